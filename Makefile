@@ -1,0 +1,39 @@
+# The README's two commands are `make demo` and `make test`; each does its own set-up.
+PYTHON ?= python3.11
+UV_VERSION := 0.13.8
+BIN := .venv/bin
+# Tests and tools must not ask a model hub for anything.
+export HF_HUB_OFFLINE := 1
+export TRANSFORMERS_OFFLINE := 1
+
+.PHONY: setup demo test lint bench lock clean
+
+setup: .venv/.complete
+
+.venv/.complete: pyproject.toml requirements.lock
+	test -x $(BIN)/uv || { $(PYTHON) -m venv .venv && $(BIN)/python -m pip install --quiet uv==$(UV_VERSION); }
+	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+demo: setup
+	$(BIN)/python examples/rollout_loop.py
+
+# Re-pin everything. Names no package index, so that it installs from whichever one is configured.
+lock: setup
+	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --group dev \
+	  --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet --output-file requirements.lock
+
+clean:
+	rm -rf .venv
