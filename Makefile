@@ -32,7 +32,7 @@ demo: setup
 
 # Re-pin everything. Names no package index, so that it installs from whichever one is configured.
 lock: setup
-	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --group dev \
+	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --extra tensordict --group dev \
 	  --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet --output-file requirements.lock
 
 clean:

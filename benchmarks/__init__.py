@@ -1,0 +1,1 @@
+"""Speed claims of this project: `python -m benchmarks [name ...]`, or `make bench` for all."""

@@ -1,0 +1,5 @@
+"""Clients that return rollouts with their candidate sets."""
+
+from sglang_topp_client.rollout import Rollout
+
+__all__ = ["Rollout"]

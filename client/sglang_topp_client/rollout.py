@@ -1,0 +1,54 @@
+"""Rollout: one finished sample, as every server's answer becomes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets
+
+__all__ = ["Rollout"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sample of one prompt. T is the number of generated tokens.
+
+    Attributes:
+        prompt_index: which of the request's prompts, from 0.
+        sample_index: which of the prompt's `n` samples, from 0.
+        request_id: the engine's id of the request.
+        prompt_ids: int32 [P], the prompt's token ids as the engine saw them.
+        output_ids: int32 [T], the generated token ids.
+        text: the generated text, as the engine detokenised it.
+        logprobs: float32 [T], natural log-prob of each generated token under the full vocabulary.
+        candidates: the candidate set of each generated token, T positions; None when the request
+            did not ask for them.
+        finish_reason: `"stop"` or `"length"` (a sample that was aborted is an error, not a Rollout).
+        weight_version: the engine's name for the weights that generated this.
+        cached_tokens: how many prompt tokens came from the engine's prefix cache.
+        latency_s: seconds from the engine's receipt of the request to its last token.
+    """
+
+    prompt_index: int
+    sample_index: int
+    request_id: str
+    prompt_ids: NDArray[np.int32]
+    output_ids: NDArray[np.int32]
+    text: str
+    logprobs: NDArray[np.float32]
+    candidates: CandidateSets | None
+    finish_reason: str
+    weight_version: str
+    cached_tokens: int
+    latency_s: float
+
+    @property
+    def masked_logprobs(self) -> NDArray[np.float32]:
+        """float32 [T]: each token's log-prob under its candidate set, `logprobs - logprob_sum`."""
+        if self.candidates is None:
+            raise ValueError("this rollout was made without top_logprobs_p: it has no candidate sets")
+        masked: NDArray[np.float32] = self.logprobs - self.candidates.logprob_sum
+        return masked

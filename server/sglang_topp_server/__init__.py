@@ -1,0 +1,1 @@
+"""The FastAPI sidecar and the `sglang-topp` command."""
