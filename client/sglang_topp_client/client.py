@@ -1,0 +1,490 @@
+"""The clients: `AsyncRolloutClient`, and `RolloutClient`, its synchronous face.
+
+There is one code path. The synchronous client drives an asynchronous one on an event loop of its own,
+in a thread of its own (`loop_thread.py`): hundreds of requests in flight need an event loop anyway,
+it works from any number of threads and inside a running loop (a notebook), and retries, aborts and
+decoding are written and tested once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from types import TracebackType
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from sglang_topp.errors import (
+    BadRequestError,
+    InvalidInputError,
+    RequestTimeoutError,
+    ResponseError,
+    RolloutError,
+    SglangToppError,
+    TransportError,
+)
+from sglang_topp_client.http import Connections, Server
+from sglang_topp_client.loop_thread import LoopThread
+from sglang_topp_client.progress import Progress
+from sglang_topp_client.request import Prompts, SampleRequest, SamplingParams, TopLogprobsP, plan
+from sglang_topp_client.retry import delay_s, is_retryable
+from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.sglang_api import GenerateExchange
+from sglang_topp_client.sidecar_api import SERVICE, RolloutsExchange
+
+__all__ = ["AsyncRolloutClient", "RolloutClient"]
+
+Kind: TypeAlias = Literal["sidecar", "sglang"]
+_EXCHANGES: dict[Kind, type[RolloutsExchange] | type[GenerateExchange]] = {
+    "sidecar": RolloutsExchange,
+    "sglang": GenerateExchange,
+}
+_INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
+
+_INFO_TIMEOUT_S = 30.0
+_ABORT_TIMEOUT_S = 3.0
+# A line this long takes milliseconds to decode; the other connections should not wait for that.
+_OFF_LOOP_BYTES = 1 << 18
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Loop:
+    """What belongs to one event loop."""
+
+    connections: Connections
+    slots: asyncio.Semaphore
+    kind_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+
+class AsyncRolloutClient:
+    """Rollouts with their candidate sets, from a sidecar or straight from a patched SGLang.
+
+    Usable from any event loop, one after the other or side by side: connections belong to the loop
+    that they were made in, and close with it (or with `close`). Pickles as its configuration.
+
+    Args:
+        base_url: `http://host:port`, of a sidecar or of an engine.
+        kind: what listens there; `"auto"` asks once, `GET /info`.
+        api_key: sent as a bearer token; never along a redirect, none is followed.
+        max_connections: how many calls may be in flight at once; the rest wait, for as long as it takes.
+        max_retries: how often a call is sent again after it met a transport error, 429 or 5xx.
+
+    Raises:
+        InvalidInputError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        kind: Literal["auto", "sidecar", "sglang"] = "auto",
+        api_key: str | None = None,
+        max_connections: int = 1024,
+        max_retries: int = 4,
+    ) -> None:
+        if kind not in ("auto", "sidecar", "sglang"):
+            raise InvalidInputError(f"kind: got {kind!r}, expected 'auto', 'sidecar' or 'sglang'")
+        if max_retries < 0:
+            raise InvalidInputError(f"max_retries: got {max_retries}, expected 0 or more")
+        self._server = Server(base_url, max_connections, api_key)
+        self._asked_kind = kind
+        self._kind: Kind | None = None if kind == "auto" else kind
+        self._max_retries = max_retries
+        self._loops: dict[asyncio.AbstractEventLoop, _Loop] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(
+            type(self),
+            self._server.base_url,
+            kind=self._asked_kind,
+            api_key=self._server.api_key,
+            max_connections=self._server.max_connections,
+            max_retries=self._max_retries,
+        ), ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._server.base_url!r}, kind={self._asked_kind!r})"
+
+    # -- rollouts ----------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Rollout]:
+        """Generate for every prompt; all samples, or an exception, and then nothing is left running.
+
+        Args:
+            prompts: one text, several texts, the token ids of one prompt, or of several.
+            sampling_params: SGLang's names; one mapping for all, or one per prompt. `n` is the number
+                of samples of each prompt.
+            top_logprobs_p: the threshold p of the candidate sets, one for all or one per prompt; None
+                or 0 for none.
+            timeout_s: the time limit for all of it, retries included; None waits for as long as it takes.
+            progress: None shows a progress line for what takes longer than two seconds, True always,
+                False never; only ever where stderr is a terminal.
+            request_id: a name for `abort` and the server's logs; a random one by default.
+
+        Returns:
+            The rollouts in the order of the prompts, then of the samples.
+
+        Raises:
+            InvalidInputError: an argument is wrong; nothing was sent.
+            BadRequestError, AuthenticationError: the server refuses the request.
+            RequestTimeoutError: `timeout_s` passed.
+            TransportError, OverloadedError, ServerError: and so did every retry.
+            RolloutError: the engine gave up on a sample, or `abort` was called.
+            MissingCandidateSetsError: the answer lacks the sets that were asked for.
+            SampledTokenMissingError: a set lacks its sampled token.
+            WireError: anything else in the answer is not exact.
+        """
+        rollouts = [
+            rollout
+            async for rollout in self.stream(
+                prompts,
+                sampling_params,
+                top_logprobs_p=top_logprobs_p,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        ]
+        return sorted(rollouts, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Rollout, None]:
+        """As `generate`, but each sample as it finishes, in any order.
+
+        Nothing is sent before the first sample is asked for. Closing the iterator (`aclose`, or
+        `contextlib.aclosing` around it) aborts what is left in the engine. A sample is never
+        delivered twice; after a connection broke, only samples that had not finished are generated
+        again.
+        """
+        if timeout_s is not None and not timeout_s > 0:
+            raise InvalidInputError(f"timeout_s: got {timeout_s}, expected more than 0, or None")
+        if request_id == "":
+            raise InvalidInputError("request_id: got an empty string")
+        wanted = plan(prompts, sampling_params, top_logprobs_p)
+        return self._samples(wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request, in the engine too; whoever waits for it gets a RolloutError.
+
+        A request that this client has in flight on this event loop is stopped before this returns.
+        Any other name is passed on to the server, which takes a `Rollout.request_id` too.
+        """
+        if not request_id:
+            raise InvalidInputError("request_id: got an empty string")
+        here = self._here()
+        worker = here.running.get(request_id)
+        if worker is None:
+            await self._abort_in_engine(here, request_id)
+        else:
+            worker.cancel()
+            await asyncio.wait([worker])
+
+    async def server_info(self) -> dict[str, Any]:
+        """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`."""
+        here = self._here()
+        path = _INFO_PATHS[await self._kind_here(here)]
+        info = await self._retrying(
+            lambda: here.connections.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
+        )
+        return dict(info)
+
+    async def close(self) -> None:
+        """Stop what is in flight on this event loop and close its connections; the client stays usable."""
+        here = self._loops.pop(asyncio.get_running_loop(), None)
+        if here is None:
+            return
+        if here.running:
+            for worker in here.running.values():
+                worker.cancel()
+            await asyncio.wait(here.running.values())
+        await here.connections.aclose()
+
+    async def __aenter__(self) -> AsyncRolloutClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # -- one request -------------------------------------------------------------------------------
+
+    async def _samples(
+        self, wanted: Sequence[SampleRequest], timeout_s: float | None, progress: bool | None, request_id: str
+    ) -> AsyncGenerator[Rollout, None]:
+        here = self._here()
+        if request_id in here.running:
+            raise InvalidInputError(f"request_id: {request_id!r} is in flight already")
+        finished: asyncio.Queue[Rollout | None] = asyncio.Queue()
+        worker = asyncio.create_task(self._run(here, wanted, finished.put_nowait, timeout_s, request_id))
+        worker.add_done_callback(lambda _: finished.put_nowait(None))
+        here.running[request_id] = worker
+        try:
+            with Progress(sum(len(one.samples) for one in wanted), progress) as bar:
+                while (rollout := await finished.get()) is not None:
+                    bar.add(len(rollout.output_ids))
+                    yield rollout
+            if worker.cancelled():
+                raise RolloutError(f"request {request_id} was aborted by this client")
+            worker.result()
+        finally:
+            worker.cancel()
+            await asyncio.wait([worker])
+            del here.running[request_id]
+            if not worker.cancelled():
+                worker.exception()
+
+    async def _run(
+        self,
+        here: _Loop,
+        wanted: Sequence[SampleRequest],
+        deliver: Callable[[Rollout], None],
+        timeout_s: float | None,
+        request_id: str,
+    ) -> None:
+        """Deliver every sample, or raise the first error after everything has stopped."""
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                exchange_type = _EXCHANGES[await self._kind_here(here)]
+                async with asyncio.TaskGroup() as group:
+                    for start in range(0, len(wanted), exchange_type.prompts_per_call):
+                        some = wanted[start : start + exchange_type.prompts_per_call]
+                        make = functools.partial(_new_exchange, exchange_type, request_id, limit.when())
+                        group.create_task(self._call(here, some, make, deliver))
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"timeout_s: {timeout_s} s passed before every sample finished"
+            ) from None
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _call(
+        self,
+        here: _Loop,
+        wanted: Sequence[SampleRequest],
+        make: Callable[[Sequence[SampleRequest]], RolloutsExchange | GenerateExchange],
+        deliver: Callable[[Rollout], None],
+    ) -> None:
+        """One call and its retries, each of which asks for what is still missing, under a fresh id."""
+        missing = {(one.prompt_index, sample) for one in wanted for sample in one.samples}
+
+        def take(rollout: Rollout) -> None:
+            missing.remove((rollout.prompt_index, rollout.sample_index))
+            deliver(rollout)
+
+        async def attempt() -> None:
+            left = [
+                replace(one, samples=samples)
+                for one in wanted
+                if (samples := tuple(s for s in one.samples if (one.prompt_index, s) in missing))
+            ]
+            async with here.slots:
+                await self._exchange(here, make(left), take)
+
+        await self._retrying(attempt)
+
+    async def _exchange(
+        self, here: _Loop, exchange: RolloutsExchange | GenerateExchange, take: Callable[[Rollout], None]
+    ) -> None:
+        is_refused = False
+        try:
+            async with here.connections.post_lines(exchange.path, exchange.body()) as lines:
+                async for line in lines:
+                    if len(line) < _OFF_LOOP_BYTES:
+                        rollouts = exchange.read(line)
+                    else:
+                        rollouts = await asyncio.to_thread(exchange.read, line)
+                    for rollout in rollouts:
+                        take(rollout)
+            if not exchange.complete:
+                raise TransportError("the answer was cut off: it ended before the line that closes it")
+        except ResponseError as error:
+            is_refused = error.status is not None
+            raise
+        finally:
+            if not is_refused:
+                # Best effort: the closed connection aborts them as well, unless something stands between.
+                await asyncio.gather(
+                    *(self._abort_in_engine(here, engine_id) for engine_id in exchange.unfinished_ids()),
+                    return_exceptions=True,
+                )
+
+    # -- the server --------------------------------------------------------------------------------
+
+    def _here(self) -> _Loop:
+        loop = asyncio.get_running_loop()
+        if loop not in self._loops:
+            for other in [other for other in self._loops if other.is_closed()]:
+                del self._loops[other]
+            slots = asyncio.Semaphore(self._server.max_connections)
+            self._loops[loop] = _Loop(Connections(self._server), slots)
+        return self._loops[loop]
+
+    async def _kind_here(self, here: _Loop) -> Kind:
+        async with here.kind_lock:
+            if self._kind is None:
+                try:
+                    info = await self._retrying(
+                        lambda: here.connections.request_json("GET", "/info", timeout_s=_INFO_TIMEOUT_S)
+                    )
+                except BadRequestError as error:
+                    if error.status not in (404, 405):
+                        raise
+                    info = None
+                is_sidecar = isinstance(info, dict) and info.get("service") == SERVICE
+                self._kind = "sidecar" if is_sidecar else "sglang"
+            return self._kind
+
+    async def _abort_in_engine(self, here: _Loop, request_id: str) -> None:
+        await here.connections.request_json(
+            "POST", "/abort_request", {"rid": request_id}, timeout_s=_ABORT_TIMEOUT_S
+        )
+
+    async def _retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        for retry in count(1):
+            try:
+                return await attempt()
+            except SglangToppError as error:
+                if retry > self._max_retries or not is_retryable(error):
+                    raise
+                wait_s = delay_s(retry, error)
+            await asyncio.sleep(wait_s)
+        raise AssertionError("unreachable")
+
+
+def _new_exchange(
+    exchange_type: type[RolloutsExchange] | type[GenerateExchange],
+    request_id: str,
+    deadline: float | None,
+    wanted: Sequence[SampleRequest],
+) -> RolloutsExchange | GenerateExchange:
+    left_s = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.001)
+    return exchange_type(wanted, request_id=request_id, timeout_s=left_s)
+
+
+class RolloutClient:
+    """`AsyncRolloutClient`, synchronously: the same arguments, results and errors.
+
+    Safe to share between threads. Pickles as its configuration. An interrupt (Ctrl-C) while it waits
+    aborts the request in the engine.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        kind: Literal["auto", "sidecar", "sglang"] = "auto",
+        api_key: str | None = None,
+        max_connections: int = 1024,
+        max_retries: int = 4,
+    ) -> None:
+        self._client = AsyncRolloutClient(
+            base_url, kind=kind, api_key=api_key, max_connections=max_connections, max_retries=max_retries
+        )
+        self._thread = LoopThread()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild, _ = self._client.__reduce__()
+        assert isinstance(rebuild, functools.partial)
+        return functools.partial(type(self), *rebuild.args, **rebuild.keywords), ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{repr(self._client).removeprefix(type(self._client).__name__)}"
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Rollout]:
+        """See `AsyncRolloutClient.generate`."""
+        return self._thread.run(
+            self._client.generate(
+                prompts,
+                sampling_params,
+                top_logprobs_p=top_logprobs_p,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        )
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[Rollout]:
+        """See `AsyncRolloutClient.stream`; leaving the loop over it aborts the rest in the engine."""
+        return self._iterate(
+            self._client.stream(
+                prompts,
+                sampling_params,
+                top_logprobs_p=top_logprobs_p,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        )
+
+    def _iterate(self, rollouts: AsyncGenerator[Rollout, None]) -> Iterator[Rollout]:
+        async def following() -> Rollout | None:
+            return await anext(rollouts, None)
+
+        try:
+            while (rollout := self._thread.run(following())) is not None:
+                yield rollout
+        finally:
+            self._thread.run(rollouts.aclose())
+
+    def abort(self, request_id: str) -> None:
+        """See `AsyncRolloutClient.abort`; call it from another thread."""
+        self._thread.run(self._client.abort(request_id))
+
+    def server_info(self) -> dict[str, Any]:
+        """See `AsyncRolloutClient.server_info`."""
+        return self._thread.run(self._client.server_info())
+
+    def close(self) -> None:
+        """Stop what is in flight and close the connections; the client stays usable."""
+        self._thread.run(self._client.close())
+        self._thread.stop()
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,242 @@
+"""Connections to one server: the only file that knows the HTTP library.
+
+Sized for hundreds of generations at once: no limit on waiting for a connection (the client bounds its
+own calls), no read time limit (a generation may take an hour; TCP keep-alive finds a dead peer), and
+idle connections are dropped before the server does so.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from sglang_topp.errors import (
+    AuthenticationError,
+    BadRequestError,
+    InvalidInputError,
+    OverloadedError,
+    ResponseError,
+    ServerError,
+    TransportError,
+    WireError,
+)
+
+__all__ = ["Connections", "Server"]
+
+_CONNECT_TIMEOUT_S = 10.0
+# Both servers are uvicorn with its default of 5 s (SGLang: SGLANG_TIMEOUT_KEEP_ALIVE). A request that
+# meets a connection just as the server drops it fails, so the client must be first.
+_KEEPALIVE_EXPIRY_S = 3.0
+# Beside the generations: aborts and questions must not wait for one to end.
+_CONTROL_CONNECTIONS = 32
+_MAX_ERROR_BYTES = 1 << 16
+_MAX_ERROR_CHARS = 2000
+
+# A peer that is gone without a word is noticed after 60 + 4 * 15 s.
+_SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+    if hasattr(socket, name)
+]
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a server is and how it is spoken to; nothing but configuration.
+
+    Raises:
+        InvalidInputError: `base_url` is no http(s) address, or a limit is no positive number.
+    """
+
+    base_url: str
+    max_connections: int
+    api_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidInputError(
+                f"base_url: got {self.base_url!r}, expected http://host:port or https://…"
+            )
+        if self.max_connections < 1:
+            raise InvalidInputError(f"max_connections: got {self.max_connections}, expected 1 or more")
+
+
+class Connections:
+    """One pool of connections, for the event loop that it was made in.
+
+    It closes itself when that loop shuts down (`asyncio.run` does that), so that a client that lives
+    on, to be used from another loop, leaves no open sockets behind.
+    """
+
+    def __init__(self, server: Server) -> None:
+        headers = {"Accept-Encoding": "identity"}
+        if server.api_key is not None:
+            headers["Authorization"] = f"Bearer {server.api_key}"
+        limits = httpx.Limits(
+            max_connections=server.max_connections + _CONTROL_CONNECTIONS,
+            max_keepalive_connections=server.max_connections + _CONTROL_CONNECTIONS,
+            keepalive_expiry=_KEEPALIVE_EXPIRY_S,
+        )
+        self._base_url = server.base_url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self._base_url,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            # A redirect would carry the key to wherever the answer points.
+            follow_redirects=False,
+            transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=_SOCKET_OPTIONS),
+        )
+        self._closer: AsyncGenerator[None, None] | None = None
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._client.aclose()
+        if self._closer is not None:
+            await self._closer.aclose()
+
+    async def _close_with_loop(self) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            await self._client.aclose()
+
+    async def _ready(self) -> None:
+        if self._closer is None:
+            # A loop that shuts down closes the async generators that were started in it.
+            self._closer = self._close_with_loop()
+            await anext(self._closer)
+
+    @asynccontextmanager
+    async def post_lines(self, path: str, body: dict[str, Any]) -> AsyncGenerator[AsyncIterator[bytes], None]:
+        """POST `body` as JSON; yields the lines of the answer as they come, without their line ends.
+
+        Leaving early closes the connection.
+
+        Raises:
+            ResponseError: the answer's status is not 200.
+            TransportError: no whole answer came.
+        """
+        await self._ready()
+        content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        headers = {"Content-Type": "application/json"}
+        with _transport_errors(self._base_url + path):
+            async with self._client.stream("POST", path, content=content, headers=headers) as response:
+                if response.status_code != 200:
+                    raise await _response_error(response)
+                yield _lines(response)
+
+    async def request_json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
+    ) -> Any:
+        """A short question; its answer's JSON, or None where the answer is empty.
+
+        Raises:
+            ResponseError: the answer's status is not 2xx.
+            TransportError: no whole answer came within `timeout_s`.
+            WireError: the answer is no JSON.
+        """
+        await self._ready()
+        with _transport_errors(self._base_url + path):
+            response = await self._client.request(method, path, json=body, timeout=timeout_s)
+        if not response.is_success:
+            raise await _response_error(response)
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError as error:
+            raise WireError(path, f"the answer is no JSON: {error}") from None
+
+
+class _transport_errors:
+    """Turns the library's exceptions into TransportError."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, httpx.TimeoutException):
+            raise TransportError(f"{self._url}: no answer in time ({type(error).__name__})") from error
+        if isinstance(error, httpx.HTTPError | httpx.StreamError | httpx.InvalidURL):
+            raise TransportError(f"{self._url}: {type(error).__name__}: {error}") from error
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    parts: list[bytes] = []
+    async for data in response.aiter_bytes():
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            yield b"".join([*parts, end]).rstrip(b"\r")
+            parts.clear()
+        if rest:
+            parts.append(rest)
+    if parts:
+        raise TransportError(f"the answer was cut off in the middle of a line: {b''.join(parts)[:200]!r}")
+
+
+async def _response_error(response: httpx.Response) -> ResponseError:
+    raw = b""
+    if response.is_stream_consumed:
+        raw = response.content
+    else:
+        async for data in response.aiter_bytes():
+            raw += data
+            if len(raw) > _MAX_ERROR_BYTES:
+                break
+    body = raw[:_MAX_ERROR_CHARS].decode("utf-8", "replace")
+    status = response.status_code
+    message = f"{response.request.method} {response.request.url}: HTTP {status}: {_message(raw) or body}"
+    if status in (401, 403):
+        return AuthenticationError(message, status=status, body=body)
+    if status == 429:
+        return OverloadedError(
+            message,
+            status=status,
+            body=body,
+            retry_after_s=_retry_after_s(response.headers.get("Retry-After")),
+        )
+    if 400 <= status < 500:
+        return BadRequestError(message, status=status, body=body)
+    if status >= 500:
+        return ServerError(message, status=status, body=body)
+    if 300 <= status < 400:
+        message += f" (a redirect to {response.headers.get('Location')}; not followed, put it into base_url)"
+    return ResponseError(message, status=status, body=body)
+
+
+def _message(raw: bytes) -> str | None:
+    """The sentence in an error body, of whichever server it is."""
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        return None
+    for _ in range(2):
+        if isinstance(body, dict):
+            body = body.get("error") or body.get("message") or body.get("detail")
+    return body if isinstance(body, str) else None
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None

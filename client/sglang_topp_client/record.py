@@ -1,0 +1,198 @@
+"""Rollouts and errors as the sidecar's JSON, both ways: what the server writes, the client reads.
+
+One finished sample is one record::
+
+    prompt_index, sample_index          integers, in the order of the request
+    request_id                          the engine's id
+    prompt_ids, output_ids              lists of integers
+    text                                string
+    logprobs                            base64 of little-endian float32, one per output token
+    candidates                          base64 of `sglang_topp.wire.pack`, or null
+    finish_reason                       "stop" or "length"
+    weight_version                      string
+    prompt_tokens, completion_tokens, cached_tokens
+    timing                              {"latency_s": seconds}
+
+A failure is `{"error": {"type", "message", "field"?, "status"?}}`, where `type` is a class of
+`sglang_topp.errors`.
+"""
+
+from __future__ import annotations
+
+import binascii
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets, SglangToppError, errors, wire
+from sglang_topp.errors import ResponseError, ServerError, WireError
+from sglang_topp_client.rollout import Rollout
+
+__all__ = ["check_sets", "error_from_record", "error_to_record", "from_record", "to_record"]
+
+_FLOAT32 = np.dtype("<f4")
+_T = TypeVar("_T")
+
+
+def to_record(rollout: Rollout) -> dict[str, Any]:
+    """The record of one finished sample, ready for `json.dumps`."""
+    return {
+        "prompt_index": rollout.prompt_index,
+        "sample_index": rollout.sample_index,
+        "request_id": rollout.request_id,
+        "prompt_ids": rollout.prompt_ids.tolist(),
+        "output_ids": rollout.output_ids.tolist(),
+        "text": rollout.text,
+        "logprobs": pybase64.b64encode(rollout.logprobs.astype(_FLOAT32).tobytes()).decode("ascii"),
+        "candidates": None if rollout.candidates is None else wire.pack_base64(rollout.candidates),
+        "finish_reason": rollout.finish_reason,
+        "weight_version": rollout.weight_version,
+        "prompt_tokens": len(rollout.prompt_ids),
+        "completion_tokens": len(rollout.output_ids),
+        "cached_tokens": rollout.cached_tokens,
+        "timing": {"latency_s": rollout.latency_s},
+    }
+
+
+def from_record(record: Any) -> Rollout:
+    """The sample that `to_record` wrote; unknown fields are passed over.
+
+    Raises:
+        WireError: a field is missing, of the wrong type, or at odds with another; it is named.
+    """
+    if not isinstance(record, Mapping):
+        raise WireError("record", f"got {type(record).__name__}, expected an object")
+    prompt_ids, output_ids = _ids(record, "prompt_ids"), _ids(record, "output_ids")
+    for name, ids in (("prompt_tokens", prompt_ids), ("completion_tokens", output_ids)):
+        if (count := _count(record, name)) != len(ids):
+            raise WireError(name, f"got {count}, but there are {len(ids)} ids")
+    packed = record.get("candidates")
+    candidates = None if packed is None else wire.unpack_base64(packed)
+    logprobs = _float32(record, "logprobs")
+    if len(logprobs) != len(output_ids):
+        raise WireError("logprobs", f"got {len(logprobs)} for {len(output_ids)} output_ids")
+    if np.isnan(logprobs).any():
+        raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
+    if candidates is not None:
+        check_sets(candidates, output_ids, logprobs, field="candidates")
+    latency_s = _field(_field(record, "timing", dict), "latency_s", (int, float))
+    if not math.isfinite(latency_s) or latency_s < 0:
+        raise WireError("latency_s", f"got {latency_s}, expected seconds")
+    return Rollout(
+        prompt_index=_count(record, "prompt_index"),
+        sample_index=_count(record, "sample_index"),
+        request_id=_field(record, "request_id", str),
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
+        text=_field(record, "text", str),
+        logprobs=logprobs,
+        candidates=candidates,
+        finish_reason=_field(record, "finish_reason", str),
+        weight_version=_field(record, "weight_version", str),
+        cached_tokens=_count(record, "cached_tokens"),
+        latency_s=float(latency_s),
+    )
+
+
+def check_sets(
+    candidates: CandidateSets, output_ids: NDArray[np.int32], logprobs: NDArray[np.float32], *, field: str
+) -> None:
+    """Raise WireError unless the sets belong to these tokens and hold these very log-probs.
+
+    Both come out of the same float32 numbers in the engine, so they are compared for equality: a set
+    of another position, another temperature or another request shows here.
+
+    Args:
+        candidates: T positions.
+        output_ids: int32 [T].
+        logprobs: float32 [T], what the engine reports for the sampled tokens.
+        field: the name that the message gives the sets.
+    """
+    if len(candidates) != len(output_ids):
+        raise WireError(field, f"got {len(candidates)} positions for {len(output_ids)} output_ids")
+    if len(wrong := np.flatnonzero(candidates.sampled_ids != output_ids)):
+        t = int(wrong[0])
+        raise WireError(
+            field,
+            f"holds sampled token {candidates.sampled_ids[t]} at position {t}; the output is {output_ids[t]}",
+        )
+    if len(empty := np.flatnonzero(candidates.sizes == 0)):
+        raise errors.MissingCandidateSetsError(field, f"no candidate set at position {int(empty[0])}")
+    if len(wrong := np.flatnonzero(candidates.sampled_logprobs != logprobs)):
+        t = int(wrong[0])
+        raise WireError(
+            field,
+            f"gives the sampled token at position {t} the log-prob {candidates.sampled_logprobs[t]!r};"
+            f" the engine reports {logprobs[t]!r} ({len(wrong)} of {len(logprobs)} positions differ)",
+        )
+
+
+def error_to_record(error: SglangToppError) -> dict[str, Any]:
+    """`{"error": {...}}` for one of this distribution's exceptions."""
+    body: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, WireError):
+        body |= {"message": error.problem, "field": error.field}
+    if isinstance(error, ResponseError) and error.status is not None:
+        body["status"] = error.status
+    return {"error": body}
+
+
+def error_from_record(body: Any) -> SglangToppError:
+    """The exception that `error_to_record` wrote the inner object of; a ServerError where it names none."""
+    if not isinstance(body, Mapping):
+        return ServerError(f"the server reports an error: {body}", status=None, body=str(body))
+    message = str(body.get("message", body))
+    kind = getattr(errors, str(body.get("type")), None)
+    if not (isinstance(kind, type) and issubclass(kind, SglangToppError)):
+        return ServerError(message, status=None, body=str(dict(body)))
+    if issubclass(kind, WireError | errors.InvalidCandidateSetsError):
+        return kind(str(body.get("field", "response")), message)
+    if issubclass(kind, ResponseError):
+        return kind(message, status=None, body=str(dict(body)))
+    return kind(message)
+
+
+def _field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
+    if name not in record:
+        raise WireError(name, "missing")
+    value = record[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise WireError(name, f"got {type(value).__name__}, expected {expected}")
+    return value
+
+
+def _count(record: Mapping[str, Any], name: str) -> int:
+    value = _field(record, name, int)
+    if value < 0:
+        raise WireError(name, f"got {value}, expected 0 or more")
+    return value
+
+
+def _ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
+    values = _field(record, name, list)
+    if not set(map(type, values)) <= {int}:
+        raise WireError(name, "expected a list of integers")
+    try:
+        ids = np.array(values, np.int32)
+    except OverflowError:
+        raise WireError(name, "got an id outside int32") from None
+    if len(ids) and ids.min() < 0:
+        raise WireError(name, f"got {ids.min()}, expected token ids of 0 or more")
+    return ids
+
+
+def _float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
+    try:
+        raw = pybase64.b64decode(_field(record, name, str), validate=True)
+    except (binascii.Error, ValueError) as error:
+        if isinstance(error, WireError):
+            raise
+        raise WireError(name, f"not base64: {error}") from None
+    if len(raw) % _FLOAT32.itemsize:
+        raise WireError(name, f"got {len(raw)} bytes, expected a multiple of {_FLOAT32.itemsize}")
+    return np.frombuffer(raw, _FLOAT32).astype(np.float32, copy=False)

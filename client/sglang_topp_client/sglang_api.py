@@ -1,0 +1,252 @@
+"""A patched SGLang's `/generate`: the request for one prompt, and its streamed answer.
+
+Always streamed, with a stream interval that no generation reaches, so that SGLang sends two chunks a
+sample, its first token and the whole. Compared with an unstreamed request:
+
+- a closed connection cancels the handler at once, which aborts every sample, those still queued
+  included. Unstreamed, SGLang looks for it every 4 s;
+- the first chunk tells the engine's id of each sample. With `n > 1` SGLang gives the samples random
+  ids, whatever `rid` the request has, and `/abort_request` knows those alone;
+- with `n > 1` a sample arrives when it is finished, not when the slowest one is.
+
+`n` is not unrolled into single requests: SGLang computes the prompt once and shares it through the
+prefix cache, where simultaneous single requests would each compute it.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets
+from sglang_topp.errors import (
+    BadRequestError,
+    OverloadedError,
+    ResponseError,
+    RolloutError,
+    ServerError,
+    WireError,
+)
+from sglang_topp_client.record import check_sets
+from sglang_topp_client.request import SampleRequest
+from sglang_topp_client.rollout import Rollout
+
+__all__ = ["GenerateExchange"]
+
+_STREAM_INTERVAL = 1 << 30
+_FINISHED = ("stop", "length")
+_T = TypeVar("_T")
+
+
+class GenerateExchange:
+    """One `POST /generate`: what is sent for one prompt, and what has come back so far."""
+
+    path = "/generate"
+    prompts_per_call = 1
+
+    def __init__(
+        self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
+    ) -> None:
+        """Args as for every exchange; SGLang has no time limit per request, so `timeout_s` stays here.
+
+        The engine's id ends in a fresh random part of fixed length. SGLang rejects an id that is in
+        use, and its scheduler aborts by prefix: `a-1` would take `a-10` down with it.
+        """
+        (self._wanted,) = wanted
+        self._rid = f"{request_id}-{uuid.uuid4().hex}"
+        self._chunks: dict[int, list[Mapping[str, Any]]] = {}
+        self._engine_ids: dict[int, str] = {}
+        if len(self._wanted.samples) == 1:
+            self._engine_ids[0] = self._rid
+        self._num_finished = 0
+        self.complete = False
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        wanted = self._wanted
+        is_text = isinstance(wanted.prompt, str)
+        body: dict[str, Any] = {
+            "text" if is_text else "input_ids": wanted.prompt,
+            "sampling_params": {
+                **wanted.sampling_params,
+                "n": len(wanted.samples),
+                "stream_interval": _STREAM_INTERVAL,
+            },
+            "rid": self._rid,
+            "return_logprob": True,
+            "stream": True,
+        }
+        if is_text:
+            body["return_prompt_token_ids"] = True
+        if wanted.top_logprobs_p is not None:
+            body |= {"top_logprobs_p": wanted.top_logprobs_p, "return_logprobs_in_base64": True}
+        return body
+
+    def unfinished_ids(self) -> list[str]:
+        """The engine's ids of the samples that may still be running, as far as they are known."""
+        return list(self._engine_ids.values())
+
+    def read(self, line: bytes) -> list[Rollout]:
+        """Take one line of the answer; returns the sample that it finishes, if it does.
+
+        Raises:
+            WireError: the line is not what SGLang writes, or the sample is not exact.
+            RolloutError: the engine gave up on a sample.
+            ResponseError: the line reports an error.
+        """
+        if not line:
+            return []
+        if line.startswith(b"data:"):
+            line = line[5:].strip()
+        elif not line.startswith(b"{"):
+            raise WireError("stream", f"got {line[:200]!r}, expected server-sent events")
+        if line == b"[DONE]":
+            if self._num_finished != len(self._wanted.samples):
+                raise WireError(
+                    "stream", f"ended after {self._num_finished} of {len(self._wanted.samples)} samples"
+                )
+            self.complete = True
+            return []
+        try:
+            chunk = json.loads(line)
+        except ValueError as error:
+            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
+        if not isinstance(chunk, dict):
+            raise WireError("stream", f"got {type(chunk).__name__}, expected an object")
+        if "error" in chunk:
+            raise _reported_error(chunk["error"])
+        return self._take(chunk)
+
+    def _take(self, chunk: dict[str, Any]) -> list[Rollout]:
+        index = _field(chunk, "index", int) if "index" in chunk else 0
+        if index not in range(len(self._wanted.samples)):
+            raise WireError("index", f"got {index}, expected one of {len(self._wanted.samples)} samples")
+        meta_info = _field(chunk, "meta_info", dict)
+        self._engine_ids[index] = _field(meta_info, "id", str)
+        reason = meta_info.get("finish_reason")
+        if reason is not None:
+            _check_finish(reason)
+        # A server with --incremental-streaming-output sends only what is new.
+        is_whole = meta_info.get("completion_tokens") == len(_field(chunk, "output_ids", list))
+        earlier = [] if is_whole else self._chunks.get(index, [])
+        self._chunks[index] = [*earlier, chunk]
+        if reason is None:
+            return []
+        self._num_finished += 1
+        del self._engine_ids[index]
+        return [self._rollout(index, self._chunks.pop(index))]
+
+    def _rollout(self, index: int, chunks: list[Mapping[str, Any]]) -> Rollout:
+        wanted, last = self._wanted, chunks[-1]
+        meta_info = last["meta_info"]
+        parts = [_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
+        output_ids = np.concatenate(parts)
+        if (count := _field(meta_info, "completion_tokens", int)) != len(output_ids):
+            raise WireError("output_ids", f"got {len(output_ids)} ids, completion_tokens is {count}")
+
+        entries = [e for chunk in chunks for e in _field(chunk["meta_info"], "output_token_logprobs", list)]
+        logprobs = _sampled_logprobs(entries, output_ids)
+        candidates = None
+        if wanted.top_logprobs_p is not None:
+            candidates = CandidateSets.concat(
+                [
+                    CandidateSets.from_meta_info(chunk["meta_info"], ids)
+                    for chunk, ids in zip(chunks, parts, strict=True)
+                ]
+            )
+            check_sets(candidates, output_ids, logprobs, field="output_top_p_logprobs")
+
+        if isinstance(wanted.prompt, str):
+            prompt_ids = _token_ids("prompt_token_ids", _field(last, "prompt_token_ids", list))
+        else:
+            prompt_ids = np.array(wanted.prompt, np.int32)
+        if (count := _field(meta_info, "prompt_tokens", int)) != len(prompt_ids):
+            raise WireError(
+                "prompt_tokens",
+                f"got {count} for a prompt of {len(prompt_ids)} tokens; the engine saw another prompt"
+                " (is it started with --allow-auto-truncate?)",
+            )
+        return Rollout(
+            prompt_index=wanted.prompt_index,
+            sample_index=wanted.samples[index],
+            request_id=meta_info["id"],
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            text="".join(chunk.get("text") or "" for chunk in chunks),
+            logprobs=logprobs,
+            candidates=candidates,
+            finish_reason=meta_info["finish_reason"]["type"],
+            weight_version=str(meta_info.get("weight_version")),
+            cached_tokens=_field(meta_info, "cached_tokens", int),
+            latency_s=float(_field(meta_info, "e2e_latency", (int, float))),
+        )
+
+
+def _check_finish(reason: Any) -> None:
+    """Raise unless the sample finished by itself."""
+    kind = reason.get("type") if isinstance(reason, dict) else None
+    if kind in _FINISHED:
+        return
+    if kind is None:
+        raise WireError("finish_reason", f"got {reason!r}, expected an object with a type")
+    message = f"the engine gave up on a sample: {kind}, {reason.get('message')}"
+    # An abort with an HTTP status is a refusal (a full queue, a prompt that is too long): unstreamed,
+    # SGLang answers it with that status.
+    raise _error_class(reason.get("status_code"), RolloutError)(message, status=None, body=str(reason))
+
+
+def _reported_error(error: Any) -> ResponseError:
+    if not isinstance(error, dict):
+        return ServerError(f"the engine reports an error: {error}", status=None, body=str(error))
+    kind = _error_class(error.get("code"), ServerError)
+    return kind(f"the engine reports an error: {error.get('message')}", status=None, body=str(error))
+
+
+def _error_class(status: Any, otherwise: type[ResponseError]) -> type[ResponseError]:
+    if status == 429:
+        return OverloadedError
+    if isinstance(status, int) and 400 <= status < 500:
+        return BadRequestError
+    if isinstance(status, int) and 500 <= status < 600:
+        return ServerError
+    return otherwise
+
+
+def _sampled_logprobs(entries: list[Any], output_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    """float32 [T] from SGLang's `[[logprob, token_id, text or null], ...]`, checked against the output."""
+    field = "output_token_logprobs"
+    if len(entries) != len(output_ids):
+        raise WireError(field, f"got {len(entries)} entries for {len(output_ids)} output_ids")
+    try:
+        columns = [(entry[0], entry[1]) for entry in entries]
+        logprobs = np.array([logprob for logprob, _ in columns], np.float64).astype(np.float32)
+        ids = np.array([token_id for _, token_id in columns], np.int64)
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+        raise WireError(field, f"expected [logprob, token_id, text] per token: {error}") from None
+    if np.isnan(logprobs).any():
+        raise WireError(field, f"no log-prob at position {int(np.isnan(logprobs).argmax())}")
+    if len(wrong := np.flatnonzero(ids != output_ids)):
+        t = int(wrong[0])
+        raise WireError(field, f"got token {ids[t]} at position {t}; the output is {output_ids[t]}")
+    return logprobs
+
+
+def _token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
+    if not set(map(type, values)) <= {int}:
+        raise WireError(name, "expected a list of integers")
+    try:
+        return np.array(values, np.int32)
+    except OverflowError:
+        raise WireError(name, "got an id outside int32") from None
+
+
+def _field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
+    value = record.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise WireError(name, f"got {type(value).__name__ if name in record else 'nothing'}")
+    return value

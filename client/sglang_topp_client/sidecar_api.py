@@ -1,0 +1,124 @@
+"""The sidecar's `/rollouts`: the request for some prompts, and its NDJSON answer.
+
+Request::
+
+    {"prompts": [...], "sampling_params": {...} | [{...}, ...], "top_logprobs_p": p | [p, ...] | null,
+     "request_id": "...", "timeout_s": seconds | null, "stream": true}
+
+Answer, a line per sample as it finishes (`record.py`), and last a line that a cut-off answer lacks::
+
+    {"prompt_index": 0, "sample_index": 2, ...}
+    {"done": true, "rollouts": 8}
+
+A failure is a line `{"error": {...}}`; nothing after it counts.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError
+from sglang_topp_client.record import error_from_record, from_record
+from sglang_topp_client.request import SampleRequest
+from sglang_topp_client.rollout import Rollout
+
+__all__ = ["SERVICE", "RolloutsExchange"]
+
+SERVICE = "sglang-topp"
+"""What the sidecar's `GET /info` has under `"service"`; it tells the sidecar from an engine."""
+
+
+class RolloutsExchange:
+    """One `POST /rollouts`: what is sent for some prompts, and what has come back so far."""
+
+    path = "/rollouts"
+    # A body stays at a few MB, a cut connection costs no more than these, and a large batch spreads
+    # over the sidecars behind one address.
+    prompts_per_call = 64
+
+    def __init__(
+        self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
+    ) -> None:
+        """One call.
+
+        Args:
+            wanted: the prompts, and which of their samples.
+            request_id: the caller's name for the request; a fresh random part is added.
+            timeout_s: the time that the server may take.
+        """
+        self._wanted = list(wanted)
+        self._request_id = f"{request_id}-{uuid.uuid4().hex}"
+        self._timeout_s = timeout_s
+        self._finished: set[tuple[int, int]] = set()
+        self.complete = False
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        params = [{**one.sampling_params, "n": len(one.samples)} for one in self._wanted]
+        thresholds = [one.top_logprobs_p for one in self._wanted]
+        return {
+            "prompts": [one.prompt for one in self._wanted],
+            "sampling_params": params[0] if all(p == params[0] for p in params) else params,
+            "top_logprobs_p": thresholds[0] if len(set(thresholds)) == 1 else thresholds,
+            "request_id": self._request_id,
+            "timeout_s": self._timeout_s,
+            "stream": True,
+        }
+
+    def unfinished_ids(self) -> list[str]:
+        """None to abort by name: the sidecar aborts whatever a closed connection leaves behind."""
+        return []
+
+    def read(self, line: bytes) -> list[Rollout]:
+        """Take one line of the answer; returns the sample that it is.
+
+        Raises:
+            WireError: the line is not what the sidecar writes, or the sample is not exact.
+            SglangToppError: what the line reports.
+        """
+        if not line:
+            return []
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
+        if not isinstance(record, dict):
+            raise WireError("stream", f"got {type(record).__name__}, expected an object")
+        if "error" in record:
+            raise error_from_record(record["error"])
+        if record.get("done"):
+            expected = sum(len(one.samples) for one in self._wanted)
+            if record.get("rollouts") != len(self._finished) or len(self._finished) != expected:
+                raise WireError(
+                    "rollouts",
+                    f"the server counts {record.get('rollouts')}, {len(self._finished)} came, {expected}"
+                    " were asked for",
+                )
+            self.complete = True
+            return []
+        return [self._place(from_record(record))]
+
+    def _place(self, rollout: Rollout) -> Rollout:
+        """The sample under the caller's own indices."""
+        at = (rollout.prompt_index, rollout.sample_index)
+        if rollout.prompt_index >= len(self._wanted):
+            raise WireError("prompt_index", f"got {at[0]}, expected one of {len(self._wanted)} prompts")
+        wanted = self._wanted[rollout.prompt_index]
+        if rollout.sample_index >= len(wanted.samples) or at in self._finished:
+            raise WireError("sample_index", f"got {at[1]} of prompt {at[0]} twice, or beyond the samples")
+        if rollout.finish_reason not in ("stop", "length"):
+            raise RolloutError(f"a sample finished with {rollout.finish_reason!r}")
+        if wanted.top_logprobs_p is not None and rollout.candidates is None:
+            raise MissingCandidateSetsError(
+                "candidates", "the response holds none, though they were asked for"
+            )
+        if not isinstance(wanted.prompt, str) and rollout.prompt_ids.tolist() != wanted.prompt:
+            raise WireError("prompt_ids", f"are not those of prompt {at[0]}")
+        self._finished.add(at)
+        return replace(
+            rollout, prompt_index=wanted.prompt_index, sample_index=wanted.samples[rollout.sample_index]
+        )
