@@ -1,0 +1,66 @@
+"""The entry point of the group `sglang.srt.plugins`: check the seams, then hook them.
+
+SGLang calls `register` in the launcher and in every process that it starts, before they serve. Where a
+seam does not hold, only the hooks that refuse and report are installed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_topp_patches import mode, prefill, request, rows, sampler, server_info, tokenizer_manager
+from sglang_topp_patches.seams import check_seams
+
+__all__ = ["register"]
+
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
+
+# target, kind of hook, hook
+_REFUSE_AND_REPORT: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("sglang.srt.entrypoints.api_contract.generate_contract_error", "AFTER", request.check_body),
+    (
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
+        "AROUND",
+        request.refuse_openai,
+    ),
+    (f"{_TOKENIZER_MANAGER}.get_internal_state", "AROUND", server_info.note_scheduler_states),
+    ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "AFTER", server_info.report_state),
+    ("sglang.srt.utils.common.build_server_info", "AFTER", server_info.add_status),
+)
+_SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    (f"{_REQUEST}.normalize_batch_and_arguments", "AROUND", request.normalize),
+    (f"{_REQUEST}.__getitem__", "AFTER", request.get_item),
+    ("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", "AFTER", rows.note_rows),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.sample", "AROUND", sampler.sample),
+    (
+        "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
+        "AROUND",
+        sampler.compute_logprobs,
+    ),
+    ("sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch", "AFTER", prefill.note_batch),
+    ("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", "AROUND", prefill.forward),
+    (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", mode.note_server_args),
+    (f"{_TOKENIZER_MANAGER}._handle_batch_output", "BEFORE", tokenizer_manager.receive_entries),
+    (f"{_TOKENIZER_MANAGER}.convert_logprob_style", "AFTER", tokenizer_manager.write_meta_info),
+    (f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks", "AFTER", tokenizer_manager.merge_chunks),
+)
+
+
+def register() -> None:
+    """Check every seam and register the hooks; SGLang puts them in place when this returns."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    found = check_seams()
+    hooks = _REFUSE_AND_REPORT
+    if found.active:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request.extend_request_class(GenerateReqInput)
+        hooks += _SERVE
+    for problem in found.problems:
+        logging.getLogger(__name__).error("sglang-topp refuses candidate sets: %s", problem)
+    for target, kind, hook in hooks:
+        HookRegistry.register(target, hook, HookType[kind])

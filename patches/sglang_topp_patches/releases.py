@@ -1,0 +1,169 @@
+"""Which SGLang releases the patch set supports, and every seam that it stands on in each.
+
+A seam is a function of SGLang's that a hook wraps, or one that a hook calls. What is checked at start
+is that it exists and takes the parameters that the hooks rely on. A release that is not listed is
+refused even where every seam seems to hold: a signature does not tell what a log-prob means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["RELEASES", "Seam"]
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place in SGLang that the patch set depends on.
+
+    Attributes:
+        target: dotted path, `module.attribute` or `module.Class.method`.
+        parameters: the leading parameter names that must stand in the signature, in this order.
+        purpose: what the patch set does there.
+        hooked: whether a hook replaces it (otherwise the patch set only calls or extends it).
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    purpose: str
+    hooked: bool = True
+
+
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+
+_SGLANG_0_5_23 = (
+    Seam(
+        "sglang.srt.managers.io_struct.GenerateReqInput",
+        ("text", "input_ids"),
+        "the request gains top_logprobs_p and return_logprobs_in_base64",
+        hooked=False,
+    ),
+    Seam(
+        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        ("self",),
+        "thresholds are checked, spread over the batch and handed to the scheduler",
+    ),
+    Seam(
+        "sglang.srt.managers.io_struct.GenerateReqInput.__getitem__",
+        ("self", "i"),
+        "the parts of a batch keep their threshold",
+    ),
+    Seam(
+        "sglang.srt.entrypoints.api_contract.generate_contract_error",
+        ("body",),
+        "bad input is answered with HTTP 400 before a stream begins",
+    ),
+    Seam(
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
+        ("self", "request", "raw_request"),
+        "routes that cannot carry candidate sets refuse the request",
+    ),
+    Seam(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        ("batch", "model_runner"),
+        "a forward pass learns its rows' thresholds",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+        ("self", "logits_output", "forward_batch"),
+        "the sampled rows' sets join the forward pass's output",
+    ),
+    Seam(
+        "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
+        ("self", "logprobs", "top_logprobs_nums", "token_ids_logprobs", "batch_next_token_ids"),
+        "the sets are taken from the log-probs that SGLang reports",
+    ),
+    Seam(
+        "sglang.srt.layers.logits_processor.LogitsMetadata",
+        ("extend_logprob_pruned_lens_cpu", "extend_input_logprob_token_ids_gpu", "input_logprob_indices_cpu"),
+        "which rows of a pass score which prompt tokens",
+        hooked=False,
+    ),
+    Seam(
+        "sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch",
+        ("forward_batch",),
+        "the scoring of a prompt learns its rows' thresholds",
+    ),
+    Seam(
+        "sglang.srt.layers.logprob_processor.compute_row_log_normalizer",
+        ("logits",),
+        "prompt log-probs are computed as SGLang computes them",
+        hooked=False,
+    ),
+    Seam(
+        "sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward",
+        (
+            "self",
+            "pruned_states",
+            "sample_indices",
+            "input_logprob_indices",
+            "token_to_seq_idx",
+            "lm_head",
+            "get_logits_fn",
+            "logits_metadata",
+        ),
+        "the prompt positions' sets are taken from the logits that SGLang scores the prompt with",
+    ),
+    Seam(
+        "sglang.srt.managers.auxiliary_output.append_auxiliary_output",
+        ("current", "output"),
+        "the sets travel to the host with SGLang's own copy",
+        hooked=False,
+    ),
+    Seam(
+        "sglang.srt.managers.auxiliary_output.CommittedTokens",
+        ("output_index", "token_ids"),
+        "SGLang says which tokens became visible",
+        hooked=False,
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._handle_batch_output",
+        ("self", "recv_obj"),
+        "the sets arrive from the scheduler",
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.convert_logprob_style",
+        (
+            "self",
+            "meta_info",
+            "state",
+            "top_logprobs_num",
+            "token_ids_logprob",
+            "return_text_in_logprobs",
+            "recv_obj",
+            "recv_obj_index",
+            "finished",
+        ),
+        "the sets are written into meta_info",
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks",
+        ("self", "out_list", "rid"),
+        "streamed chunks that SGLang merges keep all their sets",
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.__init__",
+        ("self", "server_args"),
+        "modes in which the sets cannot be exact refuse the request",
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.get_internal_state",
+        ("self",),
+        "the schedulers report whether they are patched",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        ("self", "recv_req"),
+        "a scheduler reports whether it is patched",
+    ),
+    Seam(
+        "sglang.srt.utils.common.build_server_info",
+        ("server_args", "scheduler_info"),
+        "GET /server_info tells whether the patch set holds",
+    ),
+)
+
+RELEASES: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"0.5.23": _SGLANG_0_5_23})
+"""SGLang version to its seams."""

@@ -1,0 +1,214 @@
+"""The request side, in the HTTP process: the two fields, their checks, and the way to the scheduler.
+
+A threshold reaches the scheduler inside `sampling_params.custom_params`, which SGLang already carries;
+callers that can only set those may write the same two names there themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches import mode
+from sglang_topp_patches.seams import status
+
+__all__ = [
+    "BASE64",
+    "THRESHOLD",
+    "check_body",
+    "extend_request_class",
+    "get_item",
+    "normalize",
+    "refuse_openai",
+]
+
+THRESHOLD = "top_logprobs_p"
+BASE64 = "return_logprobs_in_base64"
+
+
+def extend_request_class(cls: type[Any]) -> None:
+    """Give the dataclass `cls` (`GenerateReqInput`) the two fields, in place.
+
+    `dataclasses.dataclass` replaces each `field(...)` by its default; they are put back first, so
+    that keyword-only fields and default factories survive the second pass.
+    """
+    for name, field in cls.__dataclass_fields__.items():
+        setattr(cls, name, field)
+    # `Any`: `check_body` answers bad input in words; pydantic would coerce some of it in silence.
+    cls.__annotations__ |= {THRESHOLD: Any, BASE64: Any}
+    setattr(cls, THRESHOLD, None)
+    setattr(cls, BASE64, False)
+    dataclasses.dataclass(cls)
+
+
+def check_body(error: str | None, body: Any) -> str | None:
+    """AFTER hook on `generate_contract_error`: the sentence for HTTP 400, or None.
+
+    The only check that can still answer with a status: a streaming request's later errors arrive
+    inside a 200.
+    """
+    if error is not None or not isinstance(body, Mapping):
+        return error
+    try:
+        _Asked.of(
+            body.get(THRESHOLD),
+            body.get(BASE64, False),
+            body.get("sampling_params"),
+            body.get("return_logprob"),
+            _num_prompts(body),
+        )
+    except InvalidInputError as problem:
+        return str(problem)
+    return None
+
+
+def normalize(original: Callable[[Any], None], self: Any) -> None:
+    """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`."""
+    raw = (getattr(self, THRESHOLD), getattr(self, BASE64), self.sampling_params, self.return_logprob)
+    original(self)
+    asked = _Asked.of(*raw, num_prompts=self.batch_size)
+    if self.is_single:
+        setattr(self, THRESHOLD, asked.thresholds[0])
+        setattr(self, BASE64, asked.base64[0])
+        if asked.thresholds[0]:
+            self.sampling_params = _with_threshold(self.sampling_params, asked.thresholds[0])
+        return
+    # With n > 1 SGLang repeats the whole list of prompts.
+    count = len(self.sampling_params)
+    thresholds = [asked.thresholds[i % self.batch_size] for i in range(count)]
+    setattr(self, THRESHOLD, thresholds)
+    setattr(self, BASE64, [asked.base64[i % self.batch_size] for i in range(count)])
+    if any(thresholds):
+        self.sampling_params = [
+            _with_threshold(params, p) if p else params
+            for params, p in zip(self.sampling_params, thresholds, strict=True)
+        ]
+
+
+def get_item(item: Any, self: Any, i: int) -> Any:
+    """AFTER hook on `GenerateReqInput.__getitem__`: the part keeps its own threshold."""
+    for name in (THRESHOLD, BASE64):
+        value = getattr(self, name)
+        setattr(item, name, value[i] if isinstance(value, list) else value)
+    return item
+
+
+async def refuse_openai(
+    original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND hook on `OpenAIServingBase.handle_request`: those answers have no room for sets."""
+    body = await raw_request.json() if raw_request is not None else {}
+    places = (body, getattr(request, "custom_params", None))
+    if any(isinstance(place, Mapping) and place.get(THRESHOLD) for place in places):
+        return self.create_error_response(
+            f"{THRESHOLD}: this route cannot return candidate sets; send the request to /generate"
+        )
+    return await original(self, request, raw_request)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a request asks for, one entry per prompt; None or 0 is off."""
+
+    thresholds: Sequence[float | None]
+    base64: Sequence[bool]
+
+    @classmethod
+    def of(
+        cls, threshold: Any, base64: Any, sampling_params: Any, return_logprob: Any, num_prompts: int | None
+    ) -> _Asked:
+        """Check the fields of one request.
+
+        Args:
+            threshold, base64, sampling_params, return_logprob: the request's fields as they came.
+            num_prompts: the number of prompts, or None where it cannot be told yet.
+
+        Raises:
+            InvalidInputError: a sentence naming the field, what it got and what it takes.
+        """
+        count = num_prompts if num_prompts is not None else 1
+        per_prompt = _spread(THRESHOLD, threshold, num_prompts, count)
+        thresholds = [_threshold(THRESHOLD, value) for value in per_prompt]
+        flags = [_flag(BASE64, base64)] * count
+
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * count
+        if len(params) == count:  # SGLang itself refuses any other length
+            for i, item in enumerate(params):
+                custom = item.get("custom_params") if isinstance(item, Mapping) else None
+                if not isinstance(custom, Mapping):
+                    continue
+                where = "sampling_params.custom_params."
+                inner = _threshold(where + THRESHOLD, custom.get(THRESHOLD))
+                if inner and thresholds[i] and inner != thresholds[i]:
+                    raise InvalidInputError(
+                        f"{THRESHOLD}: got {thresholds[i]} and {inner} in sampling_params.custom_params;"
+                        " expected it in one place, or the same in both"
+                    )
+                thresholds[i] = inner or thresholds[i]
+                flags[i] = flags[i] or _flag(where + BASE64, custom.get(BASE64, False))
+
+        if any(thresholds):
+            logprobs = return_logprob if isinstance(return_logprob, list) else [return_logprob] * count
+            if not all(wanted for wanted, p in zip(logprobs, thresholds, strict=False) if p):
+                raise InvalidInputError(
+                    f"{THRESHOLD}: needs return_logprob to be true, got {return_logprob!r}"
+                )
+            if any(isinstance(item, Mapping) and (item.get("beam_width") or 1) > 1 for item in params):
+                raise InvalidInputError(f"{THRESHOLD}: beam search (beam_width > 1) has no candidate sets")
+            if problems := (*status().problems, *mode.refusals()):
+                raise InvalidInputError(
+                    f"{THRESHOLD}: candidate sets are not served here: {'; '.join(problems)}"
+                )
+        return cls(thresholds, flags)
+
+
+def _spread(name: str, value: Any, num_prompts: int | None, count: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if num_prompts is not None and len(value) != num_prompts:
+        raise InvalidInputError(
+            f"{name}: got {len(value)} values for {num_prompts} prompts, expected one per prompt"
+        )
+    return value
+
+
+def _threshold(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or math.isnan(value)
+        or not 0 <= value <= 1
+    ):
+        raise InvalidInputError(
+            f"{name}: got {value!r}, expected a number p with 0 < p <= 1, or null or 0 for no candidate sets"
+        )
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{name}: got {value!r}, expected true or false")
+    return value
+
+
+def _with_threshold(sampling_params: Mapping[str, Any], p: float) -> dict[str, Any]:
+    custom = sampling_params.get("custom_params") or {}
+    return {**sampling_params, "custom_params": {**custom, THRESHOLD: p}}
+
+
+def _num_prompts(body: Mapping[str, Any]) -> int | None:
+    text, ids = body.get("text"), body.get("input_ids")
+    if isinstance(text, list):
+        return len(text)
+    if isinstance(text, str):
+        return 1
+    if isinstance(ids, list):
+        return len(ids) if ids and isinstance(ids[0], list) else 1
+    return None

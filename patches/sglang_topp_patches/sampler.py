@@ -1,0 +1,126 @@
+"""The generated tokens' sets, in the scheduler processes.
+
+`ModelRunner.sample` runs around `OutputLogprobProcessor.compute_logprobs`, which sees the log-probs
+that SGLang reports together with the sampled tokens. The sets then travel to the host as an auxiliary
+output of SGLang's, and `consume` joins them to their requests once the tokens are committed: overlap,
+retraction and stops are resolved by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_topp_patches import prefill
+from sglang_topp_patches.extract import RowSets, extract
+from sglang_topp_patches.payload import KEY, Entry
+from sglang_topp_patches.rows import Rows, rows_of
+
+__all__ = ["compute_logprobs", "sample"]
+
+
+@dataclass
+class _Capture:
+    """Filled by `compute_logprobs` while `sample` runs around it."""
+
+    rows: Rows
+    sets: RowSets | None = None
+
+
+_active: _Capture | None = None  # a scheduler process samples one batch at a time
+
+
+def sample(
+    original: Callable[..., torch.Tensor], self: Any, logits_output: Any, forward_batch: Any
+) -> torch.Tensor:
+    """AROUND hook on `ModelRunner.sample`."""
+    global _active
+    rows = rows_of(forward_batch)
+    if rows is None:
+        return original(self, logits_output, forward_batch)
+    from sglang.srt.managers.auxiliary_output import append_auxiliary_output
+
+    _active = capture = _Capture(rows)
+    try:
+        next_token_ids = original(self, logits_output, forward_batch)
+    finally:
+        _active = None
+    output = logits_output.auxiliary_device_output
+    # The prompt's sets come first: the entry of the first generated token takes them along.
+    output = append_auxiliary_output(output, prefill.captured(forward_batch))
+    output = append_auxiliary_output(output, GeneratedSets(rows, capture.sets))
+    logits_output.auxiliary_device_output = output
+    return next_token_ids
+
+
+def compute_logprobs(
+    original: Callable[..., Any],
+    self: Any,
+    logprobs: torch.Tensor,
+    top_logprobs_nums: list[int],
+    token_ids_logprobs: list[Any],
+    batch_next_token_ids: torch.Tensor,
+) -> Any:
+    """AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
+
+    The sets are taken before the original clamps -inf in place: afterwards a token of zero
+    probability can no longer be told from one that is merely unlikely.
+    """
+    if _active is not None:
+        thresholds = _active.rows.thresholds
+        thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # rows that belong to no request
+        _active.sets = extract(logprobs, thresholds, batch_next_token_ids)
+    return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
+
+
+@dataclass(frozen=True)
+class GeneratedSets:
+    """The sets of one forward pass: SGLang's `DeviceAuxiliaryOutput`, and on the host its `HostAuxiliaryOutput`.
+
+    Attributes:
+        rows: the rows as they were when the pass was built.
+        sets: one set per row; None where SGLang sampled without reporting log-probs.
+    """
+
+    rows: Rows
+    sets: RowSets | None
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
+        """Issue the copies; `consume` runs after SGLang has waited for them."""
+        return GeneratedSets(self.rows, self.sets and self.sets.map(copy_tensor))
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Append one entry to `customized_info` of every request that a new token became visible of.
+
+        Whatever does not fit (a row that moved, a token that was replaced after sampling, a position
+        that was skipped) becomes an entry that says so: the HTTP process turns it into an error.
+        """
+        spans = self.sets.spans() if self.sets else []
+        for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
+            if commit is None or row >= len(self.rows.thresholds) or not self.rows.thresholds[row]:
+                continue
+            if req.customized_info is None:
+                req.customized_info = {}
+            entries = req.customized_info.setdefault(KEY, [])
+            while len(entries) < commit.output_index:
+                entries.append(Entry(None, "a token became visible without passing through the sampler"))
+            problem = self._problem(row, req.rid, commit.token_ids, spans)
+            prompt = prefill.take(req) if commit.output_index == 0 else ()
+            entries.append(Entry(None, problem, prompt) if problem else Entry(spans[row], "", prompt))
+
+    def _problem(self, row: int, request_id: str, token_ids: tuple[int, ...], spans: Sequence[Any]) -> str:
+        if self.sets is None:
+            return "SGLang sampled without reporting log-probs"
+        if row in self.sets.problems:
+            return self.sets.problems[row]
+        if request_id != self.rows.request_ids[row]:
+            return f"row {row} was sampled for request {self.rows.request_ids[row]}"
+        if len(token_ids) != 1:
+            return f"{len(token_ids)} tokens became visible in one step"
+        if token_ids[0] not in np.frombuffer(spans[row][0], np.int32):
+            return f"token {token_ids[0]} replaced the sampled one after its set was taken"
+        return ""

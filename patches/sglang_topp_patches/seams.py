@@ -1,0 +1,107 @@
+"""Does the running SGLang still have what the patch set stands on? Fail closed where it does not.
+
+SGLang logs and swallows what a plugin raises, so nothing here raises: what was found is recorded, the
+request hooks refuse the feature while a problem is on record, and `GET /server_info` and
+`sglang-topp doctor` report it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from sglang_topp_patches.releases import RELEASES, Seam
+
+__all__ = ["SeamCheck", "Status", "check_seams", "status"]
+
+
+@dataclass(frozen=True)
+class SeamCheck:
+    """What was found at one seam; `problem` is empty where it holds."""
+
+    seam: Seam
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known about the patch set in this process.
+
+    Attributes:
+        sglang_version: the installed SGLang, or empty.
+        checks: one per seam; empty where the release is not supported.
+        problems: every reason why the feature is refused; empty where it is served.
+    """
+
+    sglang_version: str
+    checks: tuple[SeamCheck, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def active(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `GET /server_info` shows under `sglang_topp`."""
+        return {
+            "version": version("sglang-topp"),
+            "active": self.active,
+            "seams": {check.seam.target: check.problem or "holds" for check in self.checks},
+            "problems": list(self.problems),
+        }
+
+
+def check_seams() -> Status:
+    """Look at every seam of the installed SGLang release, whether hooks are in place or not."""
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        return Status("", (), ("SGLang is not installed",))
+    seams = RELEASES.get(installed)
+    if seams is None:
+        supported = ", ".join(RELEASES)
+        return Status(installed, (), (f"SGLang {installed} is not supported; supported: {supported}",))
+    checks = tuple(SeamCheck(seam, _problem(seam)) for seam in seams)
+    return Status(installed, checks, tuple(f"{c.seam.target}: {c.problem}" for c in checks if c.problem))
+
+
+@functools.cache
+def status() -> Status:
+    """`check_seams`, and whether this process's hooks are in place at each of them.
+
+    Call it only once SGLang has loaded its plugins: the first answer is kept, because every request
+    asks.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    found = check_seams()
+    patched: set[str] = getattr(HookRegistry, "_patched", set())
+    idle = [c.seam.target for c in found.checks if c.seam.hooked and c.seam.target not in patched]
+    problems = found.problems + tuple(
+        f"{target}: its hook is not in place; is the plugin allowed by SGLANG_PLUGINS, and does SGLang's log"
+        " show an error from it?"
+        for target in idle
+    )
+    return Status(found.sglang_version, found.checks, problems)
+
+
+def _problem(seam: Seam) -> str:
+    try:
+        target = pkgutil.resolve_name(seam.target)
+    except Exception as error:  # an import that fails in any way is a seam that does not hold
+        return f"not found ({type(error).__name__}: {error})"
+    try:
+        names = tuple(inspect.signature(target).parameters)
+    except (TypeError, ValueError) as error:
+        return f"has no signature to check ({error})"
+    missing = [name for name in seam.parameters if name not in names]
+    if missing:
+        return f"takes ({', '.join(names)}), expected {', '.join(missing)} among them"
+    order = [names.index(name) for name in seam.parameters]
+    if order != sorted(order):
+        return f"takes ({', '.join(names)}), expected the order {', '.join(seam.parameters)}"
+    return ""

@@ -1,0 +1,41 @@
+"""`GET /server_info` tells whether the patch set holds, here and in every scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sglang_topp_patches import mode
+from sglang_topp_patches.payload import KEY
+from sglang_topp_patches.seams import status
+
+__all__ = ["add_status", "note_scheduler_states", "report_state"]
+
+_scheduler_states: list[dict[str, Any] | None] = []
+
+
+async def note_scheduler_states(original: Callable[[Any], Awaitable[list[Any]]], self: Any) -> list[Any]:
+    """AROUND hook on `TokenizerManager.get_internal_state`, which SGLang awaits for every answer."""
+    global _scheduler_states
+    states = await original(self)
+    _scheduler_states = [state.get(KEY) for state in states]
+    return states
+
+
+def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) -> dict[str, Any]:
+    """AFTER hook on `build_server_info`: `{"sglang_topp": {"active": ..., "problems": [...], ...}}`."""
+    report = status().to_dict()
+    problems = [*report["problems"], *mode.refusals()]
+    for rank, state in enumerate(_scheduler_states):
+        if state is None:
+            problems.append(f"scheduler {rank} runs without the patch set")
+        else:
+            problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
+    result[KEY] = {**report, "active": not problems, "problems": problems}
+    return result
+
+
+def report_state(result: Any, self: Any, recv_req: Any) -> Any:
+    """AFTER hook on `Scheduler.get_internal_state`: a scheduler's own status, under the same key."""
+    result.internal_state[KEY] = status().to_dict()
+    return result

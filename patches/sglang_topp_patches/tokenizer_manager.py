@@ -1,0 +1,155 @@
+"""The response side, in the HTTP process: entries from the scheduler -> fields of `meta_info`.
+
+`_handle_batch_output` delivers the scheduler's entries; within it `convert_logprob_style` runs once for
+every request. A request that asked for sets and did not get one for each visible token ends as an
+error (finish reason `abort`, status 500): it never looks like an answer without the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from itertools import islice
+from typing import Any
+
+from sglang_topp import wire
+from sglang_topp_patches.payload import KEY, Entry, Positions, Span, join
+from sglang_topp_patches.request import BASE64, THRESHOLD
+
+__all__ = ["merge_chunks", "receive_entries", "write_meta_info"]
+
+_ARRIVED = "_sglang_topp_arrived"
+_RECEIVED = "_sglang_topp_received"
+
+
+class _Received:
+    """All that has arrived for one request so far."""
+
+    def __init__(self) -> None:
+        self.generated: list[Span | None] = []
+        self.prompt: tuple[Span | None, ...] = ()
+        self.problem = ""
+
+    def add(self, entries: Sequence[Entry | None]) -> None:
+        for entry in entries:
+            if entry is None or entry.candidates is None:
+                cause = entry.problem if entry else "the scheduler sent none"
+                self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
+            if entry and entry.prompt:
+                self.prompt = entry.prompt
+            self.generated.append(entry.candidates if entry else None)
+
+    def check(self, num_generated: int, num_prompt: int, finished: bool) -> str:
+        """Why there is not one set for each visible token, or nothing."""
+        if self.problem:
+            return self.problem
+        if len(self.generated) != num_generated:
+            return f"{len(self.generated)} candidate sets for {num_generated} generated tokens"
+        # The prompt's sets arrive with the first generated token.
+        if (self.generated or finished) and (len(self.prompt) != num_prompt or None in self.prompt[1:]):
+            missing = num_prompt - len(self.prompt) + self.prompt[1:].count(None)
+            return f"no candidate set at {missing} of {num_prompt} prompt positions"
+        return ""
+
+
+def receive_entries(self: Any, recv_obj: Any) -> None:
+    """BEFORE hook on `TokenizerManager._handle_batch_output`: take our entries out of the batch.
+
+    What stays is what SGLang would have received without us.
+    """
+    from sglang.srt.managers.io_struct import unwrap_from_pickle
+
+    info = unwrap_from_pickle(getattr(recv_obj, "customized_info", None))
+    arrived: dict[str, Sequence[Entry | None]] = {}
+    if info and KEY in info:
+        arrived = dict(zip(recv_obj.rids, info.pop(KEY), strict=True))
+        recv_obj.customized_info = info or None
+    # One loop handles one batch at a time.
+    setattr(self, _ARRIVED, arrived)
+
+
+def write_meta_info(
+    result: None,
+    self: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    top_logprobs_num: int,
+    token_ids_logprob: Any,
+    return_text_in_logprobs: bool,
+    recv_obj: Any,
+    recv_obj_index: int,
+    finished: bool,
+) -> None:
+    """AFTER hook on `TokenizerManager.convert_logprob_style`."""
+    wanted, base64 = getattr(state.obj, THRESHOLD, None), getattr(state.obj, BASE64, False)
+    if not wanted and not base64:
+        return
+    stream = getattr(state.obj, "stream", False)
+    shown = stream or finished
+    # An incremental chunk holds the positions since the last one; everything else is cumulative.
+    start = state.last_output_offset if stream and self.incremental_streaming_output else 0
+    if base64 and top_logprobs_num and shown:
+        _write_top_k(meta_info, state, start)
+    if not wanted:
+        return
+
+    received: _Received = state.__dict__.setdefault(_RECEIVED, _Received())
+    received.add(getattr(self, _ARRIVED).get(recv_obj.rids[recv_obj_index], ()))
+    if not shown:
+        return
+    tokens = len(state.output_token_logprobs_val), len(state.input_token_logprobs_val)
+    if problem := received.check(*tokens, finished=finished):
+        if finished:
+            _fail(meta_info, problem)
+        return
+    sides: list[tuple[wire.Side, Positions]] = [("output", join(islice(received.generated, start, None)))]
+    if received.prompt:
+        sides.append(("input", join(received.prompt)))
+    for side, positions in sides:
+        if base64:
+            fields = wire.encode_sets(side, positions.token_ids, positions.logprobs, positions.lengths)
+        else:
+            fields = _list_form(self, side, positions, return_text_in_logprobs)
+        meta_info.update(fields)
+
+
+def merge_chunks(
+    result: dict[str, Any], self: Any, out_list: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """AFTER hook on `TokenizerManager._coalesce_streaming_chunks`: merged chunks keep all their sets."""
+    if "meta_info" in result:
+        result["meta_info"].update(wire.merge_output_fields([chunk["meta_info"] for chunk in out_list]))
+    return result
+
+
+def _list_form(self: Any, side: wire.Side, positions: Positions, with_text: bool) -> dict[str, Any]:
+    triples = iter(
+        self.detokenize_logprob_tokens(positions.logprobs.tolist(), positions.token_ids.tolist(), with_text)
+    )
+    return {
+        f"{side}_top_p_logprobs": [
+            None if length < 0 else list(islice(triples, length)) for length in positions.lengths
+        ]
+    }
+
+
+def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
+    """SGLang's fixed-k lists become arrays; its own flat form, where asked for, stays."""
+    sides: tuple[tuple[wire.Side, int], ...] = (("input", 0), ("output", start))
+    for side, first in sides:
+        if meta_info.pop(f"{side}_top_logprobs", None) is not None:
+            values = getattr(state, f"{side}_top_logprobs_val")[first:]
+            meta_info.update(
+                wire.encode_top_k(side, values, getattr(state, f"{side}_top_logprobs_idx")[first:])
+            )
+
+
+def _fail(meta_info: dict[str, Any], problem: str) -> None:
+    if (meta_info.get("finish_reason") or {}).get("type") == "abort":
+        return  # an error already, and its own cause comes first
+    meta_info["finish_reason"] = {
+        "type": "abort",
+        "message": f"{THRESHOLD}: {problem}",
+        "status_code": HTTPStatus.INTERNAL_SERVER_ERROR,
+        "err_type": "InternalServerError",
+    }
