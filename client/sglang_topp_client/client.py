@@ -13,15 +13,15 @@ import functools
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from sglang_topp.errors import (
+    AuthenticationError,
     BadRequestError,
     InvalidInputError,
+    OverloadedError,
     RequestTimeoutError,
-    ResponseError,
     RolloutError,
     SglangToppError,
     TransportError,
@@ -59,7 +59,8 @@ class _Loop:
     connections: Connections
     slots: asyncio.Semaphore
     kind_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    running: dict[asyncio.Task[None], str] = field(default_factory=dict)
+    """The requests in flight, with their names; several may share one."""
 
 
 class AsyncRolloutClient:
@@ -134,7 +135,7 @@ class AsyncRolloutClient:
             timeout_s: the time limit for all of it, retries included; None waits for as long as it takes.
             progress: None shows a progress line for what takes longer than two seconds, True always,
                 False never; only ever where stderr is a terminal.
-            request_id: a name for `abort` and the server's logs; a random one by default.
+            request_id: a name for `abort` and for the server's logs; a random one by default.
 
         Returns:
             The rollouts in the order of the prompts, then of the samples.
@@ -189,18 +190,18 @@ class AsyncRolloutClient:
     async def abort(self, request_id: str) -> None:
         """Stop a request, in the engine too; whoever waits for it gets a RolloutError.
 
-        A request that this client has in flight on this event loop is stopped before this returns.
-        Any other name is passed on to the server, which takes a `Rollout.request_id` too.
+        What this client has in flight under that name on this event loop has stopped when this
+        returns. Where there is none, an engine is asked to abort the request of that id (as in
+        `Rollout.request_id`); a sidecar takes no such order, it watches its connections instead.
         """
         if not request_id:
             raise InvalidInputError("request_id: got an empty string")
         here = self._here()
-        worker = here.running.get(request_id)
-        if worker is None:
+        workers = [worker for worker, name in here.running.items() if name == request_id]
+        if workers:
+            await _stop(workers)
+        elif await self._kind_here(here) == "sglang":
             await self._abort_in_engine(here, request_id)
-        else:
-            worker.cancel()
-            await asyncio.wait([worker])
 
     async def server_info(self) -> dict[str, Any]:
         """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`."""
@@ -216,10 +217,7 @@ class AsyncRolloutClient:
         here = self._loops.pop(asyncio.get_running_loop(), None)
         if here is None:
             return
-        if here.running:
-            for worker in here.running.values():
-                worker.cancel()
-            await asyncio.wait(here.running.values())
+        await _stop(list(here.running))
         await here.connections.aclose()
 
     async def __aenter__(self) -> AsyncRolloutClient:
@@ -236,12 +234,10 @@ class AsyncRolloutClient:
         self, wanted: Sequence[SampleRequest], timeout_s: float | None, progress: bool | None, request_id: str
     ) -> AsyncGenerator[Rollout, None]:
         here = self._here()
-        if request_id in here.running:
-            raise InvalidInputError(f"request_id: {request_id!r} is in flight already")
         finished: asyncio.Queue[Rollout | None] = asyncio.Queue()
         worker = asyncio.create_task(self._run(here, wanted, finished.put_nowait, timeout_s, request_id))
         worker.add_done_callback(lambda _: finished.put_nowait(None))
-        here.running[request_id] = worker
+        here.running[worker] = request_id
         try:
             with Progress(sum(len(one.samples) for one in wanted), progress) as bar:
                 while (rollout := await finished.get()) is not None:
@@ -251,11 +247,8 @@ class AsyncRolloutClient:
                 raise RolloutError(f"request {request_id} was aborted by this client")
             worker.result()
         finally:
-            worker.cancel()
-            await asyncio.wait([worker])
-            del here.running[request_id]
-            if not worker.cancelled():
-                worker.exception()
+            await _stop([worker])
+            del here.running[worker]
 
     async def _run(
         self,
@@ -270,8 +263,7 @@ class AsyncRolloutClient:
             async with asyncio.timeout(timeout_s) as limit:
                 exchange_type = _EXCHANGES[await self._kind_here(here)]
                 async with asyncio.TaskGroup() as group:
-                    for start in range(0, len(wanted), exchange_type.prompts_per_call):
-                        some = wanted[start : start + exchange_type.prompts_per_call]
+                    for some in _calls(wanted, exchange_type.samples_per_call):
                         make = functools.partial(_new_exchange, exchange_type, request_id, limit.when())
                         group.create_task(self._call(here, some, make, deliver))
         except TimeoutError:
@@ -309,9 +301,10 @@ class AsyncRolloutClient:
     async def _exchange(
         self, here: _Loop, exchange: RolloutsExchange | GenerateExchange, take: Callable[[Rollout], None]
     ) -> None:
-        is_refused = False
+        is_open = is_refused = False
         try:
             async with here.connections.post_lines(exchange.path, exchange.body()) as lines:
+                is_open = True
                 async for line in lines:
                     if len(line) < _OFF_LOOP_BYTES:
                         rollouts = exchange.read(line)
@@ -321,8 +314,8 @@ class AsyncRolloutClient:
                         take(rollout)
             if not exchange.complete:
                 raise TransportError("the answer was cut off: it ended before the line that closes it")
-        except ResponseError as error:
-            is_refused = error.status is not None
+        except (AuthenticationError, BadRequestError, OverloadedError):
+            is_refused = not is_open
             raise
         finally:
             if not is_refused:
@@ -364,15 +357,37 @@ class AsyncRolloutClient:
         )
 
     async def _retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        for retry in count(1):
+        retry = 0
+        while True:
             try:
                 return await attempt()
             except SglangToppError as error:
+                retry += 1
                 if retry > self._max_retries or not is_retryable(error):
                     raise
                 wait_s = delay_s(retry, error)
             await asyncio.sleep(wait_s)
-        raise AssertionError("unreachable")
+
+
+async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel and wait until all have cleaned up after themselves, whatever they end with."""
+    for worker in workers:
+        worker.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _calls(wanted: Sequence[SampleRequest], samples_per_call: int) -> Iterator[list[SampleRequest]]:
+    """Consecutive prompts, in calls that are full at `samples_per_call` samples."""
+    call: list[SampleRequest] = []
+    num_samples = 0
+    for one in wanted:
+        call.append(one)
+        num_samples += len(one.samples)
+        if num_samples >= samples_per_call:
+            yield call
+            call, num_samples = [], 0
+    if call:
+        yield call
 
 
 def _new_exchange(

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from sglang_topp import SglangToppError, errors
 from sglang_topp.errors import (
     AuthenticationError,
     BadRequestError,
@@ -29,6 +30,7 @@ from sglang_topp.errors import (
     TransportError,
     WireError,
 )
+from sglang_topp_client.record import error_from_record
 
 __all__ = ["Connections", "Server"]
 
@@ -52,6 +54,8 @@ _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 @dataclass(frozen=True)
 class Server:
     """Where a server is and how it is spoken to; nothing but configuration.
+
+    Proxies from the environment are not used: rollouts stay inside a cluster.
 
     Raises:
         InvalidInputError: `base_url` is no http(s) address, or a limit is no positive number.
@@ -100,7 +104,6 @@ class Connections:
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._client.aclose()
         if self._closer is not None:
             await self._closer.aclose()
 
@@ -123,7 +126,7 @@ class Connections:
         Leaving early closes the connection.
 
         Raises:
-            ResponseError: the answer's status is not 200.
+            ResponseError: the answer's status is not 200; another SglangToppError where a sidecar names it.
             TransportError: no whole answer came.
         """
         await self._ready()
@@ -187,7 +190,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
         raise TransportError(f"the answer was cut off in the middle of a line: {b''.join(parts)[:200]!r}")
 
 
-async def _response_error(response: httpx.Response) -> ResponseError:
+async def _response_error(response: httpx.Response) -> SglangToppError:
     raw = b""
     if response.is_stream_consumed:
         raw = response.content
@@ -198,7 +201,9 @@ async def _response_error(response: httpx.Response) -> ResponseError:
                 break
     body = raw[:_MAX_ERROR_CHARS].decode("utf-8", "replace")
     status = response.status_code
-    message = f"{response.request.method} {response.request.url}: HTTP {status}: {_message(raw) or body}"
+    reported = _reported(raw)
+    sentence = reported.get("message") or reported.get("detail") or body
+    message = f"{response.request.method} {response.request.url}: HTTP {status}: {sentence}"
     if status in (401, 403):
         return AuthenticationError(message, status=status, body=body)
     if status == 429:
@@ -211,22 +216,26 @@ async def _response_error(response: httpx.Response) -> ResponseError:
     if 400 <= status < 500:
         return BadRequestError(message, status=status, body=body)
     if status >= 500:
+        # The sidecar says which error its 5xx is: not all of them pass with time.
+        if isinstance(reported.get("type"), str) and reported["type"] in errors.__all__:
+            return error_from_record(reported | {"status": status})
         return ServerError(message, status=status, body=body)
     if 300 <= status < 400:
         message += f" (a redirect to {response.headers.get('Location')}; not followed, put it into base_url)"
     return ResponseError(message, status=status, body=body)
 
 
-def _message(raw: bytes) -> str | None:
-    """The sentence in an error body, of whichever server it is."""
+def _reported(raw: bytes) -> dict[str, Any]:
+    """What an error body says, whichever server wrote it: `{"error": {...}}`, `{"error": "..."}`, or flat."""
     try:
         body = json.loads(raw)
     except ValueError:
-        return None
-    for _ in range(2):
-        if isinstance(body, dict):
-            body = body.get("error") or body.get("message") or body.get("detail")
-    return body if isinstance(body, str) else None
+        return {}
+    if isinstance(body, dict) and "error" in body:
+        body = body["error"]
+    if isinstance(body, str):
+        return {"message": body}
+    return body if isinstance(body, dict) else {}
 
 
 def _retry_after_s(value: str | None) -> float | None:

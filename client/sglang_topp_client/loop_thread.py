@@ -10,6 +10,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from sglang_topp.errors import RequestError
+
 __all__ = ["LoopThread"]
 
 _T = TypeVar("_T")
@@ -38,7 +40,7 @@ class LoopThread:
 
         def settle(task: asyncio.Task[_T]) -> None:
             if task.cancelled():
-                result.set_exception(asyncio.CancelledError())
+                result.set_exception(RequestError("the client was closed, or the wait interrupted"))
             elif (error := task.exception()) is not None:
                 result.set_exception(error)
             else:

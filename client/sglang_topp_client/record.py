@@ -142,17 +142,17 @@ def error_to_record(error: SglangToppError) -> dict[str, Any]:
 
 
 def error_from_record(body: Any) -> SglangToppError:
-    """The exception that `error_to_record` wrote the inner object of; a ServerError where it names none."""
+    """The exception whose inner object `error_to_record` wrote; a ServerError where it names none of ours."""
     if not isinstance(body, Mapping):
         return ServerError(f"the server reports an error: {body}", status=None, body=str(body))
-    message = str(body.get("message", body))
+    message, status = str(body.get("message", body)), body.get("status")
     kind = getattr(errors, str(body.get("type")), None)
     if not (isinstance(kind, type) and issubclass(kind, SglangToppError)):
-        return ServerError(message, status=None, body=str(dict(body)))
+        kind = ServerError
     if issubclass(kind, WireError | errors.InvalidCandidateSetsError):
         return kind(str(body.get("field", "response")), message)
     if issubclass(kind, ResponseError):
-        return kind(message, status=None, body=str(dict(body)))
+        return kind(message, status=status if isinstance(status, int) else None, body=str(dict(body)))
     return kind(message)
 
 
@@ -187,11 +187,10 @@ def _ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
 
 
 def _float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
+    text = _field(record, name, str)
     try:
-        raw = pybase64.b64decode(_field(record, name, str), validate=True)
+        raw = pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        if isinstance(error, WireError):
-            raise
         raise WireError(name, f"not base64: {error}") from None
     if len(raw) % _FLOAT32.itemsize:
         raise WireError(name, f"got {len(raw)} bytes, expected a multiple of {_FLOAT32.itemsize}")

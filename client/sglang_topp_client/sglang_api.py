@@ -47,7 +47,8 @@ class GenerateExchange:
     """One `POST /generate`: what is sent for one prompt, and what has come back so far."""
 
     path = "/generate"
-    prompts_per_call = 1
+    samples_per_call = 1
+    """A call takes prompts until it holds this many samples: here one prompt, with all of its own."""
 
     def __init__(
         self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
@@ -63,7 +64,7 @@ class GenerateExchange:
         self._engine_ids: dict[int, str] = {}
         if len(self._wanted.samples) == 1:
             self._engine_ids[0] = self._rid
-        self._num_finished = 0
+        self._finished: set[int] = set()
         self.complete = False
 
     def body(self) -> dict[str, Any]:
@@ -106,9 +107,9 @@ class GenerateExchange:
         elif not line.startswith(b"{"):
             raise WireError("stream", f"got {line[:200]!r}, expected server-sent events")
         if line == b"[DONE]":
-            if self._num_finished != len(self._wanted.samples):
+            if len(self._finished) != len(self._wanted.samples):
                 raise WireError(
-                    "stream", f"ended after {self._num_finished} of {len(self._wanted.samples)} samples"
+                    "stream", f"ended after {len(self._finished)} of {len(self._wanted.samples)} samples"
                 )
             self.complete = True
             return []
@@ -124,8 +125,10 @@ class GenerateExchange:
 
     def _take(self, chunk: dict[str, Any]) -> list[Rollout]:
         index = _field(chunk, "index", int) if "index" in chunk else 0
-        if index not in range(len(self._wanted.samples)):
-            raise WireError("index", f"got {index}, expected one of {len(self._wanted.samples)} samples")
+        if index not in range(len(self._wanted.samples)) or index in self._finished:
+            raise WireError(
+                "index", f"got {index}, beyond {len(self._wanted.samples)} samples or a second time"
+            )
         meta_info = _field(chunk, "meta_info", dict)
         self._engine_ids[index] = _field(meta_info, "id", str)
         reason = meta_info.get("finish_reason")
@@ -137,7 +140,7 @@ class GenerateExchange:
         self._chunks[index] = [*earlier, chunk]
         if reason is None:
             return []
-        self._num_finished += 1
+        self._finished.add(index)
         del self._engine_ids[index]
         return [self._rollout(index, self._chunks.pop(index))]
 
@@ -197,24 +200,25 @@ def _check_finish(reason: Any) -> None:
     message = f"the engine gave up on a sample: {kind}, {reason.get('message')}"
     # An abort with an HTTP status is a refusal (a full queue, a prompt that is too long): unstreamed,
     # SGLang answers it with that status.
-    raise _error_class(reason.get("status_code"), RolloutError)(message, status=None, body=str(reason))
+    raise _engine_error(message, reason.get("status_code"), RolloutError, reason)
 
 
 def _reported_error(error: Any) -> ResponseError:
-    if not isinstance(error, dict):
-        return ServerError(f"the engine reports an error: {error}", status=None, body=str(error))
-    kind = _error_class(error.get("code"), ServerError)
-    return kind(f"the engine reports an error: {error.get('message')}", status=None, body=str(error))
+    fields = error if isinstance(error, dict) else {"message": error}
+    message = f"the engine reports an error: {fields.get('message')}"
+    return _engine_error(message, fields.get("code"), ServerError, error)
 
 
-def _error_class(status: Any, otherwise: type[ResponseError]) -> type[ResponseError]:
+def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
+    """The error that an answer with this HTTP status would be; `otherwise` where the engine names none."""
+    kind = otherwise
     if status == 429:
-        return OverloadedError
-    if isinstance(status, int) and 400 <= status < 500:
-        return BadRequestError
-    if isinstance(status, int) and 500 <= status < 600:
-        return ServerError
-    return otherwise
+        kind = OverloadedError
+    elif isinstance(status, int) and 400 <= status < 600:
+        kind = BadRequestError if status < 500 else ServerError
+    else:
+        status = None
+    return kind(message, status=status, body=str(body))
 
 
 def _sampled_logprobs(entries: list[Any], output_ids: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -36,9 +36,9 @@ class RolloutsExchange:
     """One `POST /rollouts`: what is sent for some prompts, and what has come back so far."""
 
     path = "/rollouts"
-    # A body stays at a few MB, a cut connection costs no more than these, and a large batch spreads
-    # over the sidecars behind one address.
-    prompts_per_call = 64
+    samples_per_call = 128
+    """A call takes prompts until it holds this many samples: the body stays at a few MB, a cut
+    connection costs no more than these, and a large batch spreads over the sidecars of one address."""
 
     def __init__(
         self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
