@@ -112,7 +112,7 @@ class ResponseError(RequestError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status, or None where the error came inside a stream or a 200 answer.
+        status: the HTTP status, or the one that the server names inside a stream or a 200 answer, or None.
         body: the server's own words, cut to a readable length.
     """
 
