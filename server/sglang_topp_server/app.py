@@ -1,0 +1,145 @@
+"""The sidecar's routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
+from sglang_topp_server.engine import Engine
+from sglang_topp_server.exchange import RolloutExchange
+from sglang_topp_server.flight import Flight
+from sglang_topp_server.guard import RequireKey
+from sglang_topp_server.limits import Limits
+from sglang_topp_server.metrics import Metrics
+from sglang_topp_server.problems import answer_of, as_known_error, headers_of, status_of
+from sglang_topp_server.schema import (
+    EngineInfo,
+    ErrorAnswer,
+    Info,
+    LimitsInfo,
+    PatchInfo,
+    RolloutRequest,
+    RolloutsAnswer,
+)
+
+__all__ = ["create_app"]
+
+_ABORTS_TIMEOUT_S = 5.0
+
+
+def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | None = None) -> FastAPI:
+    """The sidecar before one engine.
+
+    Args:
+        engine: used, watched and closed by the app, within the event loop that serves it.
+        limits: what is accepted; the defaults where None.
+        api_key: the bearer key that callers need (not on `/healthz` and `/readyz`); None needs none.
+    """
+    limits = limits or Limits()
+    metrics = Metrics()
+    flight = Flight(limits.max_in_flight, metrics)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        watch = asyncio.create_task(engine.watch())
+        yield
+        watch.cancel()
+        # uvicorn cancels what its grace left over and does not wait: the aborts are on their way.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORTS_TIMEOUT_S):
+                while len(flight):
+                    await asyncio.sleep(0.05)
+        await engine.close()
+
+    app = FastAPI(
+        title="sglang-topp",
+        version=version("sglang-topp"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
+    )
+    app.add_middleware(RequireKey, key=api_key, metrics=metrics)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(SglangToppError, _known_error)
+    app.add_exception_handler(Exception, _known_error)
+
+    @app.post(
+        "/rollouts", response_model=None, responses={200: {"model": RolloutsAnswer}}, openapi_extra=_BODY
+    )
+    async def rollouts() -> Response:
+        """Samples with their candidate sets: one JSON, or, with `stream`, one line each as they finish, and
+        last the line `{"done": true, "rollouts": N}`. Hanging up aborts them."""
+        return RolloutExchange(engine, limits, flight, metrics)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """200 while the process lives."""
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def readyz() -> dict[str, str]:
+        """200 while the engine answers and is patched."""
+        status = engine.status
+        if status.phase != "ready":
+            raise ServerError(status.reason, status=503)
+        return {"status": "ok"}
+
+    @app.get("/info")
+    async def info() -> Info:
+        """Who serves here, with what, and how much it takes."""
+        status = engine.status
+        return Info(
+            version=app.version,
+            ready=status.phase == "ready",
+            reason=status.reason,
+            engine=EngineInfo(
+                model_path=status.model_path,
+                sglang_version=status.sglang_version,
+                weight_version=status.weight_version,
+            ),
+            patch=PatchInfo(
+                active=status.is_patched,
+                version=status.patch.get("version"),
+                seams=status.patch.get("seams", {}),
+                problems=status.problems,
+            ),
+            limits=LimitsInfo.of(limits),
+        )
+
+    @app.get("/metrics", response_class=Response)
+    async def prometheus() -> Response:
+        """For Prometheus."""
+        metrics.engine_ready.set(engine.status.phase == "ready")
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": RolloutRequest.model_json_schema()}},
+    }
+}
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What Starlette itself refuses: no such path, no such method."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    known = BadRequestError(message, status=error.status_code)
+    return JSONResponse(answer_of(known), error.status_code, headers=error.headers)
+
+
+async def _known_error(request: Request, error: Exception) -> Response:
+    known = as_known_error(error)
+    return JSONResponse(answer_of(known), status_of(known), headers_of(known))

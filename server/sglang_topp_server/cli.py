@@ -1,0 +1,220 @@
+"""The command `sglang-topp`.
+
+Only what a subcommand needs is imported, when it runs: `sglang-topp --help` works with the base install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from sglang_topp.errors import InvalidInputError, SglangToppError
+from sglang_topp_server.limits import Limits
+
+if TYPE_CHECKING:
+    from sglang_topp_server import launch
+
+__all__ = ["main"]
+
+_FAILED, _USAGE = 1, 2
+_KEY, _ENGINE_KEY = "SGLANG_TOPP_API_KEY", "SGLANG_TOPP_ENGINE_API_KEY"
+_PLUGIN = "sglang_topp"
+_SERVER_MODULES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core")
+_OURS = {
+    "--model-path": "--model-path before the --",
+    "--model": "--model-path before the --",
+    "--host": "--engine-host before the --",
+    "--port": "--engine-port before the --",
+    "--api-key": f"the environment variable {_ENGINE_KEY}",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        0 where it did what was asked (for `serve` and `sidecar`: ran until a signal), 1 where it failed,
+        2 where it could not begin: wrong arguments, or an extra that is not installed.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    # argparse would swallow the dashes and take SGLang's options for its own.
+    split = given.index("--") if "--" in given else len(given)
+    parser = _parser()
+    args = parser.parse_args(given[:split])
+    args.sglang_args = given[split + 1 :]
+    if args.sglang_args and args.run is not _serve:
+        parser.error("arguments after -- are SGLang's, and only `serve` starts it")
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except SglangToppError as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in _SERVER_MODULES:
+            raise
+        return _fail(
+            f"{error.name} is not installed; this needs the server extra: pip install 'sglang-topp[server]'",
+            _USAGE,
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-topp", description="Exact top-p candidate sets from SGLang rollouts."
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-topp {version('sglang-topp')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve",
+        help="start a patched SGLang, and the sidecar beside it",
+        usage="sglang-topp serve --model-path MODEL [options] [-- any SGLang arguments]",
+        description="Starts the patched SGLang and the sidecar, prints one line when both are ready, and ends"
+        " both on SIGINT or SIGTERM, or when either ends.",
+    )
+    serve.add_argument("--model-path", required=True, help="the model, as SGLang takes it")
+    serve.add_argument("--engine-host", default="127.0.0.1", help="where SGLang listens (%(default)s)")
+    serve.add_argument("--engine-port", type=int, default=30000, help="%(default)s; 0: a free one")
+    serve.add_argument(
+        "--ready-timeout-s", type=_seconds, default=1800.0, help="how long SGLang may take (%(default)g)"
+    )
+    _add_sidecar_options(serve)
+    serve.set_defaults(run=_serve)
+
+    sidecar = commands.add_parser("sidecar", help="start only the sidecar, before a patched SGLang")
+    sidecar.add_argument("--engine-url", required=True, help="the engine, http://host:port")
+    _add_sidecar_options(sidecar)
+    sidecar.set_defaults(run=_sidecar)
+
+    doctor = commands.add_parser("doctor", help="check every seam of the patch set in the installed SGLang")
+    doctor.set_defaults(run=_doctor)
+
+    demo = commands.add_parser(
+        "demo", help="make a small model, serve it, and show candidate sets and ratios"
+    )
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_sidecar_options(parser: argparse.ArgumentParser) -> None:
+    limits = Limits()
+    parser.add_argument("--host", default="127.0.0.1", help="where the sidecar listens (%(default)s)")
+    parser.add_argument("--port", type=int, default=30010, help="%(default)s; 0: a free one")
+    for name, kind, default, what in (
+        ("--max-in-flight", _count, limits.max_in_flight, "requests at once; one more gets a 429"),
+        ("--max-samples", _count, limits.max_samples, "prompts x n of one request"),
+        ("--max-body-bytes", _count, limits.max_body_bytes, "of one request"),
+        ("--timeout-s", _seconds, limits.timeout_s, "of one request"),
+        ("--grace-s", _seconds, 20.0, "for requests in flight after a signal, and then for the engine"),
+    ):
+        parser.add_argument(name, type=kind, default=default, help=f"{what} (%(default)s)")
+    parser.epilog = (
+        f"Keys come from the environment: {_KEY} is what callers need, {_ENGINE_KEY} is the engine's own."
+    )
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if find_spec("sglang") is None:
+        return _fail("SGLang is not installed: pip install 'sglang-topp[server,sglang]'", _USAGE)
+    for argument in args.sglang_args:
+        if (name := argument.partition("=")[0]) in _OURS:
+            return _fail(f"got {name} after the --, expected {_OURS[name]}", _USAGE)
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed and _PLUGIN not in [name.strip() for name in allowed.split(",")]:
+        return _fail(
+            f"SGLANG_PLUGINS is {allowed!r}, which leaves the patch set out; add {_PLUGIN} or unset it",
+            _USAGE,
+        )
+    from sglang_topp_server import launch
+
+    port = launch.check_free(args.engine_host, args.engine_port)
+    settings = _settings(args, launch.url_of(args.engine_host, port), ready_timeout_s=args.ready_timeout_s)
+    command = launch.engine_command(
+        args.model_path, args.engine_host, port, settings.engine_api_key, args.sglang_args
+    )
+    _raise_file_limit()
+    asyncio.run(launch.run(settings, command))
+    return 0
+
+
+def _sidecar(args: argparse.Namespace) -> int:
+    from sglang_topp_server import launch
+
+    _raise_file_limit()
+    asyncio.run(launch.run(_settings(args, args.engine_url)))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    if find_spec("sglang") is None:
+        return _fail(
+            "SGLang is not installed, there is nothing to check: pip install 'sglang-topp[sglang]'", 2
+        )
+    from sglang_topp_patches.doctor import report
+
+    is_whole, lines = report()
+    print("\n".join(lines))
+    return 0 if is_whole else _FAILED
+
+
+def _demo(args: argparse.Namespace) -> int:
+    return int(import_module("sglang_topp_server.demo").main())
+
+
+def _settings(args: argparse.Namespace, engine_url: str, **others: float) -> launch.Settings:
+    from sglang_topp_server import launch
+
+    return launch.Settings(
+        host=args.host,
+        port=args.port,
+        engine_url=engine_url,
+        api_key=_key(_KEY),
+        engine_api_key=_key(_ENGINE_KEY),
+        limits=Limits(args.max_in_flight, args.max_samples, args.max_body_bytes, args.timeout_s),
+        grace_s=args.grace_s,
+        **others,
+    )
+
+
+def _key(name: str) -> str | None:
+    key = os.environ.get(name)
+    if key is not None and not key.strip():
+        raise InvalidInputError(f"{name} is set and empty; unset it to ask for no key")
+    return key
+
+
+def _raise_file_limit() -> None:
+    """Every request in flight holds two sockets; the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number of seconds above 0")
+    return value
+
+
+def _fail(message: str, status: int = _FAILED) -> int:
+    print(f"sglang-topp: error: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

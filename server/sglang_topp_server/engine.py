@@ -1,0 +1,245 @@
+"""Engine: the patched SGLang behind the sidecar, what is known of it, and the samples that it makes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import httpx
+
+from sglang_topp.errors import (
+    MissingCandidateSetsError,
+    PatchError,
+    ServerError,
+    SglangToppError,
+    TransportError,
+)
+from sglang_topp_client import AsyncRolloutClient, Rollout
+from sglang_topp_client.request import SampleRequest
+from sglang_topp_server.problems import as_known_error, upstream_error
+from sglang_topp_server.schema import RolloutRequest
+
+__all__ = ["Engine", "EngineStatus", "FailedPrompt"]
+
+# SGLang's /health makes a token where the engine is idle and waits 20 s for it.
+_PROBE_TIMEOUT_S = 30.0
+_POLL_READY_S = 5.0
+_POLL_OTHERWISE_S = 0.5
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What one look at the engine found.
+
+    Attributes:
+        phase: `unreachable`: no answer, or one that is an error; `starting`: it answers and does not
+            serve yet; `unpatched`: it answers, and candidate sets cannot be had from it; `ready`.
+        reason: a sentence for people wherever `phase` is not `ready`.
+        model_path, sglang_version, weight_version: as the engine reports them.
+        patch: what the patch set reports of itself; empty where it reports nothing.
+    """
+
+    phase: Literal["unreachable", "starting", "unpatched", "ready"]
+    reason: str = ""
+    model_path: str | None = None
+    sglang_version: str | None = None
+    weight_version: str | None = None
+    patch: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether the engine, when last heard, said that the patch set is in force."""
+        return self.patch.get("active") is True
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the patch set is not in force, in its own words."""
+        problems = self.patch.get("problems")
+        return [str(problem) for problem in problems] if isinstance(problems, list) else []
+
+
+@dataclass(frozen=True)
+class FailedPrompt:
+    """A prompt that failed: no more of its samples will come."""
+
+    prompt_index: int
+    error: SglangToppError
+
+
+class Engine:
+    """One engine. To be used within one event loop, and closed there.
+
+    Args:
+        base_url: where SGLang's HTTP server is.
+        api_key: the engine's own key, or None.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.status = EngineStatus("unreachable", f"the engine at {self.base_url} was not asked yet")
+        self._looked = asyncio.Event()
+        self._in_doubt = asyncio.Event()
+        # One retry: a connection that the engine dropped while idle. Waiting out a longer outage is the
+        # caller's choice, and retries on both sides would multiply.
+        self._client = AsyncRolloutClient(
+            self.base_url, kind="sglang", api_key=api_key, max_connections=4096, max_retries=1
+        )
+        self._probes = httpx.AsyncClient(
+            base_url=self.base_url,
+            timeout=_PROBE_TIMEOUT_S,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+        )
+
+    # -- what is known of it -----------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Look at the engine again and again, and at once when a request cast doubt on it; never returns."""
+        while True:
+            self._in_doubt.clear()
+            self.status = await self._look()
+            self._looked.set()
+            await asyncio.sleep(_POLL_OTHERWISE_S)
+            if self.status.phase == "ready":
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._in_doubt.wait(), _POLL_READY_S)
+
+    async def require_patched(self) -> None:
+        """Return where the engine, when last heard, could return candidate sets.
+
+        An engine that did and is silent now is asked all the same: it may be busy, and if it is gone
+        the request itself tells how.
+
+        Raises:
+            PatchError: it is not patched.
+            ServerError: 503, it has not been ready yet.
+        """
+        await self._looked.wait()
+        status = self.status
+        if status.phase == "unpatched":
+            raise PatchError(status.reason)
+        if status.phase == "starting" or not status.is_patched:
+            raise ServerError(status.reason, status=503)
+
+    async def _look(self) -> EngineStatus:
+        try:
+            answer = await self._probes.get("/server_info")
+            if answer.status_code in (401, 403):
+                return self._silent("it refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY")
+            info = answer.raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            return self._silent(str(error) or type(error).__name__)
+        if not isinstance(info, dict):
+            return self._silent(f"its /server_info is no object but {type(info).__name__}")
+        patch = info.get("sglang_topp")
+        status = EngineStatus(
+            "ready",
+            model_path=_text(info.get("model_path")),
+            sglang_version=_text(info.get("version")),
+            weight_version=_text(info.get("weight_version")),
+            patch=patch if isinstance(patch, dict) else {},
+        )
+        if not status.is_patched:
+            return replace(status, phase="unpatched", reason=self._why_unpatched(status))
+        try:
+            health = await self._probes.get("/health")
+        except httpx.HTTPError as error:
+            return self._silent(f"/health: {str(error) or type(error).__name__}")
+        if health.status_code != 200:
+            reason = f"the engine at {self.base_url} is not ready: its /health answers {health.status_code}"
+            return replace(status, phase="starting", reason=reason)
+        return status
+
+    def _silent(self, cause: str) -> EngineStatus:
+        """No usable answer: what was known of the patch set stays known until another answer comes."""
+        return replace(
+            self.status,
+            phase="unreachable",
+            reason=f"the engine at {self.base_url} does not answer: {cause}",
+        )
+
+    def _why_unpatched(self, status: EngineStatus) -> str:
+        version = f"SGLang {status.sglang_version}" if status.sglang_version else "no SGLang that says so"
+        if not status.patch:
+            return (
+                f"the engine at {self.base_url} ({version}) runs without the sglang-topp patch set: its"
+                " /server_info does not mention it. Install sglang-topp in the engine's environment, leave it"
+                " in SGLANG_PLUGINS if that is set, and see `sglang-topp doctor`"
+            )
+        causes = "; ".join(status.problems) or "it gives no reason"
+        return f"the patch set is not active in the engine at {self.base_url} ({version}): {causes}"
+
+    # -- what it makes -----------------------------------------------------------------------------
+
+    async def samples(self, request: RolloutRequest) -> AsyncGenerator[Rollout, None]:
+        """Every sample as it finishes. Closing the iterator aborts the rest in the engine.
+
+        Raises:
+            SglangToppError: the first failure; its status is the sidecar's.
+        """
+        async with aclosing(self._stream(request.wanted, request.request_id)) as samples:
+            async for sample in samples:
+                yield sample
+
+    async def samples_and_failures(
+        self, request: RolloutRequest
+    ) -> AsyncGenerator[Rollout | FailedPrompt, None]:
+        """The same, prompt by prompt: where one fails, the others go on."""
+        finished: asyncio.Queue[Rollout | FailedPrompt | None] = asyncio.Queue()
+
+        async def one(wanted: SampleRequest) -> None:
+            try:
+                async with aclosing(self._stream([wanted], request.request_id)) as samples:
+                    async for sample in samples:
+                        finished.put_nowait(replace(sample, prompt_index=wanted.prompt_index))
+            except Exception as error:
+                finished.put_nowait(FailedPrompt(wanted.prompt_index, as_known_error(error)))
+            finished.put_nowait(None)
+
+        tasks = [asyncio.create_task(one(wanted)) for wanted in request.wanted]
+        try:
+            running = len(tasks)
+            while running:
+                item = await finished.get()
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(
+        self, wanted: list[SampleRequest], request_id: str | None
+    ) -> AsyncGenerator[Rollout, None]:
+        prompts: Any = [one.prompt for one in wanted]
+        stream = self._client.stream(
+            prompts,
+            [{**one.sampling_params, "n": len(one.samples)} for one in wanted],
+            top_logprobs_p=[one.top_logprobs_p for one in wanted],
+            request_id=request_id,
+            progress=False,
+        )
+        try:
+            async with aclosing(stream) as samples:
+                async for sample in samples:
+                    yield sample
+        except SglangToppError as error:
+            if isinstance(error, MissingCandidateSetsError):
+                # It may have been restarted without the patch set since it was last looked at.
+                self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
+            if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
+                self._in_doubt.set()
+            raise upstream_error(error) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._probes.aclose()
+        await self._client.close()
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)

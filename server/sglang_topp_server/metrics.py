@@ -1,0 +1,118 @@
+"""What the sidecar counts, for Prometheus, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from sglang_topp.errors import SglangToppError
+from sglang_topp_client import Rollout
+from sglang_topp_server.problems import status_of
+
+__all__ = ["Metrics", "SizeHistogram"]
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
+
+
+class SizeHistogram(Collector):
+    """A histogram that takes whole arrays: prometheus_client's own takes one observation per call,
+    and a rollout has one per token.
+
+    Args:
+        name: the metric's name.
+        documentation: its help text.
+        bounds: the buckets' upper bounds, rising.
+        registry: where it is shown.
+    """
+
+    def __init__(
+        self, name: str, documentation: str, bounds: tuple[int, ...], registry: CollectorRegistry
+    ) -> None:
+        self._name, self._documentation, self._bounds = name, documentation, bounds
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum = 0
+        registry.register(self)
+
+    def observe(self, values: NDArray[np.int64]) -> None:
+        """Count each value in the first bucket whose bound it does not exceed."""
+        buckets = np.searchsorted(self._bounds, values, side="left")
+        self._counts += np.bincount(buckets, minlength=len(self._counts))
+        self._sum += int(values.sum())
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """The one family, its buckets cumulated as the format asks."""
+        names = [*(f"{bound}.0" for bound in self._bounds), "+Inf"]
+        totals = [float(total) for total in np.cumsum(self._counts)]
+        family = HistogramMetricFamily(self._name, self._documentation)
+        family.add_metric([], list(zip(names, totals, strict=True)), self._sum)
+        yield family
+
+
+class Metrics:
+    """The sidecar's counters; in `/metrics` their names carry the prefix `sglang_topp_`.
+
+    Attributes:
+        requests: by outcome: `ok`, `partial` (a stream with failed prompts), `failed`, `rejected` (never
+            sent to the engine), `aborted` (the caller hung up).
+        errors: answers and lines that are errors, by `type` and `status`.
+        in_flight: requests between their headers and their last byte.
+        request_seconds: from the headers of an admitted request to the last byte of its answer.
+        samples: finished samples.
+        tokens: of finished samples, by kind: `prompt`, `cached` (a part of `prompt`), `completion`.
+        candidates: sizes of candidate sets, one per generated token.
+        engine_ready: 1 while the engine answers and is patched.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "sglang_topp_requests", "Requests by outcome", ["outcome"], registry=self.registry
+        )
+        self.errors = Counter(
+            "sglang_topp_errors", "Errors by type and status", ["type", "status"], registry=self.registry
+        )
+        self.in_flight = Gauge("sglang_topp_in_flight", "Requests in flight", registry=self.registry)
+        self.request_seconds = Histogram(
+            "sglang_topp_request_seconds",
+            "Seconds from headers to last byte",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.samples = Counter("sglang_topp_samples", "Finished samples", registry=self.registry)
+        self.tokens = Counter(
+            "sglang_topp_tokens", "Tokens of finished samples", ["kind"], registry=self.registry
+        )
+        self.candidates = SizeHistogram(
+            "sglang_topp_candidates_per_token", "Candidate set sizes", _SIZES, self.registry
+        )
+        self.engine_ready = Gauge(
+            "sglang_topp_engine_ready", "Whether the engine answers and is patched", registry=self.registry
+        )
+
+    def count_sample(self, rollout: Rollout) -> None:
+        """Add one finished sample."""
+        self.samples.inc()
+        self.tokens.labels("prompt").inc(len(rollout.prompt_ids))
+        self.tokens.labels("cached").inc(rollout.cached_tokens)
+        self.tokens.labels("completion").inc(len(rollout.output_ids))
+        if rollout.candidates is not None:
+            self.candidates.observe(rollout.candidates.sizes)
+
+    def count_error(self, error: SglangToppError) -> None:
+        """Add one error that a caller gets to see."""
+        self.errors.labels(type(error).__name__, str(status_of(error))).inc()
+
+    def count_refusal(self, error: SglangToppError) -> None:
+        """Add one request that is answered without a look at it."""
+        self.requests.labels("rejected").inc()
+        self.count_error(error)
+
+    def text(self) -> bytes:
+        """The exposition format, version 0.0.4."""
+        return generate_latest(self.registry)

@@ -1,0 +1,255 @@
+"""What the sidecar takes and returns, as pydantic models, and the sentences for what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any, TypeAlias
+
+import pydantic_core
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    WithJsonSchema,
+)
+
+from sglang_topp.errors import BadRequestError, InvalidInputError
+from sglang_topp_client.request import SampleRequest, plan
+from sglang_topp_client.sidecar_api import SERVICE
+from sglang_topp_server.limits import Limits
+
+__all__ = [
+    "ErrorAnswer",
+    "Info",
+    "RolloutRecord",
+    "RolloutRequest",
+    "RolloutsAnswer",
+    "parse_request",
+]
+
+# The elements are the client's to check (`sglang_topp_client.request`): it does so anyway before it asks
+# the engine, its sentences name the entry at fault, and a batch may hold millions of ids.
+_Prompts: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+            ]
+        }
+    ),
+]
+_PROBABILITY = {"type": "number", "minimum": 0, "maximum": 1}
+_Threshold: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _PROBABILITY,
+                {"type": "array", "items": {"anyOf": [_PROBABILITY, {"type": "null"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class RolloutRequest(BaseModel):
+    """The body of `POST /rollouts`. A field that is not here is an error: passed over, it would be a wish
+    that nobody sees fail."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompts: _Prompts = Field(description="One text, texts, or lists of token ids.")
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = Field(
+        default=None,
+        description="SGLang's names, `n` among them; one object for all prompts, or one per prompt.",
+    )
+    top_logprobs_p: _Threshold = Field(
+        default=None,
+        description="The candidate sets' threshold, one for all prompts or one each; 0 or null: no sets.",
+    )
+    stream: StrictBool = Field(default=False, description="One line of JSON per sample, as each finishes.")
+    request_id: Annotated[StrictStr, Field(min_length=1, max_length=200)] | None = Field(
+        default=None, description="The start of the ids that the engine's log shows."
+    )
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = Field(
+        default=None, description="Seconds after which the samples are aborted: 504."
+    )
+    _wanted: list[SampleRequest] = PrivateAttr(default_factory=list)
+
+    @property
+    def wanted(self) -> list[SampleRequest]:
+        """What is asked for, one per prompt; `parse_request` fills it."""
+        return self._wanted
+
+
+def parse_request(body: bytes, limits: Limits) -> RolloutRequest:
+    """The request in a body.
+
+    Raises:
+        BadRequestError: 400, with a sentence that names the field, what it got and what it takes; 413
+            where there are more samples than `limits.max_samples`.
+        InvalidInputError: the same as 400, from the client's own checks.
+    """
+    try:
+        request = RolloutRequest.model_validate(pydantic_core.from_json(body))
+    except ValidationError as error:
+        raise BadRequestError(_sentence(error), status=400) from None
+    except ValueError as error:
+        raise BadRequestError(f"the body is not JSON: {error}", status=400) from None
+    # Before they are laid out one by one: `n` may be any number.
+    if (samples := _num_samples(request)) > limits.max_samples:
+        raise BadRequestError(
+            f"prompts x n: got {samples} samples, expected at most {limits.max_samples};"
+            " send them in several requests",
+            status=413,
+        )
+    if request.timeout_s is not None and request.timeout_s > limits.timeout_s:
+        raise InvalidInputError(
+            f"timeout_s: got {request.timeout_s:g}, expected at most this server's {limits.timeout_s:g}"
+        )
+    request._wanted = plan(request.prompts, request.sampling_params, request.top_logprobs_p)
+    for one in request._wanted:
+        custom = one.sampling_params.get("custom_params")
+        if isinstance(custom, dict) and "top_logprobs_p" in custom:
+            raise InvalidInputError(
+                "sampling_params.custom_params.top_logprobs_p: got it here, where its sets would not reach"
+                " the answer; expected top_logprobs_p beside sampling_params"
+            )
+    return request
+
+
+def _num_samples(request: RolloutRequest) -> int:
+    """The sum of `n` over the prompts, at least 1 each."""
+    prompts, params = request.prompts, request.sampling_params
+    is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int))
+    each = params if isinstance(params, list) else [params or {}] * (1 if is_one else len(prompts))
+    return sum(max(n, 1) if isinstance(n := one.get("n"), int) else 1 for one in each)
+
+
+def _sentence(error: ValidationError) -> str:
+    """Every complaint, the field's name first."""
+    sentences = []
+    for problem in error.errors(include_url=False):
+        field = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "value_error":
+            sentences.append(": ".join(filter(None, [field, str(problem["ctx"]["error"])])))
+        elif problem["type"] == "missing":
+            sentences.append(f"{field}: missing, it is required")
+        elif problem["type"] == "extra_forbidden":
+            known = ", ".join(RolloutRequest.model_fields)
+            sentences.append(f"{field}: no such field, expected one of {known}")
+        else:
+            message = problem["msg"][:1].lower() + problem["msg"][1:]
+            sentences.append(f"{field or 'the body'}: got {_shown(problem['input'])}; {message}")
+    return "; ".join(dict.fromkeys(sentences))
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: short, however large it is."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# -- answers: the shapes that the OpenAPI page shows ------------------------------------------------
+
+
+class Timing(BaseModel):
+    """Seconds."""
+
+    latency_s: float
+
+
+class RolloutRecord(BaseModel):
+    """One finished sample."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_index: int
+    sample_index: int
+    request_id: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str
+    logprobs: str = Field(description="base64 of little-endian float32, one per output token.")
+    candidates: str | None = Field(
+        description="base64 of `sglang_topp.wire.pack`; null: none were asked for."
+    )
+    finish_reason: str
+    weight_version: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    timing: Timing
+
+
+class RolloutsAnswer(BaseModel):
+    """The answer without `stream`: prompt-major, sample-minor, every sample."""
+
+    rollouts: list[RolloutRecord]
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong; `type` is for programs, `message` for people."""
+
+    type: str
+    message: str
+
+
+class ErrorAnswer(BaseModel):
+    """Any answer that is an error."""
+
+    error: ErrorDetail
+
+
+class EngineInfo(BaseModel):
+    """The engine behind the sidecar; null where it has not been seen."""
+
+    model_path: str | None
+    sglang_version: str | None
+    weight_version: str | None
+
+
+class PatchInfo(BaseModel):
+    """Whether the engine runs the patch set, as it says itself."""
+
+    active: bool
+    version: str | None
+    seams: dict[str, Any]
+    problems: list[str]
+
+
+class LimitsInfo(BaseModel):
+    """`Limits`, as they are in force."""
+
+    max_in_flight: int
+    max_samples: int
+    max_body_bytes: int
+    timeout_s: float
+
+    @classmethod
+    def of(cls, limits: Limits) -> LimitsInfo:
+        """The same numbers."""
+        return cls(**asdict(limits))
+
+
+class Info(BaseModel):
+    """The answer of `/info`."""
+
+    service: str = SERVICE
+    version: str
+    ready: bool
+    reason: str = Field(description="Why it is not ready; empty where it is.")
+    engine: EngineInfo
+    patch: PatchInfo
+    limits: LimitsInfo
