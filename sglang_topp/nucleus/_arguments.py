@@ -1,0 +1,88 @@
+"""What every implementation of the nucleus op may rely on about its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["MAX_LOGPROB", "checked", "not_logprobs", "sampled_out_of_range"]
+
+MAX_LOGPROB = 1e-3
+"""Log-probs come out of float32 softmaxes and may round to just above 0; logits lie far above it."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+def checked(
+    logprobs: Tensor, p: float | Sequence[float] | Tensor, sampled_ids: Sequence[int] | Tensor | None
+) -> tuple[Tensor, NDArray[np.float64], Tensor | None]:
+    """Check shapes, dtypes and `p`; what the values of `logprobs` and `sampled_ids` are is left to
+    the implementation, which reads them anyway.
+
+    Returns:
+        `logprobs` [B, V] (float64 became float32), `p` float64 [B] on the host, `sampled_ids` int64
+        [B] on the device of `logprobs`.
+    """
+    if not isinstance(logprobs, Tensor) or logprobs.ndim != 2 or logprobs.dtype not in _DTYPES:
+        raise InvalidInputError(f"logprobs: got {_describe(logprobs)}, expected a float tensor [B, V]")
+    rows, vocab = logprobs.shape
+    if vocab == 0 or vocab > np.iinfo(np.int32).max:
+        raise InvalidInputError(f"logprobs: got a vocabulary of {vocab}, expected 1 to 2^31 - 1")
+    if logprobs.dtype == torch.float64:
+        logprobs = logprobs.float()
+
+    p_B = _thresholds(p, rows)
+    if sampled_ids is None:
+        return logprobs.detach(), p_B, None
+    try:
+        sampled = torch.as_tensor(sampled_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"sampled_ids: expected {rows} integers: {error}") from None
+    if sampled.shape != (rows,) or (sampled.dtype not in _INTEGERS and rows):
+        raise InvalidInputError(f"sampled_ids: got {_describe(sampled)}, expected integers [{rows}]")
+    return logprobs.detach(), p_B, sampled.to(logprobs.device, torch.int64)
+
+
+def _thresholds(p: float | Sequence[float] | Tensor, rows: int) -> NDArray[np.float64]:
+    """`p` as float64 [B] on the host."""
+    if isinstance(p, float):
+        if not 0 <= p <= 1:
+            raise InvalidInputError(f"p: got {p}, expected 0 to 1")
+        return np.full(rows, p)
+    try:
+        p_B = np.asarray(p.detach().cpu().double() if isinstance(p, Tensor) else p)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"p: expected a float or {rows} floats: {error}") from None
+    if p_B.dtype.kind not in "fiu" and p_B.size:
+        raise InvalidInputError(f"p: got {p_B.dtype}, expected a float or {rows} floats")
+    if p_B.ndim == 0:
+        p_B = np.full(rows, p_B)
+    if p_B.shape != (rows,):
+        raise InvalidInputError(f"p: got shape {list(p_B.shape)}, expected a float or [{rows}]")
+    if (bad := np.flatnonzero(~((p_B >= 0) & (p_B <= 1)))).size:
+        raise InvalidInputError(f"p: got {p_B[bad[0]]} for row {bad[0]}, expected 0 to 1")
+    return p_B.astype(np.float64, copy=False)
+
+
+def not_logprobs(row: int, highest: float) -> InvalidInputError:
+    """The error for a row whose maximum is NaN or above `MAX_LOGPROB`."""
+    problem = "NaN" if np.isnan(highest) else f"{highest:g}, which is above 0"
+    return InvalidInputError(f"logprobs: row {row} holds {problem}; expected natural log-probs, at most 0")
+
+
+def sampled_out_of_range(row: int, token_id: int, vocab: int) -> InvalidInputError:
+    """The error for a sampled id that is no token."""
+    return InvalidInputError(f"sampled_ids: got {token_id} for row {row}, expected 0 to {vocab - 1}")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__

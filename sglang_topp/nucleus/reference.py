@@ -1,0 +1,72 @@
+"""The definition of a candidate set, written plainly: one row at a time, in float64, by a full sort.
+
+Slow; everything else in this package is compared with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sglang_topp.nucleus._arguments import MAX_LOGPROB, checked, not_logprobs, sampled_out_of_range
+
+__all__ = ["nucleus", "top_p_candidates"]
+
+
+def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[int]:
+    """The token ids `{ i : q[i] > 0 and sum of q[j] over all j with q[j] > q[i] < p }`, unordered.
+
+    Args:
+        logprobs: natural log-probs of one row, `q = exp(logprobs)`.
+        p: the threshold; 1 keeps every token of non-zero probability, whatever the row sums to.
+        lowest: log-probs at or below it stand for probability 0.
+    """
+    possible = sorted(
+        (i for i in range(len(logprobs)) if logprobs[i] > lowest), key=lambda i: logprobs[i], reverse=True
+    )
+    kept: list[int] = []
+    mass_above, mass_so_far = 0.0, 0.0
+    for rank, i in enumerate(possible):
+        if rank == 0 or logprobs[i] < logprobs[possible[rank - 1]]:
+            mass_above = mass_so_far  # tied tokens share the mass above all of them
+        if p < 1 and mass_above >= p:
+            break
+        kept.append(i)
+        mass_so_far += math.exp(logprobs[i])
+    return kept
+
+
+def top_p_candidates(
+    logprobs: Tensor, p: float | Sequence[float] | Tensor, sampled_ids: Sequence[int] | Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `sglang_topp.nucleus.top_p_candidates`, by definition."""
+    logprobs_BV, p_B, sampled_B = checked(logprobs, p, sampled_ids)
+    vocab = logprobs_BV.shape[1]
+    lowest = torch.finfo(logprobs_BV.dtype).min
+    token_ids: list[int] = []
+    values: list[float] = []
+    offsets = [0]
+    for b, row in enumerate(logprobs_BV.tolist()):
+        if p_B[b] > 0:
+            for value in row:
+                if not value <= MAX_LOGPROB:
+                    raise not_logprobs(b, value)
+            candidates = set(nucleus(row, float(p_B[b]), lowest))
+            if sampled_B is not None:
+                sampled = int(sampled_B[b])
+                if not 0 <= sampled < vocab:
+                    raise sampled_out_of_range(b, sampled, vocab)
+                candidates.add(sampled)
+            ordered = sorted(candidates, key=lambda i: (-row[i], i))
+            token_ids += ordered
+            values += [row[i] for i in ordered]
+        offsets.append(len(token_ids))
+    device = logprobs_BV.device
+    return (
+        torch.tensor(token_ids, dtype=torch.int32, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+        torch.tensor(offsets, dtype=torch.int64, device=device),
+    )

@@ -1,0 +1,231 @@
+"""Candidate sets on any device without sorting the vocabulary.
+
+A nucleus is usually tens of tokens out of a hundred thousand, so a row is cut into blocks of
+neighbouring ids and only the blocks with the highest maxima are looked at. Let `bound` be the lowest
+maximum among those: every token above `bound`, wherever it is, lies in one of them. When these tokens
+weigh `p` together, the mass above any other token is at least `p`, so the nucleus is among them and
+nothing else needs to be read. That is checked for every row; rows that do not pass are looked at
+with more blocks, and in the end whole. No case is approximate.
+
+Cost: one pass for the block maxima, then work on some thousand values per row.
+
+Shape legend: B rows, R rows asked for (or those still at work), V vocabulary, N whole blocks of S
+tokens, K chosen blocks, M values looked at per row, n entries of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_topp.nucleus._arguments import MAX_LOGPROB, not_logprobs, sampled_out_of_range
+
+__all__ = ["top_p_candidates"]
+
+_BLOCK = 64
+# Blocks looked at, one attempt after the other. 128 suffice for nearly every row of a model at
+# p = 0.95; 1024 cost a fraction of ranking a large vocabulary whole.
+_ATTEMPTS = (128, 1024)
+# Values ranked at once when rows are taken whole: what fits a CPU's cache, or an accelerator's memory.
+_WHOLE_VALUES_CPU = 1 << 16
+_WHOLE_VALUES = 1 << 25
+
+
+class _Asked(NamedTuple):
+    """What is asked of some rows, one entry per row in every field."""
+
+    rows_R: Tensor  # int64, the row's number in the batch
+    limit_R: Tensor  # float64, a token is inside while the mass above it is less than this
+    sampled_R: Tensor  # int64
+    sampled_logprobs_R: Tensor  # float32; NaN, which is below nothing, where nothing is to be forced in
+
+    def take(self, which: Tensor) -> _Asked:
+        return _Asked(*(field[which] for field in self))
+
+
+class _Part(NamedTuple):
+    """The candidate sets of some rows, flat."""
+
+    rows_R: Tensor
+    ids_n: Tensor
+    logprobs_n: Tensor
+    sizes_R: Tensor
+
+
+def top_p_candidates(
+    logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sglang_topp.nucleus.top_p_candidates` for arguments that went through `checked`."""
+    offsets = torch.zeros(len(p_B) + 1, dtype=torch.int64, device=logprobs_BV.device)
+    row_numbers = np.flatnonzero(p_B)
+    if not len(row_numbers):
+        none = logprobs_BV.new_empty(0, dtype=torch.float32)
+        return none.int(), none, offsets
+    asked = _what_is_asked(logprobs_BV, p_B, sampled_B, row_numbers)
+    parts = list(_parts(logprobs_BV, asked, row_numbers))
+    for part in parts:
+        offsets[part.rows_R + 1] = part.sizes_R
+    ids_n, logprobs_n = _in_row_order(parts)
+    return ids_n, logprobs_n, offsets.cumsum_(0)
+
+
+def _what_is_asked(
+    logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, row_numbers: NDArray[np.intp]
+) -> _Asked:
+    device = logprobs_BV.device
+    rows_R = torch.from_numpy(row_numbers).to(device)
+    # p = 1 keeps all of a row, also where rounding lets a part of it sum to 1 or more.
+    limit_R = torch.from_numpy(np.where(p_B == 1, np.inf, p_B)[row_numbers]).to(device)
+    if sampled_B is None:
+        return _Asked(rows_R, limit_R, rows_R, torch.full_like(limit_R, torch.nan, dtype=torch.float32))
+    sampled_R = sampled_B[rows_R]
+    vocab = logprobs_BV.shape[1]
+    nonsense_R = (sampled_R < 0) | (sampled_R >= vocab)
+    if bool(nonsense_R.any()):
+        worst = int(nonsense_R.nonzero()[0])
+        raise sampled_out_of_range(int(rows_R[worst]), int(sampled_R[worst]), vocab)
+    return _Asked(rows_R, limit_R, sampled_R, logprobs_BV[rows_R, sampled_R].float())
+
+
+def _parts(logprobs_BV: Tensor, asked: _Asked, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
+    """The sets that each row's highest blocks hold, then those of the rows for which these are too few.
+
+    Where a row is in several parts, the last one is right.
+    """
+    num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
+    attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
+    if attempts:
+        blocks_BNS = logprobs_BV[:, : num_blocks * _BLOCK].view(-1, num_blocks, _BLOCK)
+        # Over runs of neighbouring rows, so that a row nobody asked for is neither read nor copied.
+        breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
+        runs = zip([0, *breaks], [*breaks, len(row_numbers)], strict=True)
+        maxima = [blocks_BNS[row_numbers[a] : row_numbers[b - 1] + 1].amax(2) for a, b in runs]
+        maxima_RN = torch.cat(maxima) if len(maxima) > 1 else maxima[0]
+    for num_chosen in attempts:
+        highest_RK, chosen_RK = maxima_RN.topk(num_chosen, sorted=False)
+        chosen_RK = chosen_RK.sort(1).values  # so that ids rise along a row of values
+        values_RM = blocks_BNS[asked.rows_R[:, None], chosen_RK].flatten(1)
+        if tail:
+            values_RM = torch.cat([values_RM, logprobs_BV[asked.rows_R, -tail:]], 1)
+            chosen_RK = torch.nn.functional.pad(chosen_RK, (0, 1), value=num_blocks)
+        part, short_R = _cut(values_RM, asked, highest_RK.amin(1), chosen_RK)
+        yield part
+        if not bool(short_R.any()):
+            return
+        asked, maxima_RN = asked.take(short_R), maxima_RN[short_R]
+
+    on_cpu = logprobs_BV.device.type == "cpu"
+    rows_at_once = max(1, (_WHOLE_VALUES_CPU if on_cpu else _WHOLE_VALUES) // logprobs_BV.shape[1])
+    for some in torch.split(torch.arange(len(asked.rows_R), device=logprobs_BV.device), rows_at_once):
+        whole = asked.take(some)
+        yield _cut(logprobs_BV[whole.rows_R], whole)[0]
+
+
+def _cut(
+    values_RM: Tensor, asked: _Asked, bound_R: Tensor | None = None, blocks_RK: Tensor | None = None
+) -> tuple[_Part, Tensor]:
+    """Order each row's values above its bound, and cut where its nucleus ends.
+
+    Args:
+        values_RM: log-probs, ids rising along a row.
+        asked: what is asked of these rows.
+        bound_R: what is not among the values is at most this; None when M is all of V.
+        blocks_RK: which blocks M consists of; None when M is all of V.
+
+    Returns:
+        The sets, and bool [R]: which rows are short. Their values weigh less than was asked for, so
+        that the nucleus may go on among tokens that were not looked at.
+    """
+    # NaN wins amax and topk, so a row that holds one shows it here; and is not `<=` anything.
+    if not float(values_RM.amax()) <= MAX_LOGPROB:
+        highest_R = values_RM.amax(1)
+        worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])
+        raise not_logprobs(int(asked.rows_R[worst]), float(highest_R[worst]))
+
+    num_rows, width = values_RM.shape
+    lowest = torch.finfo(values_RM.dtype).min
+    above_RM = values_RM > (lowest if bound_R is None else bound_R.clamp(min=lowest)[:, None])
+    entry_n = above_RM.flatten().nonzero().squeeze(1)
+    edges = torch.arange(0, (num_rows + 1) * width, width, device=entry_n.device)
+    edges = torch.searchsorted(entry_n, edges)
+    start_R, end_R = edges[:-1], edges[1:]
+
+    logprobs_n = values_RM.flatten()[entry_n].float()
+    key_n = _falling(logprobs_n)
+    if num_rows > 1:
+        key_n = ((entry_n // width) << 32) + key_n
+    key_n, order_n = key_n.sort(stable=True)
+    entry_n, logprobs_n = entry_n[order_n], logprobs_n[order_n]
+
+    mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
+    torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
+    stop_R = torch.searchsorted(mass_before, mass_before[start_R] + asked.limit_R)
+    short_R = stop_R > end_R
+    if bound_R is not None:
+        short_R &= bound_R > lowest  # else nothing below it could be a candidate
+    stop_R = torch.minimum(stop_R, end_R)
+    least_R = torch.full_like(asked.sampled_logprobs_R, torch.inf)
+    if len(key_n):
+        some_R = stop_R > start_R
+        # What is tied with the last one inside has the same mass above it, and is inside too.
+        tied_R = torch.searchsorted(key_n, key_n[stop_R - 1], right=True)
+        stop_R = torch.where(some_R, tied_R, stop_R)
+        least_R = torch.where(some_R, logprobs_n[stop_R - 1], least_R)
+    sizes_R = stop_R - start_R
+
+    kept_n = _spans(start_R, sizes_R)
+    entry_n, logprobs_n = entry_n[kept_n], logprobs_n[kept_n]
+    ids_n = entry_n % width
+    if blocks_RK is not None:
+        ids_n = blocks_RK[entry_n // width, ids_n // _BLOCK] * _BLOCK + ids_n % _BLOCK
+    part = _Part(asked.rows_R, ids_n.int(), logprobs_n, sizes_R)
+    # A nucleus is everything that is as likely as its least likely token, or more.
+    return _with_sampled(part, asked, asked.sampled_logprobs_R < least_R), short_R
+
+
+def _falling(logprobs: Tensor) -> Tensor:
+    """int32 keys that rise as float32 log-probs fall, equal for equal ones (-0.0 and 0.0 among them)."""
+    bits = (0.0 - logprobs).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
+    """What indexes the spans that begin at `start_R`, one after the other."""
+    if len(start_R) == 1:
+        return slice(0, int(sizes_R))
+    ends_R = sizes_R.cumsum(0)
+    total = int(ends_R[-1])
+    shift_n = torch.repeat_interleave(start_R - ends_R + sizes_R, sizes_R, output_size=total)
+    return shift_n + torch.arange(total, device=shift_n.device)
+
+
+def _with_sampled(part: _Part, asked: _Asked, outside_R: Tensor) -> _Part:
+    """Force the sampled tokens that are outside in: less likely than the nucleus, they end their rows."""
+    if not bool(outside_R.any()):
+        return part
+    row_n = torch.repeat_interleave(part.sizes_R)
+    order_n = torch.cat([row_n, outside_R.nonzero().squeeze(1)]).sort(stable=True).indices
+    return _Part(
+        part.rows_R,
+        torch.cat([part.ids_n, asked.sampled_R[outside_R].int()])[order_n],
+        torch.cat([part.logprobs_n, asked.sampled_logprobs_R[outside_R]])[order_n],
+        part.sizes_R + outside_R,
+    )
+
+
+def _in_row_order(parts: list[_Part]) -> tuple[Tensor, Tensor]:
+    """`(ids, logprobs)` of all rows."""
+    if len(parts) == 1:
+        return parts[0].ids_n, parts[0].logprobs_n
+    sets: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in parts:
+        sizes: list[int] = part.sizes_R.tolist()
+        flat = zip(torch.split(part.ids_n, sizes), torch.split(part.logprobs_n, sizes), strict=True)
+        sets.update(zip(part.rows_R.tolist(), flat, strict=True))
+    ids, logprobs = zip(*(sets[row] for row in sorted(sets)), strict=True)
+    return torch.cat(ids), torch.cat(logprobs)
