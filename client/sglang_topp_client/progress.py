@@ -26,7 +26,7 @@ class Progress:
         self._done = 0
         self._tokens = 0
         self._start = time.monotonic()
-        self._is_on = show is not False and sys.stderr.isatty()
+        self._is_on = show is not False and sys.stderr is not None and sys.stderr.isatty()
         self._next = self._start + (0.0 if show else _FIRST_AFTER_S)
         self._has_written = False
 

@@ -83,12 +83,11 @@ def plan(
 def _prompts(prompts: Any) -> list[str | list[int]]:
     if isinstance(prompts, str):
         return [_text("prompts", prompts)]
-    try:
-        items = list(prompts)
-    except TypeError:
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
         raise InvalidInputError(
             f"prompts: got {type(prompts).__name__}, expected text, texts, token ids, or lists of token ids"
-        ) from None
+        )
+    items = list(prompts)
     if not items:
         raise InvalidInputError("prompts: got none, expected at least one, of at least one token")
     if all(isinstance(item, str) for item in items):

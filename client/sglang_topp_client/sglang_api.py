@@ -100,7 +100,8 @@ class GenerateExchange:
             RolloutError: the engine gave up on a sample.
             ResponseError: the line reports an error.
         """
-        if not line:
+        if not line or line.startswith(b":"):
+            # The end of an event, or a comment: gateways send those to keep a connection alive.
             return []
         if line.startswith(b"data:"):
             line = line[5:].strip()

@@ -1,0 +1,318 @@
+"""A real uvicorn on a loopback port, in front of answers that a test scripts: it only injects faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+
+from sglang_topp import CandidateSets, wire
+from sglang_topp_client import Rollout, retry
+from sglang_topp_client.record import to_record
+
+NUM_TOKENS = 3
+
+
+@dataclass
+class Asked:
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+class Reply:
+    """What a handler answers with."""
+
+    def __init__(self, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+        self._receive, self._send = receive, send
+
+    async def start(
+        self, status: int = 200, *, content_type: str = "text/event-stream", **headers: str
+    ) -> None:
+        pairs = [(b"content-type", content_type.encode())]
+        pairs += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def json(self, body: Any, status: int = 200, **headers: str) -> None:
+        await self.start(status, content_type="application/json", **headers)
+        await self.write(json.dumps(body).encode())
+        await self.end()
+
+    async def event(self, chunk: Any) -> None:
+        await self.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+    async def line(self, record: Any) -> None:
+        await self.write(json.dumps(record).encode() + b"\n")
+
+    async def hung_up(self) -> None:
+        """Wait until the client has closed the connection."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+Handler = Callable[[Asked, Reply], Awaitable[None]]
+
+
+class Cut(Exception):
+    """Raised by a handler in the middle of an answer: uvicorn then drops the connection."""
+
+
+@dataclass
+class FakeServer:
+    """Serves `paths`; the handlers in `script` answer its main path first, one request each."""
+
+    main_path: str
+    paths: dict[str, Handler]
+    script: list[Handler] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+    hang_ups: int = 0
+    in_flight: int = 0
+    peak: int = 0
+    url: str = ""
+
+    def of(self, path: str) -> list[Asked]:
+        return [asked for asked in self.asked if asked.path == path]
+
+    @property
+    def calls(self) -> list[Any]:
+        """The bodies that were posted to the main path."""
+        return [asked.body for asked in self.of(self.main_path)]
+
+    @property
+    def aborted(self) -> list[str]:
+        return [asked.body["rid"] for asked in self.of("/abort_request")]
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw += message.get("body", b"")
+            more = message.get("more_body", False)
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        asked = Asked(scope["method"], scope["path"], headers, json.loads(raw) if raw else None)
+        self.asked.append(asked)
+        reply = Reply(receive, send)
+        handler = self.paths.get(asked.path)
+        if handler is None:
+            return await reply.json({"detail": "Not Found"}, 404)
+        if asked.path != self.main_path:
+            return await handler(asked, reply)
+        if self.script:
+            handler = self.script.pop(0)
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+        try:
+            await handler(asked, reply)
+        finally:
+            self.in_flight -= 1
+
+
+class _Uvicorn:
+    def __init__(self, app: Any, **options: Any) -> None:
+        options = {"log_level": "critical", "lifespan": "off", "ws": "none", "backlog": 2048, **options}
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, timeout_graceful_shutdown=1, **options)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive(), "uvicorn did not start"
+            time.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+
+# -- what an engine answers ------------------------------------------------------------------------
+
+
+def sample(prompt: Any, index: int, num_tokens: int = NUM_TOKENS) -> Rollout:
+    """The rollout that the fake servers "generate": different for every prompt and sample."""
+    prompt_ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+    rng = np.random.default_rng([*prompt_ids, index])
+    sizes = rng.integers(1, 5, num_tokens)
+    logprobs = np.concatenate([-np.sort(rng.exponential(1.0, size)) for size in sizes]).astype(np.float32)
+    token_ids = np.concatenate([rng.permutation(100)[:size] for size in sizes]).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    output_ids = token_ids[offsets[:-1] + rng.integers(0, sizes)]
+    sets = CandidateSets(token_ids, logprobs, offsets, output_ids)
+    return Rollout(
+        prompt_index=0,
+        sample_index=index,
+        request_id=f"engine-{prompt_ids}-{index}",
+        prompt_ids=np.array(prompt_ids, np.int32),
+        output_ids=output_ids,
+        text=f"<{index}>",
+        logprobs=sets.sampled_logprobs,
+        candidates=sets,
+        finish_reason="stop",
+        weight_version="step-7",
+        cached_tokens=1,
+        latency_s=0.25,
+    )
+
+
+def chunk(
+    made: Rollout, *, start: int = 0, stop: int | None = None, first_token_only: bool = False
+) -> dict[str, Any]:
+    """SGLang's chunk of positions `start:stop` of `made`; unfinished where `first_token_only`."""
+    assert made.candidates is not None
+    stop = 1 if first_token_only else stop
+    part = made.candidates[start : len(made.output_ids) if stop is None else stop]
+    ids = made.output_ids[start:stop].tolist()
+    return {
+        "text": made.text if not first_token_only else "",
+        "output_ids": ids,
+        "prompt_token_ids": made.prompt_ids.tolist(),
+        "index": made.sample_index,
+        "meta_info": {
+            "id": made.request_id,
+            "finish_reason": None if first_token_only else {"type": made.finish_reason, "matched": 9},
+            "prompt_tokens": len(made.prompt_ids),
+            "completion_tokens": 1 if first_token_only else len(made.output_ids),
+            "cached_tokens": made.cached_tokens,
+            "weight_version": made.weight_version,
+            "e2e_latency": made.latency_s,
+            "output_token_logprobs": [
+                [float(logprob), token, None]
+                for logprob, token in zip(made.logprobs[start:stop], ids, strict=True)
+            ],
+            **wire.encode_sets("output", part.token_ids, part.logprobs, part.sizes.tolist()),
+        },
+    }
+
+
+async def answer_generate(asked: Asked, reply: Reply) -> None:
+    """What a patched engine would do: first tokens, then whole samples, the last one first."""
+    body = asked.body
+    n = body["sampling_params"]["n"]
+    made = [sample(body.get("text") or body["input_ids"], index) for index in range(n)]
+    await reply.start()
+    for one in made:
+        await reply.event(chunk(one, first_token_only=True))
+    for one in reversed(made):
+        await reply.event(chunk(one))
+    await reply.write(b"data: [DONE]\n\n")
+    await reply.end()
+
+
+async def answer_rollouts(asked: Asked, reply: Reply) -> None:
+    """What a sidecar would do."""
+    await reply.start(content_type="application/x-ndjson")
+    count = 0
+    for record in records(asked.body):
+        await reply.line(record)
+        count += 1
+    await reply.line({"done": True, "rollouts": count})
+    await reply.end()
+
+
+def records(body: Any) -> Iterator[dict[str, Any]]:
+    params = body["sampling_params"]
+    for prompt_index, prompt in enumerate(body["prompts"]):
+        one = params if isinstance(params, dict) else params[prompt_index]
+        for index in range(one["n"]):
+            yield to_record(sample(prompt, index)) | {"prompt_index": prompt_index}
+
+
+async def _accept(asked: Asked, reply: Reply) -> None:
+    await reply.start()
+    await reply.end()
+
+
+# -- fixtures --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeServer]:
+    """A server with SGLang's routes."""
+
+    async def info(asked: Asked, reply: Reply) -> None:
+        await reply.json({"version": "0.5.23"})
+
+    paths = {"/generate": answer_generate, "/abort_request": _accept, "/server_info": info}
+    server = FakeServer("/generate", paths)
+    with _Uvicorn(server.app) as server.url:
+        yield server
+
+
+@pytest.fixture
+def sidecar() -> Iterator[FakeServer]:
+    """A server with the sidecar's routes."""
+
+    async def info(asked: Asked, reply: Reply) -> None:
+        await reply.json({"service": "sglang-topp", "ready": True})
+
+    server = FakeServer("/rollouts", {"/rollouts": answer_rollouts, "/info": info})
+    with _Uvicorn(server.app) as server.url:
+        yield server
+
+
+@pytest.fixture
+def hang(request: pytest.FixtureRequest) -> Handler:
+    """First tokens, and then nothing until the client hangs up, which is counted."""
+
+    async def handler(asked: Asked, reply: Reply) -> None:
+        server: FakeServer = request.getfixturevalue("engine")
+        await reply.start()
+        for index in range(asked.body["sampling_params"]["n"]):
+            made = sample(asked.body.get("text") or asked.body["input_ids"], index)
+            one = chunk(made, first_token_only=True)
+            if asked.body["sampling_params"]["n"] == 1:
+                # SGLang keeps the caller's id for a single sample only.
+                one["meta_info"]["id"] = asked.body["rid"]
+            await reply.event(one)
+        await reply.hung_up()
+        server.hang_ups += 1
+
+    return handler
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "_FIRST_DELAY_S", 0.001)
+
+
+@pytest.fixture
+async def no_leftovers() -> AsyncIterator[None]:
+    """No task outlives the test."""
+    before = asyncio.all_tasks()
+    yield
+    assert asyncio.all_tasks() <= before
+
+
+@pytest.fixture
+def fakes() -> Any:
+    """This module's helpers: pytest's import mode gives tests no way to import them."""
+    return _Fakes
+
+
+class _Fakes:
+    Cut = Cut
+    Uvicorn = _Uvicorn
+    FakeServer = FakeServer
+    NUM_TOKENS = NUM_TOKENS
+    sample = staticmethod(sample)
+    chunk = staticmethod(chunk)
+    records = staticmethod(records)
+    answer_generate = staticmethod(answer_generate)
+    answer_rollouts = staticmethod(answer_rollouts)

@@ -1,0 +1,55 @@
+import io
+import sys
+
+import pytest
+
+from sglang_topp_client import progress
+from sglang_topp_client.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("show", [None, True, False])
+def test_nothing_where_stderr_is_no_terminal(monkeypatch, show):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(progress, "_FIRST_AFTER_S", 0.0)
+    with Progress(2, show) as bar:
+        bar.add(10)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_a_terminal_sees_the_count(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress(2, True) as bar:
+        bar.add(10)
+        bar.add(10)
+    written = sys.stderr.getvalue()
+    assert "rollouts 1/2" in written
+    assert written.endswith("\n")
+    assert written.count("\n") == 1
+    assert "rollouts 2/2" in written
+
+
+@pytest.mark.parametrize("show", [None, False])
+def test_short_batches_and_false_show_nothing(monkeypatch, show):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress(1, show) as bar:
+        bar.add(10)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_none_shows_a_long_batch(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(progress, "_FIRST_AFTER_S", 0.0)
+    with Progress(1, None) as bar:
+        bar.add(10)
+    assert "rollouts 1/1" in sys.stderr.getvalue()
+
+
+def test_no_stderr_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress(1, True) as bar:
+        bar.add(10)

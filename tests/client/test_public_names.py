@@ -1,0 +1,39 @@
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+NAMES = {
+    "sglang_topp_client": ["AsyncRolloutClient", "Rollout", "RolloutClient"],
+    "sglang_topp_client.client": ["AsyncRolloutClient", "RolloutClient"],
+    "sglang_topp_client.http": ["Connections", "Server"],
+    "sglang_topp_client.loop_thread": ["LoopThread"],
+    "sglang_topp_client.progress": ["Progress"],
+    "sglang_topp_client.record": [
+        "check_sets",
+        "error_from_record",
+        "error_to_record",
+        "from_record",
+        "to_record",
+    ],
+    "sglang_topp_client.request": ["Prompts", "SampleRequest", "SamplingParams", "TopLogprobsP", "plan"],
+    "sglang_topp_client.retry": ["delay_s", "is_retryable"],
+    "sglang_topp_client.rollout": ["Rollout"],
+    "sglang_topp_client.sglang_api": ["GenerateExchange"],
+    "sglang_topp_client.sidecar_api": ["SERVICE", "RolloutsExchange"],
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_exports_exactly_these(module):
+    loaded = importlib.import_module(module)
+    assert sorted(loaded.__all__) == sorted(NAMES[module])
+    assert all(hasattr(loaded, name) for name in loaded.__all__)
+
+
+def test_import_brings_nothing_beyond_the_base_install():
+    code = "import sys, sglang_topp_client; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "sglang", "fastapi", "starlette", "uvicorn", "pydantic", "ray", "tqdm", "transformers"}
+    assert not heavy & set(done.stdout.split())

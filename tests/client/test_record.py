@@ -1,0 +1,160 @@
+import json
+import pickle
+from dataclasses import fields, replace
+
+import numpy as np
+import pybase64
+import pytest
+
+from sglang_topp import CandidateSets, errors, wire
+from sglang_topp_client.record import check_sets, error_from_record, error_to_record, from_record, to_record
+
+
+@pytest.fixture
+def rollout(fakes):
+    return fakes.sample([5, 6], 1)
+
+
+def same(a, b):
+    return all(
+        np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y
+        for x, y in ((getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
+    )
+
+
+def test_round_trip_is_exact(rollout):
+    back = from_record(json.loads(json.dumps(to_record(rollout))))
+    assert same(back, rollout)
+    assert back.logprobs.dtype == np.float32
+    assert back.output_ids.dtype == back.prompt_ids.dtype == np.int32
+
+
+def test_without_sets(rollout):
+    back = from_record(to_record(replace(rollout, candidates=None)))
+    assert back.candidates is None
+    with pytest.raises(ValueError, match="without top_logprobs_p"):
+        _ = back.masked_logprobs
+
+
+def test_unknown_fields_are_passed_over(rollout):
+    assert same(from_record(to_record(rollout) | {"added_later": 1}), rollout)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prompt_index",
+        "sample_index",
+        "request_id",
+        "prompt_ids",
+        "output_ids",
+        "text",
+        "logprobs",
+        "finish_reason",
+        "weight_version",
+        "prompt_tokens",
+        "completion_tokens",
+        "cached_tokens",
+        "timing",
+    ],
+)
+@pytest.mark.parametrize("value", ["absent", None, True, object(), -1, 1.5])
+def test_every_field_is_checked_and_named(rollout, name, value):
+    record = to_record(rollout)
+    if value == "absent":
+        del record[name]
+    else:
+        record[name] = value
+    with pytest.raises(errors.WireError, match=name) as caught:
+        from_record(record)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("output_ids", [1, 2]),
+        ("output_ids", [1, 2, 2**31]),
+        ("output_ids", [1, 2, -3]),
+        ("output_ids", [1, 2, 3.0]),
+        ("output_ids", [1, 2, True]),
+        ("completion_tokens", 4),
+        ("prompt_tokens", 7),
+        ("logprobs", "!!!!"),
+        ("logprobs", pybase64.b64encode(b"12345").decode()),
+        ("logprobs", pybase64.b64encode(np.zeros(2, "<f4").tobytes()).decode()),
+        ("logprobs", pybase64.b64encode(np.full(3, np.nan, "<f4").tobytes()).decode()),
+        ("candidates", "!!!!"),
+        ("candidates", 5),
+        ("timing", {}),
+        ("timing", {"latency_s": -1.0}),
+        ("timing", {"latency_s": float("nan")}),
+    ],
+)
+def test_values_at_odds_are_errors(rollout, name, value):
+    with pytest.raises(errors.WireError):
+        from_record(to_record(rollout) | {name: value})
+
+
+@pytest.mark.parametrize("record", [None, [], "x", 1])
+def test_a_record_is_an_object(record):
+    with pytest.raises(errors.WireError, match="record"):
+        from_record(record)
+
+
+def test_sets_of_other_tokens_are_errors(rollout, fakes):
+    other = fakes.sample([5, 6], 2)
+    with pytest.raises(errors.WireError, match="sampled token"):
+        from_record(to_record(rollout) | {"candidates": wire.pack_base64(other.candidates)})
+
+
+def test_sets_with_other_logprobs_are_errors(rollout):
+    sets = rollout.candidates
+    nudged = CandidateSets(
+        sets.token_ids, np.nextafter(sets.logprobs, np.float32(-99)), sets.offsets, sets.sampled_ids
+    )
+    with pytest.raises(errors.WireError, match="engine reports"):
+        from_record(to_record(rollout) | {"candidates": wire.pack_base64(nudged)})
+
+
+def test_every_position_needs_a_set(rollout):
+    sets = CandidateSets([], [], [0, 0], [3])
+    with pytest.raises(errors.MissingCandidateSetsError, match="position 0"):
+        check_sets(sets, np.array([3], np.int32), np.zeros(1, np.float32), field="candidates")
+    with pytest.raises(errors.WireError, match="1 positions for 2"):
+        check_sets(sets, np.array([3, 4], np.int32), np.zeros(2, np.float32), field="candidates")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.WireError("some_field", "is odd"),
+        errors.MissingCandidateSetsError("some_field", "is absent"),
+        errors.SampledTokenMissingError("some_field", "lacks it"),
+        errors.InvalidInputError("n: got 0"),
+        errors.PatchError("a seam is gone"),
+        errors.TransportError("reset"),
+        errors.RequestTimeoutError("3 s"),
+        errors.BadRequestError("no", status=400),
+        errors.RolloutError("aborted"),
+        errors.ServerError("down", status=503),
+    ],
+)
+def test_errors_cross_as_themselves(error):
+    back = error_from_record(json.loads(json.dumps(error_to_record(error)))["error"])
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+    assert getattr(back, "status", None) == getattr(error, "status", None)
+    assert str(pickle.loads(pickle.dumps(back))) == str(error)
+
+
+@pytest.mark.parametrize(
+    "body", ["broken", None, {"message": "broken"}, {"type": "OSError", "message": "broken"}]
+)
+def test_an_error_without_a_known_type_is_the_servers(body):
+    assert type(error_from_record(body)) is errors.ServerError
+
+
+@pytest.mark.parametrize("name", ["annotations", "__all__", "_rebuild"])
+def test_a_type_is_one_of_the_errors(name):
+    assert type(error_from_record({"type": name, "message": "x"})) is errors.ServerError

@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_client.request import plan
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("hi", ["hi"]),
+        (["hi", "there"], ["hi", "there"]),
+        ([1, 2], [[1, 2]]),
+        ((1, 2), [[1, 2]]),
+        ([[1, 2], (3,)], [[1, 2], [3]]),
+        (np.array([1, 2], np.int64), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([np.array([1, 2], np.int32)], [[1, 2]]),
+        ([np.int64(1), np.int32(2)], [[1, 2]]),
+    ],
+)
+def test_every_form_of_prompts(prompts, expected):
+    planned = plan(prompts, None, None)
+    assert [one.prompt for one in planned] == expected
+    assert [one.prompt_index for one in planned] == list(range(len(expected)))
+    assert all(
+        type(token) is int for one in planned for token in one.prompt if not isinstance(one.prompt, str)
+    )
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        None,
+        5,
+        [],
+        "",
+        ["hi", ""],
+        [[]],
+        [[1], []],
+        ["hi", [1]],
+        [[1], "hi"],
+        [1.5],
+        [[1.0]],
+        [True, False],
+        [[True]],
+        [-1],
+        [2**31],
+        [[1, 2**31]],
+        [[[1]]],
+        [None],
+        [[None]],
+        [[1], 2],
+        b"hi",
+        {"a": 1},
+        [["a"]],
+    ],
+)
+def test_wrong_prompts_are_named(prompts):
+    with pytest.raises(InvalidInputError, match="prompts"):
+        plan(prompts, None, None)
+
+
+def test_sampling_params_for_all_or_one_each():
+    shared = plan([[1], [2]], {"n": 3, "temperature": 0.5}, 0.9)
+    assert [one.samples for one in shared] == [(0, 1, 2)] * 2
+    assert all(one.sampling_params == {"temperature": 0.5} for one in shared)
+    each = plan([[1], [2]], [{"n": 2}, {"top_p": 0.5}], [0.9, None])
+    assert [one.samples for one in each] == [(0, 1), (0,)]
+    assert [one.top_logprobs_p for one in each] == [0.9, None]
+    assert plan([1], {"n": None}, None)[0].samples == (0,)
+
+
+def test_the_callers_mapping_is_left_alone():
+    given = {"n": 2, "top_p": 0.5}
+    plan([1], given, None)
+    assert given == {"n": 2, "top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"n": 0},
+        {"n": -1},
+        {"n": 1.5},
+        {"n": "2"},
+        {"n": True},
+        {"stop": object()},
+        {"temperature": float("nan")},
+        {"logit_bias": {"1": float("inf")}},
+        "top_p",
+        3,
+        [{}],
+        [{}, {}, {}],
+        [{}, None],
+        [{}, {"n": 0}],
+    ],
+)
+def test_wrong_sampling_params_are_named(params):
+    with pytest.raises(InvalidInputError, match="sampling_params"):
+        plan([[1], [2]], params, None)
+
+
+@pytest.mark.parametrize("p", [None, 0, 0.0, [0, None]])
+def test_no_threshold_means_no_sets(p):
+    assert [one.top_logprobs_p for one in plan([[1], [2]], None, p)] == [None, None]
+
+
+@pytest.mark.parametrize("p", [1, 1.0, np.float32(1.0), [1.0, 1]])
+def test_thresholds(p):
+    assert [one.top_logprobs_p for one in plan([[1], [2]], None, p)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "p", [-0.1, 1.1, float("nan"), "0.9", True, [0.9], [0.9] * 3, [0.9, "x"], [0.9, 2], {}]
+)
+def test_wrong_thresholds_are_named(p):
+    with pytest.raises(InvalidInputError, match="top_logprobs_p"):
+        plan([[1], [2]], None, p)

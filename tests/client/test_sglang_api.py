@@ -1,0 +1,227 @@
+import json
+
+import numpy as np
+import pytest
+
+from sglang_topp import errors
+from sglang_topp_client.request import plan
+from sglang_topp_client.sglang_api import GenerateExchange
+
+
+def exchange(n=1, p=0.9, prompt=(5, 6)):
+    prompts = prompt if isinstance(prompt, str) else [list(prompt)]
+    return GenerateExchange(plan(prompts, {"n": n, "top_p": 0.8}, p), request_id="mine")
+
+
+def event(chunk):
+    return b"data: " + json.dumps(chunk).encode()
+
+
+def test_the_body():
+    one = exchange(n=2)
+    body = one.body()
+    rid = body.pop("rid")
+    assert rid.startswith("mine-")
+    assert body.pop("sampling_params").pop("stream_interval") > 10**6
+    assert body == {
+        "input_ids": [5, 6],
+        "return_logprob": True,
+        "stream": True,
+        "top_logprobs_p": 0.9,
+        "return_logprobs_in_base64": True,
+    }
+    assert one.body()["sampling_params"].items() >= {"n": 2, "top_p": 0.8}.items()
+
+
+def test_text_asks_for_the_prompts_ids_and_no_threshold_for_no_sets():
+    body = exchange(p=None, prompt="hi").body()
+    assert body["text"] == "hi"
+    assert body["return_prompt_token_ids"] is True
+    assert "top_logprobs_p" not in body
+    assert "return_logprobs_in_base64" not in body
+
+
+def test_ids_are_fresh_and_none_is_the_start_of_another():
+    rids = [exchange().body()["rid"] for _ in range(50)]
+    assert len(set(rids)) == 50
+    assert len({len(rid) for rid in rids}) == 1
+
+
+def test_a_sample(fakes):
+    made = fakes.sample([5, 6], 0)
+    one = exchange()
+    assert one.read(event(fakes.chunk(made, first_token_only=True))) == []
+    assert one.unfinished_ids() == [made.request_id]
+    (rollout,) = one.read(event(fakes.chunk(made)))
+    assert one.unfinished_ids() == []
+    assert rollout.candidates == made.candidates
+    assert np.array_equal(rollout.logprobs, made.logprobs)
+    assert (rollout.text, rollout.weight_version, rollout.latency_s) == ("<0>", "step-7", 0.25)
+    assert not one.complete
+    assert one.read(b"") == one.read(b": ping") == []
+    assert one.read(b"data: [DONE]") == []
+    assert one.complete
+
+
+def test_incremental_streaming_is_put_together(fakes):
+    made = fakes.sample([5, 6], 0, 7)
+    one = exchange()
+    assert one.read(event(fakes.chunk(made, first_token_only=True))) == []
+    middle = fakes.chunk(made, start=1, stop=4)
+    middle["meta_info"] |= {"finish_reason": None, "completion_tokens": 4}
+    assert one.read(event(middle | {"text": "<"})) == []
+    (rollout,) = one.read(event(fakes.chunk(made, start=4) | {"text": "0>"}))
+    assert rollout.candidates == made.candidates
+    assert np.array_equal(rollout.output_ids, made.output_ids)
+    assert np.array_equal(rollout.logprobs, made.logprobs)
+    assert rollout.text == made.text
+
+
+def test_a_lost_chunk_is_an_error(fakes):
+    made = fakes.sample([5, 6], 0, 7)
+    one = exchange()
+    one.read(event(fakes.chunk(made, first_token_only=True)))
+    with pytest.raises(errors.WireError, match="completion_tokens"):
+        one.read(event(fakes.chunk(made, start=4)))
+
+
+def test_a_single_sample_runs_under_the_id_that_was_sent():
+    one = exchange()
+    assert one.unfinished_ids() == [one.body()["rid"]]
+    assert exchange(n=3).unfinished_ids() == []
+
+
+def finished(fakes, **changes):
+    chunk = fakes.chunk(fakes.sample([5, 6], 0))
+    for name, value in changes.items():
+        target = chunk if name in chunk else chunk["meta_info"]
+        if value is None:
+            del target[name]
+        else:
+            target[name] = value
+    return event(chunk)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("output_ids", [1, 2]),
+        ("output_ids", None),
+        ("output_ids", [1, 2, "3"]),
+        ("meta_info", None),
+        ("meta_info", []),
+        ("index", 1),
+        ("index", "0"),
+        ("id", None),
+        ("prompt_tokens", None),
+        ("prompt_tokens", 3),
+        ("completion_tokens", None),
+        ("completion_tokens", 2),
+        ("cached_tokens", None),
+        ("e2e_latency", None),
+        ("output_token_logprobs", None),
+        ("output_token_logprobs", []),
+        ("output_token_logprobs", [1, 2, 3]),
+        ("output_token_logprobs", [[None, 1, None]] * 3),
+        ("output_token_logprobs", [["x", 1, None]] * 3),
+        ("output_token_logprobs", [[-1.0, 99999, None]] * 3),
+        ("output_top_p_logprobs_lengths", None),
+        ("output_top_p_logprobs_lengths", [1, 1]),
+        ("output_top_p_logprobs_val_base64", "%%%"),
+        ("finish_reason", "stop"),
+    ],
+)
+def test_what_is_not_exact_is_an_error(fakes, name, value):
+    with pytest.raises(errors.WireError):
+        exchange().read(finished(fakes, **{name: value}))
+
+
+def test_the_untouched_answer_is_none(fakes):
+    assert len(exchange().read(finished(fakes))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"data: {", b"data: [1]", b"data: 5", b"<html>", b"event: x", b'data: {"text": "x"}'],
+)
+def test_garbage_is_an_error(line):
+    with pytest.raises(errors.WireError):
+        exchange().read(line)
+
+
+def test_missing_sets_are_named(fakes):
+    chunk = fakes.chunk(fakes.sample([5, 6], 0))
+    for key in [key for key in chunk["meta_info"] if key.startswith("output_top_p")]:
+        del chunk["meta_info"][key]
+    with pytest.raises(errors.MissingCandidateSetsError):
+        exchange().read(event(chunk))
+    (rollout,) = exchange(p=None).read(event(chunk))
+    assert rollout.candidates is None
+
+
+def test_a_position_without_a_set_is_named(fakes):
+    sizes = fakes.sample([5, 6], 0).candidates.sizes.tolist()
+    line = finished(fakes, output_top_p_logprobs_lengths=[*sizes[:2], sizes[2], -1])
+    with pytest.raises(errors.WireError):
+        exchange().read(line)
+
+
+def test_a_set_without_its_sampled_token_is_named(fakes):
+    made = fakes.sample([5, 6], 0)
+    chunk = fakes.chunk(made)
+    stranger = next(token for token in range(100) if token not in made.candidates[1][0])
+    chunk["output_ids"][1] = chunk["meta_info"]["output_token_logprobs"][1][1] = stranger
+    with pytest.raises(errors.SampledTokenMissingError):
+        exchange().read(event(chunk))
+
+
+def test_logprobs_are_compared_to_the_last_bit(fakes):
+    chunk = fakes.chunk(fakes.sample([5, 6], 0))
+    entry = chunk["meta_info"]["output_token_logprobs"][2]
+    entry[0] = float(np.nextafter(np.float32(entry[0]), np.float32(0)))
+    with pytest.raises(errors.WireError, match="position 2"):
+        exchange().read(event(chunk))
+
+
+def test_a_sample_comes_once(fakes):
+    one = exchange(n=2)
+    one.read(event(fakes.chunk(fakes.sample([5, 6], 1))))
+    with pytest.raises(errors.WireError, match="second time"):
+        one.read(event(fakes.chunk(fakes.sample([5, 6], 1))))
+    with pytest.raises(errors.WireError, match="1 of 2"):
+        one.read(b"data: [DONE]")
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "status"),
+    [
+        ({"type": "abort", "message": "Aborted", "status_code": None}, errors.RolloutError, None),
+        ({"type": "abort", "message": "Abort in waiting queue"}, errors.RolloutError, None),
+        ({"type": "abort", "message": "queue is full", "status_code": 503}, errors.ServerError, 503),
+        ({"type": "abort", "message": "too long", "status_code": 400}, errors.BadRequestError, 400),
+        ({"type": "abort", "message": "slow down", "status_code": 429}, errors.OverloadedError, 429),
+        ({"type": "something new", "message": "?"}, errors.RolloutError, None),
+    ],
+)
+def test_a_sample_that_did_not_finish_is_an_error(fakes, reason, kind, status):
+    with pytest.raises(errors.ResponseError, match="gave up") as caught:
+        exchange().read(finished(fakes, finish_reason=reason))
+    assert type(caught.value) is kind
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "status"),
+    [
+        ({"message": "too long", "type": "invalid_request_error", "code": 400}, errors.BadRequestError, 400),
+        ({"message": "down", "code": 503}, errors.ServerError, 503),
+        ({"message": "down", "code": "odd"}, errors.ServerError, None),
+        ("just words", errors.ServerError, None),
+    ],
+)
+@pytest.mark.parametrize("prefix", [b"data: ", b""])
+def test_an_error_inside_the_answer_is_an_error(error, kind, status, prefix):
+    with pytest.raises(errors.ResponseError, match="reports an error") as caught:
+        exchange().read(prefix + json.dumps({"error": error}).encode())
+    assert type(caught.value) is kind
+    assert caught.value.status == status

@@ -1,0 +1,108 @@
+import json
+
+import pytest
+
+from sglang_topp import errors
+from sglang_topp_client.record import error_to_record, to_record
+from sglang_topp_client.request import SampleRequest, plan
+from sglang_topp_client.sidecar_api import RolloutsExchange
+
+
+def exchange(wanted=None):
+    return RolloutsExchange(wanted or plan([[5], [6, 7]], {"n": 2}, 0.9), request_id="mine", timeout_s=9.0)
+
+
+def line(record):
+    return json.dumps(record).encode()
+
+
+def test_one_value_for_all_is_sent_once():
+    body = exchange().body()
+    assert body.pop("request_id").startswith("mine-")
+    assert body == {
+        "prompts": [[5], [6, 7]],
+        "sampling_params": {"n": 2},
+        "top_logprobs_p": 0.9,
+        "timeout_s": 9.0,
+        "stream": True,
+    }
+
+
+def test_different_values_are_sent_one_each():
+    body = exchange(plan(["a", "b"], [{"n": 2}, {"top_k": 5}], [None, 0.5])).body()
+    assert body["sampling_params"] == [{"n": 2}, {"top_k": 5, "n": 1}]
+    assert body["top_logprobs_p"] == [None, 0.5]
+
+
+def test_samples_get_the_callers_indices(fakes):
+    wanted = [SampleRequest(40, [5], {}, (1, 7), 0.9), SampleRequest(3, [6], {}, (2,), 0.9)]
+    one = exchange(wanted)
+    assert one.body()["sampling_params"] == [{"n": 2}, {"n": 1}]
+    places = [one.read(line(record))[0] for record in fakes.records(one.body())]
+    assert [(r.prompt_index, r.sample_index) for r in places] == [(40, 1), (40, 7), (3, 2)]
+    assert one.read(b"") == []
+    assert one.read(line({"done": True, "rollouts": 3})) == []
+    assert one.complete
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_index": 2},
+        {"sample_index": 2},
+        {"prompt_ids": [9], "prompt_tokens": 1},
+        {"candidates": None},
+        {"output_ids": []},
+    ],
+)
+def test_a_sample_that_was_not_asked_for_is_an_error(fakes, changes):
+    record = to_record(fakes.sample([5], 0))
+    assert len(exchange().read(line(record))) == 1
+    with pytest.raises(errors.WireError):
+        exchange().read(line(record | changes))
+
+
+def test_missing_sets_are_named(fakes):
+    with pytest.raises(errors.MissingCandidateSetsError):
+        exchange().read(line(to_record(fakes.sample([5], 0)) | {"candidates": None}))
+
+
+def test_a_sample_comes_once(fakes):
+    one = exchange()
+    one.read(line(to_record(fakes.sample([5], 0))))
+    with pytest.raises(errors.WireError, match="twice"):
+        one.read(line(to_record(fakes.sample([5], 0))))
+
+
+def test_an_aborted_sample_is_an_error(fakes):
+    with pytest.raises(errors.RolloutError, match="abort"):
+        exchange().read(line(to_record(fakes.sample([5], 0)) | {"finish_reason": "abort"}))
+
+
+@pytest.mark.parametrize("rollouts", [0, 3, 4, None])
+def test_the_end_must_add_up(fakes, rollouts):
+    one = exchange()
+    for record in list(fakes.records(one.body()))[:3]:
+        one.read(line(record))
+    with pytest.raises(errors.WireError, match="4"):
+        one.read(line({"done": True, "rollouts": rollouts}))
+
+
+@pytest.mark.parametrize("garbage", [b"{", b"[]", b"5", b"data: {}", b"{}"])
+def test_garbage_is_an_error(garbage):
+    with pytest.raises(errors.WireError):
+        exchange().read(garbage)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.MissingCandidateSetsError("f", "gone"),
+        errors.RolloutError("aborted"),
+        errors.ServerError("down", status=502),
+        errors.RequestTimeoutError("9 s"),
+    ],
+)
+def test_a_reported_error_is_raised_as_itself(error):
+    with pytest.raises(type(error), match=str(error)):
+        exchange().read(line(error_to_record(error) | {"prompt_index": 0}))
