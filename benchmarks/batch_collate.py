@@ -1,0 +1,83 @@
+"""Collation against the plain loop, and against a copy of the output's bytes.
+
+1024 samples, prompts of 64..512 tokens, responses spread evenly over 16..2048. The baseline of the
+first tables is the loop in `reference.py` on lists; those of the last are copies of every output tensor
+into fresh memory, the least that any collation has to write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import compare
+from sglang_topp.batch import collate_rl, collate_sft, reference
+from sglang_topp.candidates import NO_TOKEN, CandidateSets
+
+__all__ = ["candidate_sets", "rollouts", "run"]
+
+
+def rollouts(seed: int = 0, batch: int = 1024) -> dict[str, list[np.ndarray]]:
+    """Samples as arrays, in the dtypes in which an engine hands them over."""
+    rng = np.random.default_rng(seed)
+    responses = rng.permutation(np.linspace(16, 2048, batch).astype(int))
+    prompts = rng.integers(64, 513, batch)
+    return {
+        "prompts": [rng.integers(0, 150_000, n, np.int32) for n in prompts],
+        "responses": [rng.integers(0, 150_000, n, np.int32) for n in responses],
+        "rewards": [rng.random(n, np.float32) for n in responses],
+        "loss_masks": [rng.integers(0, 2, n, np.int8) for n in responses],
+        "logprobs": [-rng.random(n, np.float32) for n in responses],
+    }
+
+
+def candidate_sets(
+    rng: np.random.Generator, sampled_ids: np.ndarray, replayed: np.ndarray, mean_size: float = 8.0
+) -> CandidateSets:
+    """Sets of random sizes around `mean_size` that hold their sampled token; empty where not `replayed`."""
+    sizes = np.where(replayed, rng.geometric(1 / mean_size, len(sampled_ids)).clip(max=512), 0)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    rank = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+    chosen = rng.integers(0, np.maximum(sizes, 1))
+    # Distinct within a set, for the stride and the vocabulary's size have no common factor.
+    ids = (np.repeat(sampled_ids, sizes) + 7919 * (rank - np.repeat(chosen, sizes))) % 150_000
+    logprobs = -0.1 - 0.05 * rank
+    sampled = np.where(replayed, sampled_ids, NO_TOKEN)
+    return CandidateSets(ids.astype(np.int32), logprobs.astype(np.float32), offsets, sampled)
+
+
+def run() -> None:
+    arrays = rollouts()
+    lists: dict[str, Any] = {name: [row.tolist() for row in rows] for name, rows in arrays.items()}
+    from_lists = {
+        "loop": lambda: reference.collate_rl(**lists, pad_token_id=0),
+        "collate_rl, from arrays": lambda: collate_rl(**arrays, pad_token_id=0),
+        "collate_rl, from lists": lambda: collate_rl(**lists, pad_token_id=0),
+    }
+    compare("RL collation, B = 1024", from_lists, target=12)
+
+    sft = [p + r for p, r in zip(lists["prompts"], lists["responses"], strict=True)]
+    counts = [len(r) for r in lists["responses"]]
+    masks = lists["loss_masks"]
+    compare(
+        "SFT collation, unpacked, B = 1024",
+        {
+            "loop": lambda: reference.collate_sft(sft, counts, masks, pad_token_id=0),
+            "collate_sft, from lists": lambda: collate_sft(sft, counts, masks, pad_token_id=0),
+        },
+        target=10,
+    )
+
+    outputs = list(collate_rl(**arrays, pad_token_id=0).values())
+    views = [tensor.numpy() for tensor in outputs]
+    compare(
+        f"RL collation from arrays, against copies of its {sum(view.nbytes for view in views) / 1e6:.0f} MB",
+        {
+            "numpy copies (one thread, huge pages)": lambda: [view.copy() for view in views],
+            "torch clones (all threads, 4 KiB pages)": lambda: [tensor.clone() for tensor in outputs],
+            "collate_rl, from arrays": lambda: collate_rl(**arrays, pad_token_id=0),
+        },
+        rounds=15,
+        target=1 / 1.5,
+    )

@@ -1,0 +1,175 @@
+"""RowSets: the candidate sets of a batch, one row per sample, cut and placed without touching a token.
+
+Shape legend: B rows, T positions of all rows, n candidates in all, W columns of a padded field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.candidates import NO_TOKEN, CandidateSets
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["RowSets"]
+
+
+@dataclass(frozen=True, eq=False)
+class RowSets:
+    """The candidate sets of B rows as one CSR value with row offsets.
+
+    Row `i` is `sets[row_offsets[i]:row_offsets[i + 1]]`, its positions in order.
+
+    Args:
+        sets: T positions, row after row.
+        row_offsets: int64 [B + 1], `row_offsets[0] == 0`, never decreasing, `row_offsets[B] == T`.
+
+    Raises:
+        InvalidInputError: `row_offsets` breaks one of these rules.
+    """
+
+    sets: CandidateSets
+    row_offsets: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        offsets = np.asarray(self.row_offsets)
+        if offsets.ndim != 1 or offsets.dtype != np.int64 or not len(offsets):
+            raise InvalidInputError(
+                f"row_offsets: got {offsets.dtype} of shape {offsets.shape}, expected int64 [rows + 1]"
+            )
+        if offsets[0] != 0 or offsets[-1] != len(self.sets) or np.any(offsets[1:] < offsets[:-1]):
+            raise InvalidInputError(
+                f"row_offsets: run from {offsets[0]} to {offsets[-1]},"
+                f" expected to rise from 0 to {len(self.sets)}, the number of positions"
+            )
+        view = offsets.view()
+        view.flags.writeable = False
+        object.__setattr__(self, "row_offsets", view)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[CandidateSets]) -> RowSets:
+        """One row per entry; a single copy of every array."""
+        return cls(CandidateSets.concat(rows), _offsets([len(row) for row in rows]))
+
+    def __len__(self) -> int:
+        """Number of rows B."""
+        return len(self.row_offsets) - 1
+
+    def __eq__(self, other: object) -> bool:
+        """Equal rows, to the last bit."""
+        if not isinstance(other, RowSets):
+            return NotImplemented
+        return np.array_equal(self.row_offsets, other.row_offsets) and self.sets == other.sets
+
+    __hash__ = None  # type: ignore[assignment]  # equal by content of large arrays: not a dict key
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [B]: the number of positions of each row."""
+        return np.diff(self.row_offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, which is what a process boundary carries."""
+        sets = self.sets
+        arrays = (sets.token_ids, sets.logprobs, sets.offsets, sets.sampled_ids, self.row_offsets)
+        return sum(array.nbytes for array in arrays)
+
+    @overload
+    def __getitem__(self, index: int) -> CandidateSets: ...
+    @overload
+    def __getitem__(self, index: slice) -> RowSets: ...
+    def __getitem__(self, index: int | slice) -> CandidateSets | RowSets:
+        """`rows[i]` is the CandidateSets of a row, `rows[a:b]` a RowSets; both share the arrays."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise InvalidInputError(f"slice step: got {step}, expected 1; use `take` to re-order")
+            stop = max(start, stop)
+            low, high = self.row_offsets[start], self.row_offsets[stop]
+            return RowSets(self.sets[low:high], self.row_offsets[start : stop + 1] - low)
+        i = range(len(self))[index]
+        return self.sets[self.row_offsets[i] : self.row_offsets[i + 1]]
+
+    def __iter__(self) -> Iterator[CandidateSets]:
+        """The rows `rows[0]`, `rows[1]`, …"""
+        return (self[i] for i in range(len(self)))
+
+    def take(self, rows: ArrayLike) -> RowSets:
+        """The rows of these indices, in this order; an index may come more than once.
+
+        Args:
+            rows: integers [any], from 0 to B - 1.
+
+        Raises:
+            InvalidInputError: not integers, or out of range.
+        """
+        index = row_index(rows, len(self))
+        return RowSets.from_rows([self[i] for i in index.tolist()])
+
+    def place(self, into: ArrayLike, starts: ArrayLike, shape: tuple[int, int]) -> RowSets:
+        """Every row laid into a [N, W] field: one position per column, empty spans where nothing lies.
+
+        Row `i` goes to row `into[i]`, columns `starts[i]` to `starts[i] + lengths[i] - 1`. The result
+        has N rows of W positions each, so position `row * W + column` of its `sets` belongs to element
+        `[row, column]` of the field. Candidates are neither copied nor changed.
+
+        Args:
+            into: integers [B]. starts: integers [B]. Together they place the rows one after the other,
+                without overlap, in the order in which they stand here (`take` re-orders).
+            shape: (N, W).
+
+        Raises:
+            InvalidInputError: a row does not fit its place, overlaps the one before, or is out of order.
+        """
+        num_rows, width = shape
+        lines, columns = np.asarray(into, np.int64), np.asarray(starts, np.int64)
+        if lines.shape != (len(self),) or columns.shape != (len(self),):
+            raise InvalidInputError(
+                f"into, starts: got shapes {lines.shape} and {columns.shape}, expected ({len(self)},)"
+            )
+        misfit = (lines < 0) | (lines >= num_rows) | (columns < 0) | (columns + self.lengths > width)
+        first = lines * width + columns
+        misfit[1:] |= first[1:] < (first + self.lengths)[:-1]
+        if misfit.any():
+            i = int(misfit.argmax())
+            raise InvalidInputError(
+                f"row {i} of {self.lengths[i]} positions: cannot lie at row {lines[i]}, column {columns[i]}"
+                f" of a {num_rows} x {width} field, after the row before it"
+            )
+        sizes = np.zeros(num_rows * width + 1, np.int64)
+        sampled = np.full(num_rows * width, NO_TOKEN, np.int32)
+        bounds = self.row_offsets.tolist()
+        for i, at in enumerate(first.tolist()):
+            low, high = bounds[i], bounds[i + 1]
+            sizes[at + 1 : at + 1 + high - low] = self.sets.sizes[low:high]
+            sampled[at : at + high - low] = self.sets.sampled_ids[low:high]
+        np.cumsum(sizes, out=sizes)
+        placed = CandidateSets._trusted(self.sets.token_ids, self.sets.logprobs, sizes, sampled)
+        return RowSets(placed, np.arange(num_rows + 1, dtype=np.int64) * width)
+
+
+def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
+    """`rows` as int64 [k], checked against `num_rows`.
+
+    Raises:
+        InvalidInputError: not 1-D integers, or an index outside 0 to num_rows - 1.
+    """
+    index = np.asarray(rows)
+    if index.ndim != 1 or (index.dtype.kind not in "iu" and index.size):
+        raise InvalidInputError(f"rows: got {index.dtype} of shape {index.shape}, expected integers [any]")
+    index = index.astype(np.int64)
+    if index.size and (index.min() < 0 or index.max() >= num_rows):
+        wrong = index[(index < 0) | (index >= num_rows)][0]
+        raise InvalidInputError(f"rows: got {wrong}, expected 0 to {num_rows - 1}")
+    return index
+
+
+def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -1,0 +1,138 @@
+"""Samples as they come from a rollout or a data set, checked once for every layout.
+
+Shape legend: B samples, P_i, R_i and L_i tokens of sample i's prompt, response and whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.batch.host import to_host
+from sglang_topp.batch.loss_mask import mask_rows
+from sglang_topp.batch.row_sets import RowSets
+from sglang_topp.batch.rows import Rows, check_lengths, row_lengths
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["Examples", "Rollouts", "check_sets", "read_examples", "read_rollouts"]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """RL samples in host memory, of checked lengths: R_i values in row i of all but `prompts`."""
+
+    prompts: Rows
+    responses: Rows
+    rewards: Rows
+    loss_masks: list[NDArray[np.uint8]]
+    logprobs: Rows | None
+    candidates: RowSets | None
+    prompt_lengths: NDArray[np.int64]
+    response_lengths: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """SFT samples in host memory: L_i ids, and a loss mask over the last `num_actions[i]` of them."""
+
+    ids: Rows
+    loss_masks: list[NDArray[np.uint8]]
+    lengths: NDArray[np.int64]
+    num_actions: NDArray[np.int64]
+
+
+def read_rollouts(
+    prompts: Rows,
+    responses: Rows,
+    rewards: Rows,
+    loss_masks: Rows,
+    logprobs: Rows | None,
+    candidates: Sequence[CandidateSets] | None,
+) -> Rollouts:
+    """Check RL samples; arguments and errors are those of `collate_rl`."""
+    prompt_lengths, lengths = row_lengths("prompts", prompts), row_lengths("responses", responses)
+    if len(lengths) != len(prompt_lengths):
+        raise InvalidInputError(
+            f"responses: got {len(lengths)} samples, expected {len(prompt_lengths)}, as in prompts"
+        )
+    if (empty := np.flatnonzero((prompt_lengths == 0) & (lengths > 0))).size:
+        raise InvalidInputError(
+            f"prompts[{empty[0]}]: is empty, so nothing predicts the response's first token; start it with"
+            " the tokenizer's first special token"
+        )
+    for name, rows in (
+        ("rewards", rewards),
+        ("loss_masks", loss_masks),
+        ("logprobs", logprobs),
+        ("candidates", candidates),
+    ):
+        if rows is not None:
+            check_lengths(name, rows, lengths, "responses")
+    return Rollouts(
+        to_host(prompts),
+        to_host(responses),
+        to_host(rewards),
+        mask_rows("loss_masks", loss_masks),
+        None if logprobs is None else to_host(logprobs),
+        None if candidates is None else RowSets.from_rows(candidates),
+        prompt_lengths,
+        lengths,
+    )
+
+
+def read_examples(input_ids: Rows, num_actions: Sequence[int], loss_masks: Rows | None) -> Examples:
+    """Check SFT samples; arguments and errors are those of `collate_sft`."""
+    lengths = row_lengths("input_ids", input_ids)
+    actions = np.asarray(num_actions)
+    if actions.shape != lengths.shape or actions.dtype.kind not in "iu":
+        raise InvalidInputError(
+            f"num_actions: got {actions.dtype} of shape {actions.shape}, expected {len(lengths)} integers"
+        )
+    actions = actions.astype(np.int64)
+    if (wrong := np.flatnonzero((actions < 0) | (actions > lengths))).size:
+        i = int(wrong[0])
+        raise InvalidInputError(
+            f"num_actions[{i}]: got {actions[i]}, expected 0 to {lengths[i]}, the tokens there are"
+        )
+    if loss_masks is None:
+        masks = [np.ones(count, np.uint8) for count in actions.tolist()]
+    else:
+        check_lengths("loss_masks", loss_masks, actions, "num_actions")
+        masks = mask_rows("loss_masks", loss_masks)
+    return Examples(to_host(input_ids), masks, lengths, actions)
+
+
+def check_sets(candidates: RowSets, ids: NDArray[np.int64], masks: Sequence[NDArray[np.uint8]]) -> None:
+    """Every set must belong to the token beside it, and every token with a loss must have a set.
+
+    Args:
+        candidates: B rows, T positions in all.
+        ids: int64 [T], the responses' tokens, row after row.
+        masks: B loss masks.
+
+    Raises:
+        InvalidInputError: the first position where that is not so.
+    """
+
+    def where(position: int) -> tuple[int, int]:
+        row = int(np.searchsorted(candidates.row_offsets, position, side="right")) - 1
+        return row, position - int(candidates.row_offsets[row])
+
+    sets = candidates.sets
+    replayed = sets.sizes > 0
+    if (wrong := np.flatnonzero(replayed & (sets.sampled_ids != ids))).size:
+        row, t = where(int(wrong[0]))
+        raise InvalidInputError(
+            f"candidates[{row}]: the token sampled at position {t} is {sets.sampled_ids[wrong[0]]},"
+            f" but responses[{row}][{t}] is {ids[wrong[0]]}"
+        )
+    if (wrong := np.flatnonzero(~replayed & (np.concatenate(masks) != 0))).size:
+        row, t = where(int(wrong[0]))
+        raise InvalidInputError(
+            f"candidates[{row}]: position {t} has no candidates, but its loss mask is 1; expected 0, the"
+            " policy did not sample that token"
+        )

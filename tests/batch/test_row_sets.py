@@ -1,0 +1,116 @@
+"""RowSets against the same operations on plain lists of CandidateSets."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_topp import CandidateSets
+from sglang_topp.batch import RowSets
+from sglang_topp.errors import InvalidInputError
+from tests.batch.strategies import sets_of
+
+
+@st.composite
+def rows_of_sets(draw: st.DrawFn, min_size: int = 0) -> list[CandidateSets]:
+    lengths = draw(st.lists(st.integers(0, 6), min_size=min_size, max_size=6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    ids = [rng.integers(0, 150_000, n).tolist() for n in lengths]
+    masks = [rng.integers(0, 2, n).tolist() for n in lengths]
+    return sets_of(ids, masks, int(rng.integers(2**32)))
+
+
+@given(rows_of_sets(), st.data())
+def test_cutting_and_taking(rows: list[CandidateSets], data: st.DataObject) -> None:
+    batch = RowSets.from_rows(rows)
+    assert len(batch) == len(rows)
+    assert list(batch) == rows
+    assert batch.lengths.tolist() == [len(row) for row in rows]
+    start, stop = data.draw(st.integers(-8, 8)), data.draw(st.integers(-8, 8))
+    assert list(batch[start:stop]) == rows[start:stop]
+    order = data.draw(st.lists(st.sampled_from(range(len(rows))), max_size=8)) if rows else []
+    assert list(batch.take(order)) == [rows[i] for i in order]
+    assert pickle.loads(pickle.dumps(batch)) == batch
+    assert pickle.loads(pickle.dumps(batch[start:stop])) == batch[start:stop]
+
+
+@given(rows_of_sets(), st.data())
+def test_place_gives_every_column_its_set(rows: list[CandidateSets], data: st.DataObject) -> None:
+    width, into, starts = 14, [], []
+    line, column = 0, 0
+    for row in rows:
+        column += data.draw(st.integers(0, 3))
+        if column + len(row) > width or data.draw(st.booleans()):
+            line, column = line + 1 + data.draw(st.integers(0, 1)), data.draw(st.integers(0, 3))
+        into.append(line)
+        starts.append(column)
+        column += len(row)
+    shape = (line + 2, width)
+    placed = RowSets.from_rows(rows).place(into, starts, shape)
+    assert placed.lengths.tolist() == [width] * shape[0]
+    expected = [[([], [], -1)] * width for _ in range(shape[0])]
+    for row, i, start in zip(rows, into, starts, strict=True):
+        for t, (ids, logprobs) in enumerate(row):
+            expected[i][start + t] = (ids.tolist(), logprobs.tolist(), int(row.sampled_ids[t]))
+    for i, line_sets in enumerate(placed):
+        got = [
+            (ids.tolist(), logprobs.tolist(), int(sampled))
+            for (ids, logprobs), sampled in zip(line_sets, line_sets.sampled_ids, strict=True)
+        ]
+        assert got == expected[i]
+    checked = CandidateSets(
+        placed.sets.token_ids, placed.sets.logprobs, placed.sets.offsets, placed.sets.sampled_ids
+    )
+    assert checked == placed.sets  # the constructor's checks hold for what was put together
+
+
+@pytest.mark.parametrize(
+    ("into", "starts"),
+    [
+        ([0, 0], [0, 1]),
+        ([0, 0], [3, 0]),
+        ([1, 0], [0, 0]),
+        ([0, 2], [0, 0]),
+        ([0, 1], [0, 4]),
+        ([0, 1], [-1, 0]),
+    ],
+)
+def test_place_refuses_overlaps_disorder_and_overhang(into: list[int], starts: list[int]) -> None:
+    batch = RowSets.from_rows([CandidateSets.empty(2), CandidateSets.empty(2)])
+    with pytest.raises(InvalidInputError, match="cannot lie at row"):
+        batch.place(into, starts, (2, 5))
+
+
+def test_place_refuses_another_number_of_rows() -> None:
+    with pytest.raises(InvalidInputError, match="into, starts"):
+        RowSets.from_rows([CandidateSets.empty(2)]).place([0, 1], [0, 0], (2, 5))
+
+
+@pytest.mark.parametrize("rows", [[2], [-1], [0.5], [[0]], "a"])
+def test_take_refuses_what_is_no_row(rows: Any) -> None:
+    with pytest.raises(InvalidInputError, match="rows: got"):
+        RowSets.from_rows([CandidateSets.empty(2), CandidateSets.empty(1)]).take(rows)
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 2], [1, 3], [0, 2, 1, 3], [], np.array([0, 3], np.int32), np.array([[0, 3]])]
+)
+def test_offsets_are_checked(offsets: Any) -> None:
+    array = offsets if isinstance(offsets, np.ndarray) else np.array(offsets, np.int64)
+    with pytest.raises(InvalidInputError, match="row_offsets"):
+        RowSets(CandidateSets.empty(3), array)
+
+
+def test_it_is_immutable_and_counts_its_bytes() -> None:
+    offsets = np.array([0, 1, 3])
+    batch = RowSets(CandidateSets.empty(3), offsets)
+    with pytest.raises(ValueError, match="read-only"):
+        batch.row_offsets[0] = 1
+    assert batch.nbytes == 8 * 4 + 4 * 3 + 8 * 3
+    with pytest.raises(InvalidInputError, match="step"):
+        batch[::2]
