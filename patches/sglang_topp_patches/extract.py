@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -40,10 +41,7 @@ class RowSets:
         """One span per row; the tensors must be on the host by now."""
         token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
         bounds = self.offsets.tolist()
-        return [
-            span(token_ids[low:high], logprobs[low:high])
-            for low, high in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        return [span(token_ids[low:high], logprobs[low:high]) for low, high in pairwise(bounds)]
 
 
 def extract(logprobs: torch.Tensor, thresholds: Sequence[float], sampled_ids: torch.Tensor) -> RowSets:

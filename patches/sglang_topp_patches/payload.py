@@ -1,7 +1,7 @@
-"""What the scheduler hands to the HTTP process: one entry per generated token.
+"""What the scheduler hands to the HTTP process through `customized_info`.
 
-An entry is a tuple of bytes, which pickles fast and holds on to no batch. The scheduler writes it, the
-tokenizer manager reads it, and it stays within one SGLang of one version: not a wire format.
+One `Entry` per generated token, and one span per scored prompt row. Sets are bytes there: they pickle
+fast and hold on to no batch. Both ends are one version of this package: not a wire format.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KEY", "Entry", "Positions", "Span", "join", "span"]
+__all__ = ["KEY", "PROMPT_KEY", "Entry", "Positions", "Span", "join", "span"]
 
 KEY = "sglang_topp"
-"""The key in SGLang's `customized_info`."""
+"""The key of the generated tokens' entries, one per token."""
+
+PROMPT_KEY = "sglang_topp_prompt"
+"""The key of the prompt's rows, one per row that SGLang scored; it goes out once per request."""
 
 Span: TypeAlias = tuple[bytes, bytes]
 """One position's int32 token ids and float32 log-probs."""
@@ -28,16 +31,13 @@ class Entry:
 
     Attributes:
         candidates: its set; None where there is none, and then `problem` says why.
-        prompt: with the first generated token, the sets of the prompt positions, where the request
-            asked for prompt log-probs; None stands for a position without a distribution.
     """
 
     candidates: Span | None
     problem: str = ""
-    prompt: tuple[Span | None, ...] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Entry, (self.candidates, self.problem, self.prompt)
+        return Entry, (self.candidates, self.problem)
 
 
 @dataclass(frozen=True)

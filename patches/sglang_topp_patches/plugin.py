@@ -40,8 +40,18 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         "AROUND",
         sampler.compute_logprobs,
     ),
-    ("sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch", "AFTER", prefill.note_batch),
+    (
+        "sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only",
+        "AROUND",
+        prefill.compute_logprobs_only,
+    ),
     ("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", "AROUND", prefill.forward),
+    (
+        "sglang.srt.managers.scheduler_components.output_streamer"
+        ".SchedulerOutputStreamer.is_request_level_customized_info_key",
+        "AFTER",
+        prefill.is_sent_once,
+    ),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", mode.note_server_args),
     (f"{_TOKENIZER_MANAGER}._handle_batch_output", "BEFORE", tokenizer_manager.receive_entries),
     (f"{_TOKENIZER_MANAGER}.convert_logprob_style", "AFTER", tokenizer_manager.write_meta_info),

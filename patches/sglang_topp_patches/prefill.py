@@ -1,42 +1,30 @@
 """The prompt positions' sets (`logprob_start_len`), in the scheduler processes.
 
 SGLang scores a prompt in `InputLogprobProcessor.forward`, chunk by chunk, from logits that it asks a
-function for; the hook listens to that function. Row `k` is the distribution of the token after it,
-so the sets move by one: the first position has none, and the last row, which the first generated
-token is drawn from, is left out. Over chunked prefill the rows of one request arrive in several passes.
+function for; the hook listens to that function. Row `k` is the distribution of the token after it.
+Over chunked prefill the rows of one request arrive in several passes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from sglang_topp_patches.extract import RowSets, extract
-from sglang_topp_patches.payload import KEY, Span
-from sglang_topp_patches.rows import Rows, rows_of
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, Span
+from sglang_topp_patches.rows import rows_of
 
-__all__ = ["captured", "forward", "note_batch", "take"]
-
-_BATCH = "_sglang_topp_batch"
-_CAPTURED = "_sglang_topp_prompt"
-
-
-def note_batch(metadata: Any, cls: type[Any], forward_batch: Any) -> Any:
-    """AFTER hook on `LogitsMetadata.from_forward_batch`."""
-    if rows_of(forward_batch) is not None:
-        setattr(metadata, _BATCH, forward_batch)
-    return metadata
+__all__ = ["PromptSets", "compute_logprobs_only", "forward", "is_sent_once"]
 
 
 def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     """AROUND hook on `InputLogprobProcessor.forward`, which SGLang calls with keywords."""
     metadata = kwargs["logits_metadata"]
-    forward_batch = getattr(metadata, _BATCH, None)
-    rows = rows_of(forward_batch)
+    rows = rows_of(metadata.top_logprobs_nums)
     if rows is None:
         return original(self, **kwargs)
 
@@ -62,53 +50,73 @@ def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
         return logits
 
     result = original(self, **{**kwargs, "get_logits_fn": listen})
-    setattr(forward_batch, _CAPTURED, PromptSets(rows, tuple(counts), tuple(chunks)))
+    rows.prompt = PromptSets(rows.request_ids, rows.thresholds, tuple(counts), tuple(chunks))
     return result
 
 
-def captured(forward_batch: Any) -> PromptSets | None:
-    """What `forward` found in this pass, or None where it scored no prompt."""
-    return getattr(forward_batch, _CAPTURED, None)
+def compute_logprobs_only(
+    original: Callable[..., None], self: Any, logits_output: Any, forward_batch: Any
+) -> None:
+    """AROUND hook on `ModelRunner.compute_logprobs_only`, which stands in for `sample` where a pass
+    only scores prompts (`max_new_tokens` 0)."""
+    original(self, logits_output, forward_batch)
+    rows = rows_of(forward_batch.top_logprobs_nums)
+    if rows is not None and rows.prompt is not None:
+        from sglang.srt.managers.auxiliary_output import append_auxiliary_output
+
+        logits_output.auxiliary_device_output = append_auxiliary_output(
+            logits_output.auxiliary_device_output, rows.prompt
+        )
 
 
-def take(req: Any) -> tuple[Span | None, ...]:
-    """The sets of the whole prompt from `logprob_start_len` on; empty where none were asked for."""
-    spans: list[Span | None] = req.__dict__.pop(_CAPTURED, [])
-    return (None, *spans[:-1]) if spans else ()
+def is_sent_once(result: bool, self: Any, key: str) -> bool:
+    """AFTER hook on `SchedulerOutputStreamer.is_request_level_customized_info_key`.
+
+    Such a key goes out whole, with the first chunk of a stream or with the finished answer, not
+    sliced by generated tokens: a request with `max_new_tokens` 0 has its prompt's sets too.
+    """
+    return result or key == PROMPT_KEY
 
 
 @dataclass(frozen=True)
 class PromptSets:
-    """The prompt rows of one pass: SGLang's `DeviceAuxiliaryOutput`, and on the host its `HostAuxiliaryOutput`.
+    """The prompt rows of one pass, on the device and then on the host.
+
+    SGLang's `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput` in one.
 
     Attributes:
-        rows: the requests of the pass.
+        request_ids: each row's request.
+        thresholds: each row's threshold, 0 where its request asks for no sets.
         counts: how many scored rows each of them has.
         chunks: the sets of all scored rows, in order.
     """
 
-    rows: Rows
+    request_ids: tuple[str, ...]
+    thresholds: tuple[float, ...]
     counts: tuple[int, ...]
     chunks: tuple[RowSets, ...]
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
         """Issue the copies; `consume` runs after SGLang has waited for them."""
-        return PromptSets(self.rows, self.counts, tuple(chunk.map(copy_tensor) for chunk in self.chunks))
+        return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Keep each request's rows with it until its first generated token takes them along."""
+        """Append the rows to their requests' `customized_info`."""
         spans: list[Span | None] = []
         for chunk in self.chunks:
             spans += [None if row in chunk.problems else each for row, each in enumerate(chunk.spans())]
         start = 0
         for req, request_id, p, count in zip(
-            batch.reqs, self.rows.request_ids, self.rows.thresholds, self.counts, strict=False
+            batch.reqs, self.request_ids, self.thresholds, self.counts, strict=False
         ):
             own = spans[start : start + count]
             start += count
-            # After a retraction the prompt is scored again; its sets have left with the first token.
-            if p and own and req.rid == request_id and not (req.customized_info or {}).get(KEY):
-                req.__dict__.setdefault(_CAPTURED, []).extend(own)
+            if not p or not own or req.rid != request_id:
+                continue
+            info = req.customized_info = req.customized_info or {}
+            # After a retraction the prompt is scored again, but its rows are here already.
+            if not info.get(KEY):
+                info.setdefault(PROMPT_KEY, []).extend(own)
 
 
 def _logprobs(processor: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -118,7 +126,8 @@ def _logprobs(processor: Any, logits: torch.Tensor) -> torch.Tensor:
     from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
 
     row_max, row_log_sum = compute_row_log_normalizer(logits)
-    return (logits.float() - row_max[:, None]) - row_log_sum[:, None]
+    logprobs: torch.Tensor = (logits.float() - row_max[:, None]) - row_log_sum[:, None]
+    return logprobs
 
 
 def _no_sets(count: int, device: torch.device) -> RowSets:

@@ -77,14 +77,19 @@ _SGLANG_0_5_23 = (
     ),
     Seam(
         "sglang.srt.layers.logits_processor.LogitsMetadata",
-        ("extend_logprob_pruned_lens_cpu", "extend_input_logprob_token_ids_gpu", "input_logprob_indices_cpu"),
+        (
+            "extend_logprob_pruned_lens_cpu",
+            "top_logprobs_nums",
+            "extend_input_logprob_token_ids_gpu",
+            "input_logprob_indices_cpu",
+        ),
         "which rows of a pass score which prompt tokens",
         hooked=False,
     ),
     Seam(
-        "sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch",
-        ("forward_batch",),
-        "the scoring of a prompt learns its rows' thresholds",
+        "sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only",
+        ("self", "logits_output", "forward_batch"),
+        "a pass that only scores prompts hands its sets on",
     ),
     Seam(
         "sglang.srt.layers.logprob_processor.compute_row_log_normalizer",
@@ -105,6 +110,12 @@ _SGLANG_0_5_23 = (
             "logits_metadata",
         ),
         "the prompt positions' sets are taken from the logits that SGLang scores the prompt with",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.output_streamer"
+        ".SchedulerOutputStreamer.is_request_level_customized_info_key",
+        ("self", "key"),
+        "the prompt's sets go out once per request",
     ),
     Seam(
         "sglang.srt.managers.auxiliary_output.append_auxiliary_output",

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_topp_patches import prefill
 from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.payload import KEY, Entry
 from sglang_topp_patches.rows import Rows, rows_of
@@ -39,7 +38,7 @@ def sample(
 ) -> torch.Tensor:
     """AROUND hook on `ModelRunner.sample`."""
     global _active
-    rows = rows_of(forward_batch)
+    rows = rows_of(forward_batch.top_logprobs_nums)
     if rows is None:
         return original(self, logits_output, forward_batch)
     from sglang.srt.managers.auxiliary_output import append_auxiliary_output
@@ -50,9 +49,8 @@ def sample(
     finally:
         _active = None
     output = logits_output.auxiliary_device_output
-    # The prompt's sets come first: the entry of the first generated token takes them along.
-    output = append_auxiliary_output(output, prefill.captured(forward_batch))
-    output = append_auxiliary_output(output, GeneratedSets(rows, capture.sets))
+    for ours in (rows.prompt, GeneratedSets(rows, capture.sets)):
+        output = append_auxiliary_output(output, ours)
     logits_output.auxiliary_device_output = output
     return next_token_ids
 
@@ -79,7 +77,9 @@ def compute_logprobs(
 
 @dataclass(frozen=True)
 class GeneratedSets:
-    """The sets of one forward pass: SGLang's `DeviceAuxiliaryOutput`, and on the host its `HostAuxiliaryOutput`.
+    """The sets of one forward pass, on the device and then on the host.
+
+    SGLang's `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput` in one.
 
     Attributes:
         rows: the rows as they were when the pass was built.
@@ -109,8 +109,7 @@ class GeneratedSets:
             while len(entries) < commit.output_index:
                 entries.append(Entry(None, "a token became visible without passing through the sampler"))
             problem = self._problem(row, req.rid, commit.token_ids, spans)
-            prompt = prefill.take(req) if commit.output_index == 0 else ()
-            entries.append(Entry(None, problem, prompt) if problem else Entry(spans[row], "", prompt))
+            entries.append(Entry(None, problem) if problem else Entry(spans[row]))
 
     def _problem(self, row: int, request_id: str, token_ids: tuple[int, ...], spans: Sequence[Any]) -> str:
         if self.sets is None:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from sglang_topp import wire
-from sglang_topp_patches.payload import KEY, Entry, Positions, Span, join
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, Positions, Span, join
 from sglang_topp_patches.request import BASE64, THRESHOLD
 
 __all__ = ["merge_chunks", "receive_entries", "write_meta_info"]
@@ -27,43 +27,46 @@ class _Received:
 
     def __init__(self) -> None:
         self.generated: list[Span | None] = []
-        self.prompt: tuple[Span | None, ...] = ()
+        self.prompt: list[Span | None] = []
         self.problem = ""
 
-    def add(self, entries: Sequence[Entry | None]) -> None:
+    def add(self, entries: Sequence[Entry | None], prompt_rows: Sequence[Span | None]) -> None:
         for entry in entries:
             if entry is None or entry.candidates is None:
                 cause = entry.problem if entry else "the scheduler sent none"
                 self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
-            if entry and entry.prompt:
-                self.prompt = entry.prompt
             self.generated.append(entry.candidates if entry else None)
+        if prompt_rows:
+            # A row is the distribution of the next token: the first position has none, and from the
+            # last row the first generated token was drawn.
+            self.prompt = [None, *prompt_rows[:-1]]
 
-    def check(self, num_generated: int, num_prompt: int, finished: bool) -> str:
+    def check(self, num_generated: int, num_prompt: int) -> str:
         """Why there is not one set for each visible token, or nothing."""
         if self.problem:
             return self.problem
         if len(self.generated) != num_generated:
             return f"{len(self.generated)} candidate sets for {num_generated} generated tokens"
-        # The prompt's sets arrive with the first generated token.
-        if (self.generated or finished) and (len(self.prompt) != num_prompt or None in self.prompt[1:]):
-            missing = num_prompt - len(self.prompt) + self.prompt[1:].count(None)
-            return f"no candidate set at {missing} of {num_prompt} prompt positions"
+        if len(self.prompt) != num_prompt:
+            return f"{len(self.prompt)} candidate sets for {num_prompt} prompt tokens"
+        if None in self.prompt[1:]:
+            return f"no candidate set at prompt position {self.prompt.index(None, 1)}"
         return ""
 
 
 def receive_entries(self: Any, recv_obj: Any) -> None:
-    """BEFORE hook on `TokenizerManager._handle_batch_output`: take our entries out of the batch.
+    """BEFORE hook on `TokenizerManager._handle_batch_output`: take our keys out of the batch.
 
     What stays is what SGLang would have received without us.
     """
     from sglang.srt.managers.io_struct import unwrap_from_pickle
 
     info = unwrap_from_pickle(getattr(recv_obj, "customized_info", None))
-    arrived: dict[str, Sequence[Entry | None]] = {}
-    if info and KEY in info:
-        arrived = dict(zip(recv_obj.rids, info.pop(KEY), strict=True))
+    if info:
+        arrived = {key: info.pop(key) for key in (KEY, PROMPT_KEY) if key in info}
         recv_obj.customized_info = info or None
+    else:
+        arrived = {}
     # One loop handles one batch at a time.
     setattr(self, _ARRIVED, arrived)
 
@@ -94,11 +97,11 @@ def write_meta_info(
         return
 
     received: _Received = state.__dict__.setdefault(_RECEIVED, _Received())
-    received.add(getattr(self, _ARRIVED).get(recv_obj.rids[recv_obj_index], ()))
+    arrived = getattr(self, _ARRIVED)
+    received.add(*(arrived[key][recv_obj_index] if key in arrived else () for key in (KEY, PROMPT_KEY)))
     if not shown:
         return
-    tokens = len(state.output_token_logprobs_val), len(state.input_token_logprobs_val)
-    if problem := received.check(*tokens, finished=finished):
+    if problem := received.check(len(state.output_token_logprobs_val), len(state.input_token_logprobs_val)):
         if finished:
             _fail(meta_info, problem)
         return
