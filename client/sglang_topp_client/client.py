@@ -293,8 +293,13 @@ class AsyncRolloutClient:
                 for one in wanted
                 if (samples := tuple(s for s in one.samples if (one.prompt_index, s) in missing))
             ]
-            async with here.slots:
-                await self._exchange(here, make(left), take)
+            try:
+                async with here.slots:
+                    await self._exchange(here, make(left), take)
+            except TransportError:
+                # What broke off behind the last sample took nothing with it.
+                if missing:
+                    raise
 
         await self._retrying(attempt)
 

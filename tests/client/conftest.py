@@ -124,7 +124,14 @@ class FakeServer:
 
 class _Uvicorn:
     def __init__(self, app: Any, **options: Any) -> None:
-        options = {"log_level": "critical", "lifespan": "off", "ws": "none", "backlog": 2048, **options}
+        options = {
+            "log_level": "critical",
+            "lifespan": "off",
+            "interface": "asgi3",
+            "ws": "none",
+            "backlog": 2048,
+            **options,
+        }
         config = uvicorn.Config(app, host="127.0.0.1", port=0, timeout_graceful_shutdown=1, **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
@@ -295,9 +302,8 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def no_leftovers() -> AsyncIterator[None]:
     """No task outlives the test."""
-    before = asyncio.all_tasks()
     yield
-    assert asyncio.all_tasks() <= before
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.fixture

@@ -1,0 +1,140 @@
+"""Faults below HTTP: connections that are reset, and connections that the server closed while idle."""
+
+import asyncio
+import inspect
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+
+from sglang_topp import errors
+from sglang_topp_client import AsyncRolloutClient, http
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+
+
+@asynccontextmanager
+async def raw_server(handle):
+    """A socket server; `handle(number, reader, writer)` gets every connection and its number."""
+    number = 0
+
+    async def connected(reader, writer):
+        nonlocal number
+        number += 1
+        await handle(number, reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def read_request(reader):
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(
+        (line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b":0"
+    )
+    return head + await reader.readexactly(int(length.split(b":")[1]))
+
+
+def test_idle_connections_go_before_the_server_drops_them():
+    """uvicorn's default; SGLang's (SGLANG_TIMEOUT_KEEP_ALIVE) is the same 5 s."""
+    default_s = inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default
+    assert default_s > http._KEEPALIVE_EXPIRY_S
+
+
+async def test_a_reset_before_the_answer_is_retried():
+    async def handle(number, reader, writer):
+        await read_request(reader)
+        if number < 3:
+            writer.transport.abort()
+        else:
+            writer.write(ANSWER)
+            await writer.drain()
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang") as client:
+        assert await client.server_info() == {}
+
+
+async def test_a_reset_in_the_middle_is_a_transport_error():
+    connections = []
+
+    async def handle(number, reader, writer):
+        connections.append(await read_request(reader))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\ndata: "
+        )
+        await writer.drain()
+        writer.transport.abort()
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang", max_retries=2) as client:
+        with pytest.raises(errors.TransportError):
+            await client.generate([1])
+    assert sum(b"POST /generate" in request for request in connections) == 3
+
+
+async def test_a_connection_that_closed_while_idle_is_replaced():
+    answered = []
+
+    async def handle(number, reader, writer):
+        """One answer, which promises to stay; then the connection closes."""
+        answered.append(await read_request(reader))
+        writer.write(ANSWER)
+        await writer.drain()
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang", max_retries=0) as client:
+        for _ in range(3):
+            assert await client.server_info() == {}
+            await asyncio.sleep(0.05)
+    assert len(answered) == 3
+
+
+async def test_a_connection_that_closes_under_the_next_request_is_retried():
+    requests = []
+
+    async def handle(number, reader, writer):
+        requests.append(await read_request(reader))
+        writer.write(ANSWER)
+        await writer.drain()
+        if number == 1:
+            requests.append(await read_request(reader))
+            writer.transport.abort()
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang", max_retries=1) as client:
+        assert await client.server_info() == {}
+        assert await client.server_info() == {}
+    assert len(requests) == 3
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n{"]
+)
+async def test_what_is_no_answer_is_an_error(answer):
+    async def handle(number, reader, writer):
+        await read_request(reader)
+        writer.write(answer)
+        await writer.drain()
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang", max_retries=0) as client:
+        with pytest.raises((errors.TransportError, errors.WireError)):
+            await client.server_info()
+        with pytest.raises((errors.TransportError, errors.WireError)):
+            await client.generate([1])
+
+
+async def test_sockets_close_with_their_loop():
+    """With warnings as errors, a socket that is left open would fail here."""
+    closed = asyncio.Event()
+
+    async def handle(number, reader, writer):
+        await read_request(reader)
+        writer.write(ANSWER)
+        await writer.drain()
+        assert await reader.read() == b""
+        closed.set()
+
+    async with raw_server(handle) as url:
+        client = AsyncRolloutClient(url, kind="sglang")
+        assert await asyncio.to_thread(asyncio.run, client.server_info()) == {}
+        async with asyncio.timeout(2):
+            await closed.wait()

@@ -1,0 +1,80 @@
+import asyncio
+import gc
+import threading
+
+import pytest
+
+from sglang_topp.errors import RequestError
+from sglang_topp_client.loop_thread import LoopThread
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "sglang-topp-client"]
+
+
+async def double(x):
+    await asyncio.sleep(0)
+    return 2 * x
+
+
+async def fail():
+    raise KeyError("x")
+
+
+def test_runs_from_any_thread_and_again_after_a_stop():
+    runner = LoopThread()
+    assert threads() == []
+    results = []
+    callers = [threading.Thread(target=lambda i=i: results.append(runner.run(double(i)))) for i in range(20)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert sorted(results) == [2 * i for i in range(20)]
+    assert len(threads()) == 1
+    runner.stop()
+    assert threads() == []
+    runner.stop()
+    assert runner.run(double(4)) == 8
+    runner.stop()
+
+
+def test_exceptions_come_through():
+    runner = LoopThread()
+    with pytest.raises(KeyError):
+        runner.run(fail())
+    runner.stop()
+
+
+def test_the_thread_goes_with_its_owner():
+    runner = LoopThread()
+    runner.run(double(1))
+    del runner
+    gc.collect()
+    assert threads() == []
+
+
+def test_a_stop_ends_whoever_waits():
+    runner = LoopThread()
+    started, cleaned_up, caught = threading.Event(), [], []
+
+    async def forever():
+        started.set()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cleaned_up.append(True)
+
+    def wait():
+        try:
+            runner.run(forever())
+        except RequestError as error:
+            caught.append(error)
+
+    caller = threading.Thread(target=wait)
+    caller.start()
+    started.wait()
+    runner.stop()
+    caller.join()
+    assert cleaned_up
+    assert caught
