@@ -1,0 +1,18 @@
+"""Replay: score a policy over the recorded support, without ever building `[tokens, vocab]`."""
+
+from sglang_topp.replay.full import head_logprobs
+from sglang_topp.replay.head import candidate_logprobs
+from sglang_topp.replay.masked import dense_mask, full_logprobs, mask_logits, masked_logprobs
+from sglang_topp.replay.parallel import vocab_range
+from sglang_topp.replay.scores import Scores
+
+__all__ = [
+    "Scores",
+    "candidate_logprobs",
+    "dense_mask",
+    "full_logprobs",
+    "head_logprobs",
+    "mask_logits",
+    "masked_logprobs",
+    "vocab_range",
+]

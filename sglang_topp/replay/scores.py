@@ -1,0 +1,275 @@
+"""Scores over the support: the softmax of a few logits per position, its entropy and its KL.
+
+The one piece that the head and the logits share. Everything here has one value per candidate or per
+position; no tensor has a vocabulary axis.
+
+Shape legend: T positions, n candidates in all, A positions with a choice, m entries (candidates of
+those positions that this rank holds).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
+from sglang_topp.replay.parallel import first_true, reduce_max, reduce_sum
+from sglang_topp.replay.support import Support
+
+__all__ = [
+    "Scores",
+    "accumulation_dtype",
+    "adjust_logits",
+    "check_softcap",
+    "check_temperature",
+    "score_support",
+]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A policy's values at T positions; float32, or float64 where the inputs are. None: not asked for.
+
+    With `C_t` the candidate set and `z` the policy's logits (after soft cap and temperature):
+    `pi_t(i) = exp(z_i) / sum over j in C_t of exp(z_j)` for `i` in `C_t`.
+
+    Where the set has one candidate every value is exactly 0, and where it is empty (a tool's token)
+    too; neither passes a gradient on.
+    """
+
+    logprobs: Tensor
+    """[T]: `log pi_t(target_t)`."""
+    entropy: Tensor | None = None
+    """[T]: `-sum pi_t log pi_t` over the support, in nats."""
+    candidate_logprobs: Tensor | None = None
+    """[n]: `log pi_t(i)` for every entry of the candidate sets, in their order."""
+    kl: Tensor | None = None
+    """[T]: `sum pi_t (log pi_t - log other_t)` over the support, `other_t` renormalised there, in nats."""
+    full_logprobs: Tensor | None = None
+    """[T]: the target's log-prob over the whole vocabulary."""
+    full_entropy: Tensor | None = None
+    """[T]: the entropy over the whole vocabulary, in nats."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums run in and results come out in: float32, or float64 for float64.
+
+    Raises:
+        InvalidInputError: the dtype is not float16, bfloat16, float32 or float64.
+    """
+    if dtype in (torch.float16, torch.bfloat16, torch.float32):
+        return torch.float32
+    if dtype == torch.float64:
+        return dtype
+    raise InvalidInputError(f"got dtype {dtype}, expected float16, bfloat16, float32 or float64")
+
+
+def adjust_logits(
+    logits: Tensor, positions: Tensor, temperature: float | Tensor, softcap: float | None
+) -> Tensor:
+    """`softcap * tanh(logits / softcap) / temperature`, in the order in which SGLang applies them.
+
+    `logits` [m] belong to `positions` [m]; `temperature` is a checked number, or one per position.
+    """
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if isinstance(temperature, Tensor):
+        return logits / temperature.to(logits)[positions]
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise InvalidInputError unless the soft cap is None or above 0."""
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise InvalidInputError(f"softcap: got {softcap}, expected a positive number or None")
+
+
+def check_temperature(temperature: float | Tensor, num_positions: int) -> float | Tensor:
+    """The temperature as a float, or as a tensor with one value per position."""
+    if not isinstance(temperature, Tensor):
+        if not 0 < temperature < float("inf"):
+            raise InvalidInputError(f"temperature: got {temperature}, expected a positive number")
+        return float(temperature)
+    if temperature.shape not in ((), (num_positions,)):
+        raise InvalidInputError(
+            f"temperature: got shape {tuple(temperature.shape)}, expected one number or [{num_positions}]"
+        )
+    if temperature.requires_grad:
+        raise InvalidInputError("temperature: it requires a gradient, and none is computed; detach it")
+    bad = first_true(~((temperature > 0) & temperature.isfinite()).reshape(-1))
+    if bad is not None:
+        raise InvalidInputError(
+            f"temperature: got {float(temperature.reshape(-1)[bad])} at position {bad}, expected above 0"
+        )
+    return temperature if temperature.ndim else float(temperature)
+
+
+def score_support(
+    logits: Tensor,
+    support: Support,
+    *,
+    entropy: bool,
+    per_candidate: bool,
+    kl_to: Tensor | None,
+    tp_group: dist.ProcessGroup | None,
+) -> Scores:
+    """The scores of the support's entries, given their `logits` [m] (float32 or float64).
+
+    Under tensor parallelism each rank gives the logits that it holds, and all get the same scores:
+    one reduction of a maximum, one of sums. The backward sends nothing; it expects the same incoming
+    gradient on every rank, which a loss computed alike on every rank gives.
+
+    Raises:
+        InvalidInputError: a score is NaN (NaN or +inf among the logits, or nothing but -inf), `kl_to`
+            does not fit or makes the KL infinite.
+        InvalidCandidateSetsError: the ranks do not hold every id exactly once.
+    """
+    if kl_to is not None:
+        num_candidates = int(support.span_offsets[-1])
+        if kl_to.shape != (num_candidates,):
+            raise InvalidInputError(
+                f"kl_to: got shape {tuple(kl_to.shape)}, expected [{num_candidates}],"
+                " one log-prob per entry of the candidate sets"
+            )
+        if kl_to.requires_grad:
+            raise InvalidInputError("kl_to: it requires a gradient, and none is computed; detach it")
+    logprobs, entropies, by_candidate, kl = _SupportSoftmax.apply(
+        logits, support, kl_to, entropy, per_candidate, tp_group
+    )
+    return Scores(logprobs, entropies, by_candidate, kl)
+
+
+class _SupportSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_m: Tensor,
+        support: Support,
+        kl_to: Tensor | None,
+        entropy: bool,
+        per_candidate: bool,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        segment, offsets = support.segment, support.offsets
+        other_m = None if kl_to is None else _normalised(kl_to.to(logits_m), support)[support.entries]
+
+        def segment_sum(values_m: Tensor) -> Tensor:
+            return torch.segment_reduce(values_m, "sum", offsets=offsets)
+
+        peak_A = reduce_max(torch.segment_reduce(logits_m, "max", offsets=offsets), group)
+        shifted_m = logits_m - peak_A[segment]
+        weight_m = shifted_m.exp()
+        possible_m = weight_m > 0  # 0 * -inf is NaN: what cannot be drawn adds nothing
+
+        sums = [
+            segment_sum(weight_m),
+            segment_sum(torch.where(support.is_target, shifted_m, 0.0)),
+            offsets.diff().to(logits_m),
+        ]
+        if entropy:
+            sums.append(segment_sum(torch.where(possible_m, weight_m * shifted_m, 0.0)))
+        if other_m is not None:
+            sums.append(segment_sum(torch.where(possible_m, weight_m * (shifted_m - other_m), 0.0)))
+        total_A, target_A, held_A, *moments = reduce_sum(torch.stack(sums), group).unbind()
+        _check_held(held_A, support)
+
+        log_total_A = total_A.log()
+        logprob_m = shifted_m - log_total_A[segment]
+
+        def spread(values_A: Tensor) -> Tensor:
+            out_T = values_A.new_zeros(support.num_positions)
+            return out_T.index_copy_(0, support.rows, values_A)
+
+        logprobs_T = spread(target_A - log_total_A)
+        _check_finite(logprobs_T, support)
+        entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
+        kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
+        by_candidate_n = None
+        if per_candidate:
+            by_candidate_n = logprob_m.new_zeros(int(support.span_offsets[-1]))
+            reduce_sum(by_candidate_n.index_copy_(0, support.entries, logprob_m), group)
+        if kl_A is not None and (index := first_true(~kl_A.isfinite())) is not None:
+            raise InvalidInputError(
+                f"kl_to: the KL at position {int(support.rows[index])} is {float(kl_A[index])};"
+                " the other policy gives a candidate no probability, or NaN"
+            )
+
+        ctx.support = support
+        ctx.save_for_backward(logprob_m, entropy_A, kl_A, other_m)
+        ctx.set_materialize_grads(False)
+        return (
+            logprobs_T,
+            None if entropy_A is None else spread(entropy_A),
+            by_candidate_n,
+            None if kl_A is None else spread(kl_A),
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        grad_logprobs_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        grad_by_candidate_n: Tensor | None,
+        grad_kl_T: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        support: Support = ctx.support
+        logprob_m, entropy_A, kl_A, other_m = ctx.saved_tensors
+        rows, segment = support.rows, support.segment
+        probability_m = logprob_m.exp()
+        possible_m = probability_m > 0
+        grad_m = torch.zeros_like(logprob_m)
+
+        # d log pi(target) / dz_i = [i is target] - pi_i
+        if grad_logprobs_T is not None:
+            grad_A = grad_logprobs_T[rows]
+            grad_m += (support.is_target.to(grad_m) - probability_m) * grad_A[segment]
+        # d log pi(j) / dz_i = [i = j] - pi_i, summed over all j of the span, on whatever rank
+        if grad_by_candidate_n is not None:
+            span_sum_T = torch.segment_reduce(grad_by_candidate_n, "sum", offsets=support.span_offsets)
+            grad_m += grad_by_candidate_n[support.entries] - probability_m * span_sum_T[rows][segment]
+        # dH / dz_i = -pi_i (log pi_i + H)
+        if grad_entropy_T is not None:
+            slope_m = probability_m * (logprob_m + entropy_A[segment])
+            grad_m -= torch.where(possible_m, slope_m, 0.0) * grad_entropy_T[rows][segment]
+        # dKL / dz_i = pi_i (log pi_i - log other_i - KL)
+        if grad_kl_T is not None:
+            slope_m = probability_m * (logprob_m - other_m - kl_A[segment])
+            grad_m += torch.where(possible_m, slope_m, 0.0) * grad_kl_T[rows][segment]
+        return grad_m, None, None, None, None, None
+
+
+def _normalised(logprobs_n: Tensor, support: Support) -> Tensor:
+    """Log-probs over the support, from log-probs over anything that holds it."""
+    offsets = support.span_offsets
+    sizes = offsets.diff()
+
+    def per_entry(values_T: Tensor) -> Tensor:
+        return values_T.repeat_interleave(sizes, output_size=len(logprobs_n))
+
+    shifted_n = logprobs_n - per_entry(torch.segment_reduce(logprobs_n, "max", offsets=offsets))
+    return shifted_n - per_entry(torch.segment_reduce(shifted_n.exp(), "sum", offsets=offsets).log())
+
+
+def _check_held(held_A: Tensor, support: Support) -> None:
+    index = first_true(held_A != support.sizes)
+    if index is not None:
+        raise InvalidCandidateSetsError(
+            "token_ids",
+            f"the vocabulary shards hold {int(held_A[index])} of the {int(support.sizes[index])} candidates"
+            f" at position {int(support.rows[index])}; check vocab_start, and that the shards meet",
+        )
+
+
+def _check_finite(logprobs_T: Tensor, support: Support) -> None:
+    position = first_true(logprobs_T.isnan())
+    if position is not None:
+        raise InvalidInputError(
+            f"the log-prob at position {position} is NaN: among its candidates' logits is a NaN or +inf,"
+            " or none is above -inf"
+        )

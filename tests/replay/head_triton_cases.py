@@ -1,0 +1,95 @@
+"""The Triton kernels against the plain ones; `test_head_triton` runs this file, on a GPU or interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from replay_oracle import EMPTY, SINGLE, error, leaves, mixed, random_sets, targets_of
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay import candidate_logprobs, gathered, head_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+def indices(high: int, length: int) -> torch.Tensor:
+    return torch.randint(high, (length,), generator=torch.Generator().manual_seed(length)).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("entries", "width"), [(0, 5), (1, 1), (9, 33), (13, 1500)])
+def test_gathered_dot(entries, width, dtype):
+    left, right = draw(7, width, dtype=dtype), draw(11, width, dtype=dtype)
+    rows = indices(7, entries), indices(11, entries)
+    got = head_triton.gathered_dot(left, rows[0], right, rows[1], out_dtype=torch.float32)
+    exact = (left.double()[rows[0]] * right.double()[rows[1]]).sum(1)
+    assert got.dtype == torch.float32
+    assert error(got, exact) < 1e-6
+
+
+def check_sum(segments: torch.Tensor, num_segments: int, width: int, dtype: torch.dtype) -> None:
+    source, rows, weights = draw(6, width, dtype=dtype), indices(6, len(segments)), draw(len(segments))
+    got = head_triton.gathered_sum(source, rows, weights, segments, num_segments, out_dtype=dtype)
+    exact = torch.zeros(num_segments, width, dtype=torch.float64, device=DEVICE)
+    exact.index_add_(0, segments, weights.double()[:, None] * source.double()[rows])
+    assert got.dtype == dtype
+    assert error(got, exact) < max(2e-6, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 33, 1500])
+def test_gathered_sum(width, dtype):
+    check_sum(torch.tensor([0, 0, 2, 3, 3, 3, 7], device=DEVICE), 9, width, dtype)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5])
+def test_gathered_sum_cuts_long_segments(piece, monkeypatch):
+    """Every way in which lengths fall beside the piece: shorter, equal, one more, many pieces."""
+    monkeypatch.setattr(head_triton, "_PIECE", piece)
+    counts = torch.tensor([0, 1, 2, 3, 4, 5, 6, 0, 11, 1, 10, 0])
+    segments = torch.repeat_interleave(counts).to(DEVICE)
+    check_sum(segments, len(counts), 5, torch.float32)
+    check_sum(segments[:0], 3, 5, torch.float32)
+    check_sum(torch.full((23,), 1, device=DEVICE), 2, 5, torch.float32)
+
+
+def test_rows_far_apart_in_memory():
+    wide = draw(5, 12)[:, ::2]
+    assert wide.stride() == (12, 2)
+    rows, segments = indices(5, 4), torch.tensor([0, 0, 1, 1], device=DEVICE)
+    got = head_triton.gathered_sum(wide, rows, draw(4), segments, 2, out_dtype=torch.float32)
+    want = gathered.gathered_sum(wide, rows, draw(4), segments, 2, out_dtype=torch.float32, chunk=3)
+    assert error(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_head_on_triton_equals_the_plain_one(dtype, monkeypatch):
+    monkeypatch.setattr(head_triton, "_PIECE", 4)
+    sets = random_sets([3, SINGLE, 7, EMPTY, 30, 2, 12], 30)
+    targets = targets_of(sets).to(DEVICE)
+
+    def run(backend):
+        hidden, weight, bias = leaves(
+            draw(len(sets), 20, dtype=dtype), draw(30, 20, dtype=dtype), draw(30, dtype=dtype)
+        )
+        got = candidate_logprobs(
+            hidden, weight, targets, sets, bias=bias, softcap=3.0, entropy=True, backend=backend
+        )
+        mixed({"a": got.logprobs.cpu(), "b": got.entropy.cpu()}).backward()
+        return got.logprobs, got.entropy, hidden.grad, weight.grad, bias.grad
+
+    for mine, theirs in zip(run("triton"), run("torch"), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert error(mine, theirs) < max(2e-6, torch.finfo(mine.dtype).eps)
+
+
+def test_float64_is_refused():
+    sets = random_sets([2], 4)
+    hidden, weight = draw(1, 3).double(), draw(4, 3).double()
+    with pytest.raises(InvalidInputError, match="backend: 'triton' sums in float32"):
+        candidate_logprobs(hidden, weight, targets_of(sets).to(DEVICE), sets, backend="triton")

@@ -1,0 +1,119 @@
+"""The whole vocabulary from hidden states, against dense float64 logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from replay_oracle import error, full_scores, head_logits, leaves
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay import head_logprobs
+
+T, V, H = 11, 61, 19
+
+CASES = {
+    "plain": {},
+    "bias": {"bias": True},
+    "temperature": {"temperature": 0.6},
+    "temperatures": {"temperature": torch.linspace(0.3, 1.7, T)},
+    "softcap": {"softcap": 2.5},
+    "everything": {"bias": True, "temperature": torch.linspace(0.3, 1.7, T), "softcap": 2.5},
+}
+
+
+def make(dtype: torch.dtype, *, bias: bool = False):
+    rng = torch.Generator().manual_seed(0)
+    shapes = ((T, H), (V, H), (V,) if bias else None)
+    return [shape and torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def targets() -> torch.Tensor:
+    return torch.arange(T) * 7 % V
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, case):
+    options = dict(CASES[case])
+    inputs = make(dtype, bias=options.pop("bias", False))
+    weights = torch.linspace(-1, 2, T, dtype=torch.float64)
+
+    exact_leaves = leaves(*inputs, dtype=torch.float64)
+    exact = full_scores(head_logits(*exact_leaves, **options), targets())
+    (exact[0] * weights - exact[1] * weights**2).sum().backward()
+
+    ours = leaves(*inputs)
+    got = head_logprobs(ours[0], ours[1], targets(), bias=ours[2], chunk_rows=4, **options)
+    (got.logprobs * weights - got.entropy * weights**2).sum().backward()
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for value, want in zip((got.logprobs, got.entropy), exact, strict=True):
+        assert value.dtype == wide
+        assert error(value, want) < (1e-12 if wide == torch.float64 else 2e-6)
+    bound = {torch.float64: 1e-12, torch.float32: 3e-6}.get(dtype, torch.finfo(dtype).eps)
+    for leaf, exact_leaf in zip(ours, exact_leaves, strict=True):
+        if leaf is not None:
+            assert leaf.grad.dtype == dtype
+            assert error(leaf.grad, exact_leaf.grad) < bound
+
+
+@pytest.mark.parametrize("what", ["logprobs", "entropy"])
+def test_gradcheck(what):
+    rng = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(shape, generator=rng, dtype=torch.float64, requires_grad=True)
+        for shape in ((4, 3), (6, 3), (6,))
+    ]
+
+    def function(hidden, weight, bias):
+        result = head_logprobs(
+            hidden, weight, torch.tensor([5, 0, 2, 2]), bias=bias, softcap=2.0, temperature=0.7, chunk_rows=3
+        )
+        return getattr(result, what)
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_padded_rows_of_the_head_have_no_part():
+    hidden, weight, bias = leaves(*make(torch.float64, bias=True))
+    padded_weight = torch.cat([weight.detach(), torch.full((3, H), 9.0)]).requires_grad_()
+    padded_bias = torch.cat([bias.detach(), torch.full((3,), 9.0)]).requires_grad_()
+    got = head_logprobs(hidden, padded_weight, targets(), bias=padded_bias, vocab_size=V)
+    want = head_logprobs(hidden, weight, targets(), bias=bias)
+    assert torch.equal(got.logprobs, want.logprobs)
+    (got.logprobs + got.entropy).sum().backward()
+    assert not padded_weight.grad[V:].any()
+    assert not padded_bias.grad[V:].any()
+    (want.logprobs + want.entropy).sum().backward()
+    assert error(padded_weight.grad[:V], weight.grad) < 1e-14
+
+
+def test_no_positions():
+    hidden, weight, bias = make(torch.float32, bias=True)
+    hidden, weight, bias = leaves(hidden[:0], weight, bias)
+    got = head_logprobs(hidden, weight, targets()[:0], bias=bias)
+    (got.logprobs.sum() + got.entropy.sum()).backward()
+    assert got.logprobs.shape == (0,)
+    assert hidden.grad.shape == (0, H)
+    assert not weight.grad.any()
+    assert not bias.grad.any()
+
+
+def test_autocast_changes_nothing():
+    hidden, weight, _ = make(torch.float32)
+    expected = head_logprobs(hidden, weight, targets()).logprobs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = head_logprobs(hidden, weight, targets()).logprobs
+    assert torch.equal(got, expected)
+
+
+def test_errors_say_what_and_where():
+    hidden, weight, _ = make(torch.float32)
+    with pytest.raises(InvalidInputError, match=r"hidden and weight: got shapes \(11, 18\)"):
+        head_logprobs(hidden[:, 1:], weight, targets())
+    with pytest.raises(InvalidInputError, match="targets: got 10 for 11 hidden states"):
+        head_logprobs(hidden, weight, targets()[1:])
+    with pytest.raises(InvalidInputError, match="targets: 61 at position 1 is not in the vocabulary"):
+        head_logprobs(hidden, weight, targets().index_fill(0, torch.tensor([1]), V))
+    with pytest.raises(InvalidInputError, match="log-prob over the vocabulary at position 7 is NaN"):
+        head_logprobs(hidden.index_fill(0, torch.tensor([7]), torch.nan), weight, targets())
