@@ -1,0 +1,301 @@
+"""Every kind of request that SGLang takes: one exact set per visible token, always."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_topp import CandidateSets, wire
+from tests.engine.checks import checked_sets
+from tests.engine.conftest import Engine
+
+PROMPT = "The quick brown fox"
+WANTED = {"return_logprob": True, "top_logprobs_p": 0.8, "return_logprobs_in_base64": True}
+SAMPLING = {"max_new_tokens": 24, "temperature": 1.0, "top_p": 0.8, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.6},
+        {"temperature": 1.7, "top_p": 1.0},
+        {"top_k": 5},
+        {"top_p": 1.0, "min_p": 0.1},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"repetition_penalty": 1.4},
+        {"logit_bias": {"65": 6.0, "300": -50.0}},
+        {"min_new_tokens": 10, "ignore_eos": False},
+    ],
+    ids=lambda sampling: "-".join(sampling) or "plain",
+)
+def test_sampling_parameters(engine: Engine, sampling: dict[str, Any]) -> None:
+    answer = engine.generate(text=PROMPT, sampling_params={**SAMPLING, **sampling}, **WANTED)
+    sets = checked_sets(answer, 0.8)
+    assert len(sets) == 24 or sampling.get("ignore_eos") is False
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.3, 0.999, 1, 1.0])
+def test_thresholds(engine: Engine, p: float) -> None:
+    answer = engine.generate(text=PROMPT, sampling_params=SAMPLING, **{**WANTED, "top_logprobs_p": p})
+    sets = checked_sets(answer, p)
+    if p == 1:
+        assert sets.sizes.tolist() == [512] * 24  # a softmax leaves every token some probability
+    if p == 1e-6:
+        assert sets.sizes.max() <= 2  # the most likely token and the sampled one
+
+
+def test_list_form_holds_the_same_as_base64(engine: Engine) -> None:
+    request = {"text": PROMPT, "sampling_params": {**SAMPLING, "temperature": 0}}
+    packed = engine.generate(**request, **WANTED)
+    listed = engine.generate(**request, return_logprob=True, top_logprobs_p=0.8, return_text_in_logprobs=True)
+    rows = listed["meta_info"]["output_top_p_logprobs"]
+    assert all(isinstance(text, str) for row in rows for _, _, text in row)
+    assert [[token_id for _, token_id, _ in row] for row in rows] == checked_sets(packed, 0.8).to_lists()[0]
+    checked_sets(listed, 0.8)
+
+
+def test_decoding_with_nothing_of_ours(engine: Engine) -> None:
+    meta_info = engine.generate(text=PROMPT, sampling_params=SAMPLING, **WANTED)["meta_info"]
+    values = base64.b64decode(meta_info["output_top_p_logprobs_val_base64"])
+    ids = base64.b64decode(meta_info["output_top_p_logprobs_idx_base64"])
+    lengths = meta_info["output_top_p_logprobs_lengths"]
+    count = sum(lengths)
+    logprobs, token_ids = struct.unpack(f"<{count}f", values), struct.unpack(f"<{count}i", ids)
+    starts = itertools.accumulate(lengths, initial=0)
+    for (logprob, sampled, _), start, length in zip(
+        meta_info["output_token_logprobs"], starts, lengths, strict=False
+    ):
+        found = dict(zip(token_ids[start : start + length], logprobs[start : start + length], strict=True))
+        assert found[sampled] == logprob
+
+
+def test_batch_with_one_threshold_each_and_one_without(engine: Engine) -> None:
+    prompts = ["one", "two", "three"]
+    answers = engine.generate(
+        text=prompts, sampling_params=SAMPLING, **{**WANTED, "top_logprobs_p": [0.5, None, 0.9]}
+    )
+    checked_sets(answers[0], 0.5)
+    assert not wire.has_output_sets(answers[1]["meta_info"])
+    checked_sets(answers[2], 0.9)
+
+
+def test_input_ids_and_parallel_samples(engine: Engine) -> None:
+    answers = engine.generate(
+        input_ids=[[70, 71, 72], [80, 81]],
+        sampling_params={**SAMPLING, "n": 3},
+        **{**WANTED, "top_logprobs_p": [0.5, 0.9]},
+    )
+    assert len(answers) == 6
+    for i, answer in enumerate(answers):
+        checked_sets(answer, [0.5, 0.9][i // 3])
+    assert len({tuple(answer["output_ids"]) for answer in answers[:3]}) > 1
+
+
+def test_streaming_is_cumulative(engine: Engine) -> None:
+    chunks = engine.stream(text=PROMPT, sampling_params=SAMPLING, **WANTED)
+    assert len(chunks) > 5
+    for chunk in chunks:
+        checked_sets(chunk, 0.8)
+    assert len(chunks[-1]["output_ids"]) == 24
+
+
+def test_stop_string_cuts_the_sets_with_the_tokens(engine: Engine) -> None:
+    greedy = {**SAMPLING, "temperature": 0, "max_new_tokens": 40}
+    whole = engine.generate(text=PROMPT, sampling_params=greedy, **WANTED)
+    stop = whole["text"][6:8]
+    answer = engine.generate(text=PROMPT, sampling_params={**greedy, "stop": [stop]}, **WANTED)
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+    assert 0 < len(answer["output_ids"]) < 40
+    checked_sets(answer, 0.8)
+
+
+def test_stop_token(engine: Engine) -> None:
+    greedy = {**SAMPLING, "temperature": 0, "ignore_eos": False}
+    token = engine.generate(text=PROMPT, sampling_params=greedy)["output_ids"][5]
+    answer = engine.generate(text=PROMPT, sampling_params={**greedy, "stop_token_ids": [token]}, **WANTED)
+    assert answer["output_ids"][-1] == token
+    checked_sets(answer, 0.8)
+
+
+def test_json_schema_keeps_forbidden_tokens_out(engine: Engine) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    answer = engine.generate(
+        text=PROMPT,
+        sampling_params={
+            **SAMPLING,
+            "ignore_eos": False,
+            "json_schema": json.dumps(schema),
+            "max_new_tokens": 64,
+        },
+        **{**WANTED, "top_logprobs_p": 1.0},
+    )
+    sets = checked_sets(answer, 1.0)
+    # The first character of a JSON object is a brace or white space: the grammar forbids the rest.
+    assert 1 <= sets.sizes[0] < 20
+    assert np.isfinite(sets.logprobs).all()
+
+
+def test_custom_params_carry_the_same_names(engine: Engine) -> None:
+    names = {"top_logprobs_p": 0.8, "return_logprobs_in_base64": True}
+    answer = engine.generate(
+        text=PROMPT, sampling_params={**SAMPLING, "custom_params": names}, return_logprob=True
+    )
+    assert "output_top_p_logprobs_val_base64" in answer["meta_info"]
+    checked_sets(answer, 0.8)
+    batch = engine.generate(
+        text=["a", "b"],
+        sampling_params=[{**SAMPLING, "custom_params": {"top_logprobs_p": 0.4}}, SAMPLING],
+        return_logprob=True,
+    )
+    checked_sets(batch[0], 0.4)
+    assert not wire.has_output_sets(batch[1]["meta_info"])
+
+
+def test_radix_cache_hit_and_chunked_prefill(engine: Engine) -> None:
+    prompt = "x" * 300
+    first = engine.generate(text=prompt, sampling_params=SAMPLING, **WANTED)
+    again = engine.generate(text=prompt, sampling_params=SAMPLING, **WANTED)
+    checked_sets(first, 0.8)
+    checked_sets(again, 0.8)
+    assert first["meta_info"]["cached_tokens"] < 64
+    assert again["meta_info"]["cached_tokens"] > 200
+
+
+@pytest.mark.parametrize("start", [0, 1, 90])
+@pytest.mark.parametrize("max_new_tokens", [0, 3])
+def test_prompt_sets(engine: Engine, start: int, max_new_tokens: int) -> None:
+    """Over several prefill chunks: the prompt tokens' log-probs in the sets are those that SGLang reports."""
+    text = "".join(chr(97 + i % 26) for i in range(200))
+    for form in (WANTED, {**WANTED, "return_logprobs_in_base64": False}):
+        answer = engine.generate(
+            text=text,
+            sampling_params={**SAMPLING, "max_new_tokens": max_new_tokens},
+            logprob_start_len=start,
+            **form,
+        )
+        reported = answer["meta_info"]["input_token_logprobs"]
+        assert len(reported) == 200 - start
+        sets = wire.decode_input_sets(answer["meta_info"], [token_id for _, token_id, _ in reported])
+        assert reported[0][0] is None
+        assert sets.sizes[0] == 0
+        expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
+        np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
+        assert (np.exp(sets.logprob_sum[1:]) >= 0.8 - 1e-5).all()
+        checked_sets(answer, 0.8)
+
+
+def test_streamed_prompt_sets_come_with_the_first_chunk(engine: Engine) -> None:
+    chunks = engine.stream(text=PROMPT, sampling_params=SAMPLING, logprob_start_len=0, **WANTED)
+    for chunk in chunks:
+        reported = chunk["meta_info"]["input_token_logprobs"]
+        wire.decode_input_sets(chunk["meta_info"], [token_id for _, token_id, _ in reported])
+
+
+def test_fixed_k_arrays_replace_the_lists(engine: Engine) -> None:
+    request = {
+        "text": PROMPT,
+        "sampling_params": {**SAMPLING, "temperature": 0},
+        "return_logprob": True,
+        "top_logprobs_num": 4,
+        "logprob_start_len": 0,
+    }
+    listed = engine.generate(**request)["meta_info"]
+    packed = engine.generate(**request, return_logprobs_in_base64=True)["meta_info"]
+    for side in ("input", "output"):
+        rows = listed[f"{side}_top_logprobs"]
+        assert f"{side}_top_logprobs" not in packed
+        shape = packed[f"{side}_top_logprobs_shape"]
+        assert shape == [len(rows), 4]
+        ids = np.frombuffer(base64.b64decode(packed[f"{side}_top_logprobs_idx_base64"]), "<i4").reshape(shape)
+        values = np.frombuffer(base64.b64decode(packed[f"{side}_top_logprobs_val_base64"]), "<f4").reshape(
+            shape
+        )
+        none = [t for t, row in enumerate(rows) if row is None]
+        assert packed[f"{side}_top_logprobs_none_positions"] == none == ([0] if side == "input" else [])
+        for t, row in enumerate(rows):
+            if row is not None:
+                assert ids[t].tolist() == [token_id for _, token_id, _ in row]
+                # The two answers are two forward passes: equal to rounding.
+                np.testing.assert_allclose(values[t], [logprob for logprob, _, _ in row], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"top_logprobs_p": "0.9"}, "top_logprobs_p"),
+        ({"top_logprobs_p": -0.1}, "top_logprobs_p"),
+        ({"top_logprobs_p": 1.01}, "top_logprobs_p"),
+        ({"top_logprobs_p": True}, "top_logprobs_p"),
+        ({"top_logprobs_p": {"p": 1}}, "top_logprobs_p"),
+        ({"top_logprobs_p": [0.5, 0.6]}, "top_logprobs_p"),
+        ({"top_logprobs_p": []}, "top_logprobs_p"),
+        ({"return_logprob": False}, "return_logprob"),
+        ({"return_logprob": None}, "return_logprob"),
+        ({"return_logprobs_in_base64": "yes"}, "return_logprobs_in_base64"),
+        ({"sampling_params": {"custom_params": {"top_logprobs_p": 2}}}, "custom_params.top_logprobs_p"),
+        ({"sampling_params": {"custom_params": {"top_logprobs_p": 0.3}}}, "one place"),
+        ({"sampling_params": {"beam_width": 4}}, "beam"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_input_is_a_400_that_names_the_field(
+    engine: Engine, fields: dict[str, Any], field: str, stream: bool
+) -> None:
+    answer = engine.post(
+        **{"text": PROMPT, "sampling_params": SAMPLING, **WANTED, **fields, "stream": stream}
+    )
+    assert answer.status_code == 400, answer.text
+    assert field in answer.json()["error"]
+
+
+def test_nan_is_no_json(engine: Engine) -> None:
+    body = json.dumps({"text": PROMPT, **WANTED, "top_logprobs_p": float("nan")})
+    answer = engine.http.post("/generate", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("off", [{}, {"top_logprobs_p": None}, {"top_logprobs_p": 0}])
+def test_off_means_no_sets(engine: Engine, off: dict[str, Any]) -> None:
+    answer = engine.generate(text=PROMPT, sampling_params=SAMPLING, return_logprob=True, **off)
+    assert not wire.has_output_sets(answer["meta_info"])
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("place", ["body", "custom_params"])
+def test_openai_routes_refuse_instead_of_dropping_the_sets(engine: Engine, route: str, place: str) -> None:
+    asked: dict[str, Any] = {"top_logprobs_p": 0.9}
+    body = {
+        "model": "default",
+        "prompt": PROMPT,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 4,
+        **(asked if place == "body" else {"custom_params": asked}),
+    }
+    answer = engine.http.post(route, json=body)
+    assert answer.status_code == 400
+    assert "/generate" in answer.text
+
+
+def test_server_info_says_that_the_patch_set_holds(engine: Engine) -> None:
+    report = engine.http.get("/server_info").json()["sglang_topp"]
+    assert report["active"] is True
+    assert report["problems"] == []
+    assert set(report["seams"].values()) == {"holds"}
+
+
+def test_sets_of_a_client_side_concatenation(engine: Engine) -> None:
+    """Two turns with tool tokens between them: empty spans where nothing was sampled."""
+    turns = [
+        checked_sets(engine.generate(text=PROMPT, sampling_params=SAMPLING, **WANTED), 0.8) for _ in "ab"
+    ]
+    whole = CandidateSets.concat([turns[0], CandidateSets.empty(5), turns[1]])
+    assert len(whole) == 53
+    assert whole.sizes[24:29].tolist() == [0] * 5
