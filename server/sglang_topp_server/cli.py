@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--model-path", required=True, help="the model, as SGLang takes it")
     serve.add_argument("--engine-host", default="127.0.0.1", help="where SGLang listens (%(default)s)")
-    serve.add_argument("--engine-port", type=int, default=30000, help="%(default)s; 0: a free one")
+    serve.add_argument("--engine-port", type=_port, default=30000, help="%(default)s; 0: a free one")
     serve.add_argument(
         "--ready-timeout-s", type=_seconds, default=1800.0, help="how long SGLang may take (%(default)g)"
     )
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_sidecar_options(parser: argparse.ArgumentParser) -> None:
     limits = Limits()
     parser.add_argument("--host", default="127.0.0.1", help="where the sidecar listens (%(default)s)")
-    parser.add_argument("--port", type=int, default=30010, help="%(default)s; 0: a free one")
+    parser.add_argument("--port", type=_port, default=30010, help="%(default)s; 0: a free one")
     for name, kind, default, what in (
         ("--max-in-flight", _count, limits.max_in_flight, "requests at once; one more gets a 429"),
         ("--max-samples", _count, limits.max_samples, "prompts x n of one request"),
@@ -195,6 +195,13 @@ def _raise_file_limit() -> None:
     """Every request in flight holds two sockets; the usual soft limit is 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a port from 0 to 65535")
+    return value
 
 
 def _count(text: str) -> int:

@@ -90,6 +90,8 @@ class Engine:
         self._probes = httpx.AsyncClient(
             base_url=self.base_url,
             timeout=_PROBE_TIMEOUT_S,
+            # The engine is beside the sidecar, or in its cluster: no proxy of the environment stands between.
+            trust_env=False,
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
         )
 
@@ -128,7 +130,9 @@ class Engine:
             answer = await self._probes.get("/server_info")
             if answer.status_code in (401, 403):
                 return self._silent("it refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY")
-            info = answer.raise_for_status().json()
+            if answer.status_code != 200:
+                return self._silent(f"its /server_info answers {answer.status_code}: {answer.text[:200]}")
+            info = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             return self._silent(str(error) or type(error).__name__)
         if not isinstance(info, dict):

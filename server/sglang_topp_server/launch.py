@@ -207,5 +207,5 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
         )
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise InvalidInputError(f"cannot listen on {host} port {port}: {error}") from None

@@ -1,0 +1,209 @@
+"""A stand-in for SGLang that only injects faults: its HTTP face, and a command that starts it.
+
+In tests it runs in a thread; `python -m sglang.launch_server`, with this folder first on the path, makes
+it the engine that `sglang-topp serve` starts. What goes wrong is asked for by the request
+(`sampling_params["fault"]`) or by the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import uvicorn
+
+from sglang_topp.wire import encode_sets
+
+NUM_TOKENS = 3
+SET_SIZE = 4
+
+
+class FakeEngine:
+    """The routes that the sidecar uses. Attributes may be changed while it serves."""
+
+    def __init__(self) -> None:
+        self.patch: dict[str, Any] | None = {"version": "0.1.0", "active": True, "seams": {"a": "holds"}}
+        self.health = 200
+        self.api_key: str | None = None
+        self.bodies: list[dict[str, Any]] = []
+        self.authorizations: set[str | None] = set()
+        self.aborted: list[str] = []
+        self.hung_up: list[str] = []
+        self.running = 0
+        self.release = asyncio.Event()
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            return
+        authorization = dict(scope["headers"]).get(b"authorization")
+        self.authorizations.add(authorization and authorization.decode())
+        path = scope["path"]
+        if path == "/health":
+            return await _answer(send, self.health, None)
+        if self.api_key is not None and authorization != b"Bearer " + self.api_key.encode():
+            return await _answer(send, 401, {"error": "Unauthorized"})
+        if path == "/server_info":
+            info = {"model_path": "fake-model", "version": "0.5.23", "weight_version": "7"}
+            return await _answer(
+                send, 200, info if self.patch is None else {**info, "sglang_topp": self.patch}
+            )
+        body = await _read(receive)
+        if path == "/abort_request":
+            self.aborted.append(body["rid"])
+            return await _answer(send, 200, None)
+        assert path == "/generate", path
+        self.bodies.append(body)
+        self.running += 1
+        work = asyncio.ensure_future(self._generate(body, send))
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self.hung_up.append(body["rid"])
+                work.cancel()
+            else:
+                work.result()
+        finally:
+            gone.cancel()
+            self.running -= 1
+
+    async def _generate(self, body: dict[str, Any], send: Any) -> None:
+        params = body["sampling_params"]
+        fault = params.get("fault", "")
+        if fault == "refuse":
+            message = "the engine's own words: top_k must be positive"
+            return await _answer(send, 400, {"error": {"message": message, "code": 400}})
+        if fault == "fail":
+            return await _answer(send, 500, {"error": {"message": "the engine's own words: CUDA error"}})
+        if fault == "full":
+            return await _answer(send, 429, {"error": {"message": "the queue is full"}}, {"retry-after": "7"})
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if fault == "exit":
+            os._exit(9)
+        if fault == "cut":
+            await _event(send, self._chunk(body, 0, None, 1))
+            raise ConnectionAbortedError("cut off on purpose")
+        for index in range(params["n"]):
+            if fault == "hang" or (fault == "hang-second" and index == 1):
+                await _event(send, self._chunk(body, index, None, 1))
+                await self.release.wait()
+            if fault == "give-up":
+                await _event(send, self._chunk(body, index, {"type": "abort", "message": "by hand"}, 0))
+                continue
+            await _event(send, self._chunk(body, index, {"type": "length"}, NUM_TOKENS))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    def _chunk(self, body: dict[str, Any], index: int, finish: Any, tokens: int) -> dict[str, Any]:
+        """One event. The sampled token is the likeliest of `SET_SIZE` candidates."""
+        params = body["sampling_params"]
+        size = params.get("set_size", SET_SIZE)
+        tokens *= params.get("repeat", 1)
+        sampled = [10 + index + t % 5 for t in range(tokens)]
+        prompt = body.get("input_ids") or list(body["text"].encode())
+        row = np.log(np.linspace(0.4, 0.1, size, dtype=np.float32))
+        meta: dict[str, Any] = {
+            "id": f"{body['rid']}_{index}" if params["n"] > 1 else body["rid"],
+            "finish_reason": finish,
+            "prompt_tokens": len(prompt),
+            "completion_tokens": tokens,
+            "cached_tokens": 1,
+            "weight_version": "7",
+            "e2e_latency": 0.25,
+            "output_token_logprobs": [[float(row[0]), token, None] for token in sampled],
+        }
+        if "top_logprobs_p" in body and params.get("fault") != "no-sets":
+            ids = np.concatenate([np.array([s, *range(100, 99 + size)], np.int32) for s in sampled] or [[]])
+            if params.get("fault") == "wrong-sets":
+                ids[0] = 99
+            meta |= encode_sets("output", ids.astype(np.int32), np.tile(row, tokens), [size] * tokens)
+        chunk: dict[str, Any] = {
+            "index": index,
+            "text": "x" * tokens,
+            "output_ids": sampled,
+            "meta_info": meta,
+        }
+        if "text" in body:
+            chunk["prompt_token_ids"] = prompt
+        return chunk
+
+
+async def _read(receive: Any) -> dict[str, Any]:
+    raw, more = b"", True
+    while more:
+        message = await receive()
+        raw += message.get("body", b"")
+        more = message.get("more_body", False)
+    return dict(json.loads(raw))
+
+
+async def _disconnect(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer(send: Any, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": b"" if body is None else json.dumps(body).encode()})
+
+
+async def _event(send: Any, chunk: Any) -> None:
+    line = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    await send({"type": "http.response.body", "body": line, "more_body": True})
+
+
+def main() -> None:
+    """What `serve` starts. Two children stand for scheduler and detokenizer, one in a session of its own;
+    all three process ids go to a file."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--model-path")
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--api-key")
+    parser.add_argument("--fake-pids")
+    parser.add_argument("--fake-exit", type=int, help="end at once, with this status")
+    parser.add_argument("--fake-unpatched", action="store_true")
+    parser.add_argument("--fake-starting", action="store_true", help="answer, and never be ready")
+    parser.add_argument("--fake-stubborn", action="store_true", help="pass over SIGTERM")
+    args = parser.parse_args()
+    print("the engine's own words", file=sys.stderr, flush=True)
+    if args.fake_exit is not None:
+        sys.exit(args.fake_exit)
+    stubborn = signal.SIG_IGN if args.fake_stubborn else signal.SIG_DFL
+    signal.signal(signal.SIGTERM, stubborn)
+    nap = [sys.executable, "-c", "import time; time.sleep(600)"]
+    children = [subprocess.Popen(nap), subprocess.Popen(nap, start_new_session=True)]
+    if args.fake_pids:
+        temporary = f"{args.fake_pids}.part"
+        with open(temporary, "w") as file:
+            print(os.getpid(), *(child.pid for child in children), file=file)
+        os.replace(temporary, args.fake_pids)
+
+    engine = FakeEngine()
+    engine.api_key = args.api_key
+    if args.fake_unpatched:
+        engine.patch = None
+    if args.fake_starting:
+        engine.health = 503
+    config = uvicorn.Config(
+        engine.app, host=args.host, port=args.port, log_level="error", lifespan="off", interface="asgi3"
+    )
+    server = uvicorn.Server(config)
+    if args.fake_stubborn:
+        server.capture_signals = __import__("contextlib").nullcontext
+    server.run()
+    if args.fake_stubborn:
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()

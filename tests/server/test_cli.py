@@ -1,0 +1,168 @@
+import subprocess
+import sys
+import types
+from importlib.metadata import entry_points
+
+import pytest
+
+from sglang_topp.errors import PatchError
+from sglang_topp_server import cli, launch
+from sglang_topp_server.limits import Limits
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """What would have been run: the arguments of `launch.run`."""
+    calls = []
+
+    async def run(settings, command=None):
+        calls.append((settings, command))
+
+    monkeypatch.setattr(launch, "run", run)
+    for name in ("SGLANG_TOPP_API_KEY", "SGLANG_TOPP_ENGINE_API_KEY", "SGLANG_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def without(*modules, argv):
+    """The command in a process where these modules cannot be imported."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({modules!r}))\n"
+        f"from sglang_topp_server.cli import main; sys.exit(main({argv!r}))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_the_command_is_installed():
+    (entry,) = entry_points(group="console_scripts", name="sglang-topp")
+    assert entry.load() is cli.main
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["sidecar", "--help"], ["--version"]])
+def test_help_needs_no_extra(argv):
+    done = without("torch", "sglang", "fastapi", "uvicorn", "pydantic", "prometheus_client", argv=argv)
+    assert done.returncode == 0, done.stderr
+    assert "sglang-topp" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["fastapi", "uvicorn", "pydantic", "prometheus_client"])
+def test_a_missing_server_extra_is_named(module):
+    done = without(module, argv=["sidecar", "--engine-url", "http://127.0.0.1:1"])
+    assert done.returncode == 2
+    assert f"{module} is not installed" in done.stderr
+    assert "pip install 'sglang-topp[server]'" in done.stderr
+
+
+@pytest.mark.parametrize("argv", [["serve", "--model-path", "m"], ["doctor"]])
+def test_a_missing_sglang_is_named(argv):
+    done = without("sglang", argv=argv)
+    assert done.returncode == 2
+    assert "SGLang is not installed" in done.stderr
+    assert "sglang]'" in done.stderr
+
+
+def test_serve_passes_everything_on(runs, monkeypatch):
+    monkeypatch.setenv("SGLANG_TOPP_API_KEY", "ours")
+    monkeypatch.setenv("SGLANG_TOPP_ENGINE_API_KEY", "theirs")
+    argv = ["serve", "--model-path", "m", "--host", "0.0.0.0", "--port", "9", "--engine-port", "0"]
+    argv += ["--max-in-flight", "3", "--max-samples", "4", "--max-body-bytes", "5", "--timeout-s", "6"]
+    argv += ["--ready-timeout-s", "7", "--grace-s", "8", "--", "--tp-size", "2", "--", "--x"]
+
+    assert cli.main(argv) == 0
+
+    ((settings, command),) = runs
+    assert (settings.host, settings.port) == ("0.0.0.0", 9)
+    assert (settings.api_key, settings.engine_api_key) == ("ours", "theirs")
+    assert settings.limits == Limits(3, 4, 5, 6.0)
+    assert (settings.ready_timeout_s, settings.grace_s) == (7.0, 8.0)
+    port = settings.engine_url.removeprefix("http://127.0.0.1:")
+    assert int(port) > 0
+    assert command == launch.engine_command(
+        "m", "127.0.0.1", int(port), "theirs", ["--tp-size", "2", "--", "--x"]
+    )
+
+
+def test_the_defaults_are_those_of_limits(runs):
+    assert cli.main(["sidecar", "--engine-url", "http://e:1"]) == 0
+
+    ((settings, command),) = runs
+    assert settings == launch.Settings("127.0.0.1", 30010, "http://e:1")
+    assert command is None
+
+
+@pytest.mark.parametrize("given", [["--port", "1"], ["--host=::"], ["--model-path", "x"], ["--api-key", "k"]])
+def test_what_serve_sets_itself_is_refused_after_the_dashes(runs, capsys, given):
+    assert cli.main(["serve", "--model-path", "m", "--engine-port", "0", "--", *given]) == 2
+    assert given[0].partition("=")[0] in capsys.readouterr().err
+    assert runs == []
+
+
+@pytest.mark.parametrize(
+    ("allowed", "status"), [("other", 2), ("other, sglang_topp", 0), ("sglang_topp", 0), ("", 0)]
+)
+def test_a_plugin_list_without_ours_is_refused(runs, monkeypatch, capsys, allowed, status):
+    monkeypatch.setenv("SGLANG_PLUGINS", allowed)
+    assert cli.main(["serve", "--model-path", "m", "--engine-port", "0"]) == status
+    assert ("SGLANG_PLUGINS" in capsys.readouterr().err) == bool(status)
+    assert len(runs) == (status == 0)
+
+
+@pytest.mark.parametrize("name", ["SGLANG_TOPP_API_KEY", "SGLANG_TOPP_ENGINE_API_KEY"])
+def test_an_empty_key_is_an_error_not_an_open_door(runs, monkeypatch, capsys, name):
+    monkeypatch.setenv(name, " ")
+    assert cli.main(["sidecar", "--engine-url", "http://e:1"]) == 1
+    assert f"{name} is set and empty" in capsys.readouterr().err
+    assert runs == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["serve"],
+        ["sidecar"],
+        ["doctor", "--", "--tp-size", "2"],
+        ["sidecar", "--engine-url", "http://e:1", "--port", "65536"],
+        ["sidecar", "--engine-url", "http://e:1", "--max-in-flight", "0"],
+        ["sidecar", "--engine-url", "http://e:1", "--timeout-s", "inf"],
+        ["sidecar", "--engine-url", "http://e:1", "--grace-s", "-1"],
+    ],
+)
+def test_wrong_arguments_exit_with_2(runs, capsys, argv):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(argv)
+    assert raised.value.code == 2
+    assert "usage: sglang-topp" in capsys.readouterr().err
+    assert runs == []
+
+
+def test_an_engine_url_that_is_none(capsys):
+    assert cli.main(["sidecar", "--engine-url", "localhost:30000", "--port", "0"]) == 1
+    assert "expected http://host:port" in capsys.readouterr().err
+
+
+def test_a_failure_is_one_sentence_and_exits_with_1(runs, monkeypatch, capsys):
+    async def run(settings, command=None):
+        raise PatchError("Sampler.forward is gone")
+
+    monkeypatch.setattr(launch, "run", run)
+    assert cli.main(["serve", "--model-path", "m", "--engine-port", "0"]) == 1
+    assert capsys.readouterr().err == "sglang-topp: error: Sampler.forward is gone\n"
+
+
+@pytest.mark.parametrize(("holds", "status"), [(True, 0), (False, 1)])
+def test_doctor_prints_the_report(monkeypatch, capsys, holds, status):
+    doctor = types.ModuleType("sglang_topp_patches.doctor")
+    doctor.report = lambda: (holds, ["seam one", "seam two"])
+    monkeypatch.setitem(sys.modules, "sglang_topp_patches.doctor", doctor)
+
+    assert cli.main(["doctor"]) == status
+    assert capsys.readouterr().out == "seam one\nseam two\n"
+
+
+def test_demo_runs_the_demo(monkeypatch):
+    demo = types.ModuleType("sglang_topp_server.demo")
+    demo.main = lambda: 5
+    monkeypatch.setitem(sys.modules, "sglang_topp_server.demo", demo)
+
+    assert cli.main(["demo"]) == 5

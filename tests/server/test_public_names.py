@@ -1,0 +1,54 @@
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+NAMES = {
+    "sglang_topp_server": [],
+    "sglang_topp_server.app": ["create_app"],
+    "sglang_topp_server.cli": ["main"],
+    "sglang_topp_server.engine": ["Engine", "EngineStatus", "FailedPrompt"],
+    "sglang_topp_server.exchange": ["RolloutExchange"],
+    "sglang_topp_server.flight": ["Flight"],
+    "sglang_topp_server.guard": ["OPEN_PATHS", "RequireKey"],
+    "sglang_topp_server.keeper": ["main"],
+    "sglang_topp_server.launch": ["Settings", "check_free", "engine_command", "run", "url_of"],
+    "sglang_topp_server.limits": ["Limits"],
+    "sglang_topp_server.metrics": ["Metrics", "SizeHistogram"],
+    "sglang_topp_server.problems": [
+        "answer_of",
+        "as_known_error",
+        "headers_of",
+        "status_of",
+        "upstream_error",
+    ],
+    "sglang_topp_server.schema": [
+        "ErrorAnswer",
+        "Info",
+        "RolloutRecord",
+        "RolloutRequest",
+        "RolloutsAnswer",
+        "parse_request",
+    ],
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_exports_exactly_these(module):
+    loaded = importlib.import_module(module)
+    assert sorted(loaded.__all__) == sorted(NAMES[module])
+    assert all(hasattr(loaded, name) for name in loaded.__all__)
+
+
+def test_the_command_and_the_keeper_import_nothing_heavy():
+    code = "import sys, sglang_topp_server.cli, sglang_topp_server.keeper; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "sglang", "fastapi", "starlette", "uvicorn", "pydantic", "httpx", "transformers"}
+    assert not heavy & set(done.stdout.split())
+
+
+def test_the_sidecar_imports_neither_torch_nor_sglang():
+    code = "import sys, sglang_topp_server.launch; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "sglang", "transformers"} & set(done.stdout.split())

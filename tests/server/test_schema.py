@@ -1,0 +1,113 @@
+import json
+
+import pytest
+
+from sglang_topp.errors import BadRequestError, SglangToppError
+from sglang_topp_server.limits import Limits
+from sglang_topp_server.problems import status_of
+from sglang_topp_server.schema import parse_request
+
+
+def parse(limits=None, **fields):
+    return parse_request(json.dumps(fields).encode(), limits or Limits())
+
+
+@pytest.mark.parametrize("prompts", ["a", ["a"], [[97]], [97]])
+def test_every_way_to_give_one_prompt(prompts):
+    (one,) = parse(prompts=prompts).wanted
+    assert one.prompt in ("a", [97])
+    assert one.samples == (0,)
+    assert one.top_logprobs_p is None
+
+
+def test_parameters_and_thresholds_are_spread_over_the_prompts():
+    request = parse(
+        prompts=[[1], [2, 3]], sampling_params=[{"n": 2}, {"temperature": 0}], top_logprobs_p=[0.5, None]
+    )
+    assert [one.samples for one in request.wanted] == [(0, 1), (0,)]
+    assert [one.top_logprobs_p for one in request.wanted] == [0.5, None]
+    assert [dict(one.sampling_params) for one in request.wanted] == [{}, {"temperature": 0}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, ["prompts: missing"]),
+        ({"prompts": None}, ["prompts", "NoneType"]),
+        ({"prompts": []}, ["prompts", "got none"]),
+        ({"prompts": ""}, ["prompts", "empty"]),
+        ({"prompts": [[]]}, ["prompts[0]"]),
+        ({"prompts": ["a", 1]}, ["prompts", "text and token ids"]),
+        ({"prompts": [[1], [1.5]]}, ["prompts[1]", "float"]),
+        ({"prompts": [[1, -1]]}, ["prompts[0]", "-1"]),
+        ({"prompts": [[2**31]]}, ["prompts[0]", "2147483648"]),
+        ({"prompts": "a", "sampling_params": 3}, ["sampling_params", "got 3"]),
+        ({"prompts": "a", "sampling_params": [{}, {}]}, ["sampling_params", "2", "1 prompt"]),
+        ({"prompts": "a", "sampling_params": {"n": 0}}, ["sampling_params", "n = 0"]),
+        ({"prompts": "a", "sampling_params": {"n": 1.5}}, ["sampling_params", "n = 1.5"]),
+        ({"prompts": "a", "top_logprobs_p": 1.01}, ["top_logprobs_p", "1.01", "from 0 to 1"]),
+        ({"prompts": "a", "top_logprobs_p": -0.1}, ["top_logprobs_p", "-0.1"]),
+        ({"prompts": "a", "top_logprobs_p": "0.9"}, ["top_logprobs_p"]),
+        ({"prompts": "a", "top_logprobs_p": True}, ["top_logprobs_p", "bool"]),
+        ({"prompts": "a", "top_logprobs_p": float("nan")}, ["top_logprobs_p", "nan"]),
+        ({"prompts": "a", "top_logprobs_p": [0.1, 0.2]}, ["top_logprobs_p", "2", "1 prompt"]),
+        ({"prompts": "a", "stream": "yes"}, ["stream", 'got "yes"', "boolean"]),
+        ({"prompts": "a", "request_id": ""}, ["request_id", "at least 1 character"]),
+        ({"prompts": "a", "request_id": "x" * 201}, ["request_id", "at most 200 characters"]),
+        ({"prompts": "a", "timeout_s": 0}, ["timeout_s", "got 0", "greater than 0"]),
+        ({"prompts": "a", "timeout_s": "5"}, ["timeout_s", 'got "5"', "number"]),
+        ({"prompts": "a", "timeout_s": float("inf")}, ["timeout_s", "finite"]),
+        ({"prompts": "a", "timeout_s": 3601}, ["timeout_s", "got 3601", "3600"]),
+        ({"prompts": "a", "top_logprob_p": 0.9}, ["top_logprob_p: no such field", "top_logprobs_p"]),
+        (
+            {"prompts": "a", "sampling_params": {"custom_params": {"top_logprobs_p": 0.9}}},
+            ["custom_params.top_logprobs_p"],
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(fields, words):
+    with pytest.raises(SglangToppError) as raised:
+        parse(**fields)
+    assert status_of(raised.value) == 400
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("body", [b"null", b"3", b'"a"', b"[]"])
+def test_a_body_that_is_no_object(body):
+    with pytest.raises(BadRequestError, match="the body: got") as raised:
+        parse_request(body, Limits())
+    assert raised.value.status == 400
+
+
+def test_several_complaints_come_together():
+    with pytest.raises(BadRequestError, match=r"prompts: missing.*stream: got 1"):
+        parse(stream=1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "samples"),
+    [
+        ("a", {"n": 6}, 6),
+        ([1, 2, 3], {"n": 6}, 6),
+        ([[1], [2]], {"n": 3}, 6),
+        (["a", "b"], [{"n": 5}, {}], 6),
+    ],
+)
+def test_samples_are_counted_before_they_are_laid_out(prompts, params, samples):
+    assert sum(len(one.samples) for one in parse(prompts=prompts, sampling_params=params).wanted) == samples
+    with pytest.raises(BadRequestError, match=f"got {samples} samples, expected at most 5") as raised:
+        parse(Limits(max_samples=5), prompts=prompts, sampling_params=params)
+    assert raised.value.status == 413
+
+
+def test_counts_that_would_not_fit_into_memory():
+    for params in ({"n": 10**15}, [{"n": 10**15}, {"n": -(10**15)}]):
+        with pytest.raises(BadRequestError, match="expected at most 8192"):
+            parse(prompts=["a", "b"], sampling_params=params)
+
+
+def test_what_was_got_is_shown_short():
+    with pytest.raises(BadRequestError) as raised:
+        parse(prompts="a", stream="y" * 10_000)
+    assert len(str(raised.value)) < 300
