@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sglang_topp._distinct import all_distinct
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 
 __all__ = ["NO_TOKEN", "CandidateSets"]
@@ -149,7 +150,7 @@ class CandidateSets:
         `sampled_logprobs - logprob_sum` is the rollout's log-prob under the replayed distribution.
         """
         out = np.zeros(len(self), np.float32)
-        out[self.sizes > 0] = self.logprobs[_sampled_entries(self)]
+        out[self.sizes > 0] = self.logprobs[self.token_ids == self.sampled_ids.take(_rows(self))]
         return _read_only(out)
 
     # -- making ------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class CandidateSets:
             if (t := _first(mine != theirs)) is not None:
                 raise InvalidInputError(f"other: {what} differ at position {t}: {theirs[t]} and {mine[t]}")
         kept = np.isin(_row_keys(self), _row_keys(other), assume_unique=True)
-        rows = np.repeat(np.arange(len(self)), self.sizes)[kept]
+        rows = _rows(self)[kept]
         return CandidateSets._trusted(
             self.token_ids[kept],
             self.logprobs[kept],
@@ -272,7 +273,8 @@ def _check(sets: CandidateSets) -> None:
             "offsets",
             f"run from {offsets[0]} to {offsets[-1]}, expected from 0 to {len(ids)}, the number of token_ids",
         )
-    if (t := _first(sets.sizes < 0)) is not None:
+    # Not by `sizes`: a difference of int64 can wrap around.
+    if (t := _first(offsets[1:] < offsets[:-1])) is not None:
         raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
 
     def where(entry: int) -> str:
@@ -297,15 +299,16 @@ def _check(sets: CandidateSets) -> None:
                 f"{ids[e]} then {ids[e + 1]} (log-probs {logprobs[e]}, {logprobs[e + 1]}) {where(e)};"
                 " expected log-probs highest first, then ids lowest first, without duplicates",
             )
-    # Rows already rise, so the run-merging sort has little to do (4x faster here than the default).
-    keys = np.sort(_row_keys(sets), kind="stable")
-    if (e := _first(keys[1:] == keys[:-1])) is not None:
+    rows = _rows(sets)
+    if not all_distinct(ids, rows, offsets):
+        keys = np.sort(_row_keys(sets), kind="stable")
+        twice = int(keys[1:][keys[1:] == keys[:-1]][0])
         raise InvalidCandidateSetsError(
-            "token_ids", f"{int(keys[e]) & 0xFFFFFFFF} stands twice at position {int(keys[e]) >> 32}"
+            "token_ids", f"{twice & 0xFFFFFFFF} stands twice at position {twice >> 32}"
         )
 
     # Ids are distinct by now, so a span holds its sampled token at most once.
-    entries = _sampled_entries(sets)
+    entries = np.flatnonzero(ids == sampled.take(rows))
     if len(entries) != np.count_nonzero(sets.sizes):
         lacking = sets.sizes > 0
         lacking[np.searchsorted(offsets, entries, side="right") - 1] = False
@@ -331,16 +334,17 @@ def _check(sets: CandidateSets) -> None:
             raise InvalidCandidateSetsError("logprobs", "a set holds nothing but a token of zero probability")
 
 
-def _sampled_entries(sets: CandidateSets) -> Int64Array:
-    """Indices into `token_ids` that hold their position's sampled token, in order."""
-    return np.flatnonzero(sets.token_ids == np.repeat(sets.sampled_ids, sets.sizes))
+def _rows(sets: CandidateSets) -> Int32Array:
+    """int32 [n]: the position of every entry. `np.repeat` says the same, at more than twice the time."""
+    rows = np.zeros(len(sets.token_ids), np.int32)
+    filled = np.flatnonzero(sets.sizes)
+    rows[sets.offsets[filled]] = np.diff(filled, prepend=0)
+    return np.cumsum(rows, dtype=np.int32, out=rows)
 
 
 def _row_keys(sets: CandidateSets) -> Int64Array:
     """int64 [n]: position and token id of every entry in one number."""
-    keys = np.repeat(np.arange(len(sets), dtype=np.int64) << 32, sets.sizes)
-    keys |= sets.token_ids
-    return keys
+    return _rows(sets).astype(np.int64) << 32 | sets.token_ids
 
 
 def _offsets(sizes: NDArray[np.integer[Any]]) -> Int64Array:
@@ -366,9 +370,7 @@ def _read_only(array: _Array) -> _Array:
 
 
 def _as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")
+    array = _as_array(name, values)
     if array.dtype == dtype:
         return array
     if not len(array):
@@ -382,9 +384,23 @@ def _as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> 
 
 
 def _as_float32(name: str, values: ArrayLike) -> Float32Array:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")
+    array = _as_array(name, values)
+    if array.dtype == np.float32:
+        return array
     if len(array) and array.dtype.kind != "f":
         raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected floats")
-    return array.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):
+        rounded = array.astype(np.float32)
+    if (e := _first(np.isinf(rounded) & np.isfinite(array))) is not None:
+        raise InvalidCandidateSetsError(name, f"got {array[e]}, expected values that float32 can hold")
+    return rounded
+
+
+def _as_array(name: str, values: ArrayLike) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InvalidCandidateSetsError(name, f"not one number per entry: {error}") from None
+    if array.ndim != 1:
+        raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")
+    return array
