@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["collate_rl", "collate_sft"]
+__all__ = ["collate_rl", "collate_sft", "nest", "unnest"]
 
 Ints = Sequence[list[int]]
 Floats = Sequence[list[float] | torch.Tensor]
@@ -71,3 +71,25 @@ def collate_sft(
         "attention_mask": torch.tensor(attention_masks, dtype=torch.int64),
         "loss_mask": torch.tensor(masks, dtype=torch.int64),
     }
+
+
+def nest(field: torch.Tensor, mask: torch.Tensor, pad: float = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What travels of `field` [B, W, ...]: every row's columns, and the values that stand there.
+
+    A column is kept where the mask is not 0, and where the row holds anything else than `pad`.
+    """
+    rows = []
+    for row, kept in zip(field, mask, strict=True):
+        differs = (row != pad).flatten(1).any(1) if row.ndim > 1 else row != pad
+        columns = torch.nonzero((kept != 0) | differs).flatten()
+        rows.append((columns, row[columns]))
+    return rows
+
+
+def unnest(rows: list[tuple[torch.Tensor, torch.Tensor]], width: int, pad: float = 0) -> torch.Tensor:
+    """The padded field [B, width, ...] again."""
+    values = rows[0][1]
+    out = torch.full((len(rows), width, *values.shape[1:]), pad, dtype=values.dtype)
+    for i, (columns, values) in enumerate(rows):
+        out[i, columns] = values
+    return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -173,3 +173,16 @@ def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def cut(values: NDArray[Any], offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """The spans `values[offsets[i]:offsets[i + 1]]` for i in `rows`, one after the other.
+
+    A view where the rows stand side by side already.
+    """
+    if not len(rows):
+        return values[:0]
+    if (np.diff(rows) == 1).all():
+        return values[offsets[rows[0]] : offsets[rows[-1] + 1]]
+    lows, highs = offsets[rows].tolist(), offsets[rows + 1].tolist()
+    return np.concatenate([values[low:high] for low, high in zip(lows, highs, strict=True)])

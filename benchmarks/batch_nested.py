@@ -1,0 +1,69 @@
+"""Nesting and unnesting a batch that is 8.4 % full, in bytes and in time.
+
+1024 x 16384, an eighth of the rows that a controller would hold: 470 MB dense, what the machine that
+this was written on can spare. Two int64 fields (one of them the mask) and three float32 fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from benchmarks.harness import compare
+from sglang_topp.batch import nest_batch, reference, unnest_batch
+
+__all__ = ["padded_batch", "run"]
+
+
+def padded_batch(rows: int = 1024, width: int = 16384, fill: float = 0.084) -> Mapping[str, torch.Tensor]:
+    """Left-padded rows of random lengths that fill about `fill` of a rows x width field."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(16, int(2 * fill * width) - 16, rows)
+    lengths[0] = width  # one long row makes the others narrow
+    keep = np.arange(width) >= width - lengths[:, None]
+    batch = {"responses": np.zeros(keep.shape, np.int64), "response_mask": keep.astype(np.int64)}
+    batch["responses"][keep] = rng.integers(0, 150_000, lengths.sum())
+    for name in ("logprobs", "advantages", "rewards"):
+        batch[name] = np.zeros(keep.shape, np.float32)
+        batch[name][keep] = -rng.random(lengths.sum(), np.float32)
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def run() -> None:
+    batch = padded_batch()
+    fields = dict.fromkeys(batch, "response_mask")
+    dense = sum(tensor.nbytes for tensor in batch.values())
+    fill = float(batch["response_mask"].double().mean())
+    plain = nest_batch(batch, fields, narrow=False, strict=True)
+    narrow = nest_batch(batch, fields, strict=True)
+    print(f"\n{dense / 1e6:.0f} MB dense, {fill:.1%} full: the ceiling is {1 / fill:.2f} x smaller")
+    for label, nested in (("same dtypes", plain), ("narrowed", narrow)):
+        ratio = dense / nested.nbytes
+        print(f"nested, {label}: {ratio:.2f} x smaller, {ratio * fill:.4f} of the ceiling (target 0.97)")
+    arrays = [tensor.numpy() for tensor in batch.values()]
+    compare(
+        "nest + unnest against one copy of the dense batch",
+        {
+            "numpy copy (one thread, huge pages)": lambda: [array.copy() for array in arrays],
+            "torch clone (all threads, 4 KiB pages)": lambda: [tensor.clone() for tensor in batch.values()],
+            "nest": lambda: nest_batch(batch, fields, narrow=False),
+            "nest, narrowed": lambda: nest_batch(batch, fields),
+            "unnest": lambda: unnest_batch(plain),
+            "nest + unnest": lambda: unnest_batch(nest_batch(batch, fields, narrow=False)),
+        },
+        rounds=5,
+        target=0.5,
+    )
+    mask, width = batch["response_mask"], batch["response_mask"].shape[1]
+    compare(
+        "nest + unnest against the loop over rows",
+        {
+            "loop": lambda: [
+                reference.unnest(reference.nest(field, mask), width) for field in batch.values()
+            ],
+            "nest_batch, unnest_batch": lambda: unnest_batch(nest_batch(batch, fields, narrow=False)),
+        },
+        rounds=3,
+    )

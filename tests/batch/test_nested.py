@@ -1,0 +1,323 @@
+"""Nested batches come back to the bit, whole, in chunks and in another order."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from sglang_topp import CandidateSets
+from sglang_topp.batch import Nest, NestedBatch, RowSets, nest_batch, reference, unnest_batch
+from sglang_topp.errors import InvalidInputError
+
+DTYPES = [
+    torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float16,
+    torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+]  # fmt: skip
+
+
+UNSIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # masked writes exist for these
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal shape, dtype and bytes: NaN equals itself and -0.0 is not 0.0."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return left.contiguous().flatten().view(torch.uint8).equal(right.contiguous().flatten().view(torch.uint8))
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> torch.Tensor:
+    rows, width = draw(st.integers(1, 7)), draw(st.integers(1, 150))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from(["right", "left", "holes", "random", "all", "none"]))
+    lengths = rng.integers(0, width + 1, rows)[:, None]
+    columns = np.arange(width)
+    keep = {
+        "right": columns >= width - lengths,
+        "left": columns < lengths,
+        "holes": (columns < lengths) & (columns // 7 % 3 != 1),
+        "random": rng.random((rows, width)) < draw(st.floats(0, 1)),
+        "all": np.ones((rows, width), bool),
+        "none": np.zeros((rows, width), bool),
+    }[kind]
+    dtype = draw(st.sampled_from([torch.bool, torch.int64, torch.float32]))
+    return torch.from_numpy(keep).to(dtype)
+
+
+def filled(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype, spread: int) -> torch.Tensor:
+    """Random values with NaN, infinity, -0.0 and the dtype's extremes among them, if it has such."""
+    values = torch.from_numpy(rng.integers(-spread, spread + 1, shape))
+    if dtype == torch.bool:
+        return values > 0
+    out = values.to(dtype) if dtype != torch.uint16 else values.clamp(0).to(dtype)
+    if dtype.is_floating_point:
+        special = torch.tensor([float("nan"), float("inf"), -0.0, 0.1], dtype=dtype)
+        chosen = torch.from_numpy(rng.integers(0, 40, shape))
+        out = torch.where(chosen < 4, special[chosen % 4], out)
+    return out
+
+
+@given(masks(), st.data())
+def test_round_trip_keeps_every_bit(mask: torch.Tensor, data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    batch, fields = {"mask": mask, "label": torch.arange(len(mask))}, {"mask": "mask"}
+    for i in range(data.draw(st.integers(1, 3))):
+        dtype = data.draw(st.sampled_from(DTYPES))
+        rest = data.draw(st.sampled_from([(), (3,), (2, 2), (0,)]))
+        field = filled(rng, (*mask.shape, *rest), dtype, data.draw(st.sampled_from([1, 100, 40_000, 2**40])))
+        pad = data.draw(st.sampled_from([0, 1])) if dtype != torch.complex64 else 0
+        if data.draw(st.booleans()):  # nothing but padding under the mask
+            field.view(UNSIGNED[dtype.itemsize])[mask == 0] = torch.tensor(pad, dtype=dtype).view(
+                UNSIGNED[dtype.itemsize]
+            )
+        batch[f"field{i}"], fields[f"field{i}"] = field, Nest("mask", pad)
+    nested = nest_batch(batch, fields, narrow=data.draw(st.booleans()), strict=True)
+
+    def check(part: NestedBatch, rows: list[int]) -> None:
+        out = unnest_batch(pickle.loads(pickle.dumps(part)))
+        assert list(out) == list(batch)
+        for name, field in batch.items():
+            assert same(out[name], field[rows]), name
+
+    everything = list(range(len(mask)))
+    check(nested, everything)
+    order = data.draw(st.permutations(everything))
+    check(nested.take(order), order)
+    parts = data.draw(st.integers(1, len(mask) + 1))
+    for part, rows in zip(nested.take(order).chunk(parts), np.array_split(order, parts), strict=True):
+        check(part, rows.tolist())
+    twice = data.draw(st.lists(st.sampled_from(everything), max_size=9))
+    check(nested.take(twice), twice)
+    start, stop = data.draw(st.integers(-8, 8)), data.draw(st.integers(-8, 8))
+    check(nested[start:stop], everything[start:stop])
+
+
+@given(masks(), st.sampled_from([0, 1]), st.sampled_from([(), (2,)]), st.integers(0, 2**32 - 1))
+def test_what_travels_is_what_the_loop_sends(
+    mask: torch.Tensor, pad: int, rest: tuple[int, ...], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    field = torch.from_numpy(rng.integers(0, 3, (*mask.shape, *rest)))
+    field[torch.from_numpy(rng.random(mask.shape) < 0.8)] = pad
+    nested = nest_batch({"mask": mask, "field": field}, {"field": Nest("mask", pad)})
+    expected = reference.nest(field, mask, pad)
+    assert reference.unnest(expected, mask.shape[1], pad).equal(field)
+    got = nested.jagged("field").unbind()
+    for row, (_, values) in zip(got, expected, strict=True):
+        assert row.equal(values)
+
+
+@given(masks(), st.sampled_from([0, -100]))
+def test_what_a_droppable_field_loses_is_what_its_mask_hides(mask: torch.Tensor, pad: int) -> None:
+    field = torch.arange(1, mask.numel() + 1).view(mask.shape)
+    nested = nest_batch({"mask": mask, "field": field}, {"field": Nest("mask", pad, droppable=True)})
+    assert unnest_batch(nested)["field"].equal(torch.where(mask != 0, field, pad))
+    assert nested.outside == {}
+
+
+def test_tool_tokens_survive_a_mask_that_is_0_on_them() -> None:
+    responses = torch.tensor([[11, 12, 91, 92, 13, 0], [21, 90, 22, 23, 0, 0]])
+    loss_mask = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 1, 1, 0, 0]])
+    batch = {"responses": responses, "loss_mask": loss_mask}
+    nested = nest_batch(batch, {"responses": "loss_mask", "loss_mask": "loss_mask"})
+    out = unnest_batch(nested)
+    assert out["responses"].equal(responses)
+    assert out["loss_mask"].equal(loss_mask)
+    assert nested.outside == {"responses": 3}
+    rows = [row.tolist() for row in nested.jagged("responses").unbind()]
+    assert rows == [[11, 12, 91, 92, 13], [21, 90, 22, 23]]
+
+
+def test_bytes_are_those_of_the_values() -> None:
+    mask = torch.zeros(64, 1000)
+    mask[:, 900:] = 1
+    batch = {"a": torch.randint(2**40, (64, 1000)) * mask.long(), "b": torch.randn(64, 1000) * mask.abs()}
+    batch["b"][mask == 0] = 0  # randn * 0 leaves -0.0, which is not the pad value
+    fields = {"a": Nest("mask"), "b": Nest("mask")}
+    nested = nest_batch({**batch, "mask": mask}, {**fields, "mask": "mask"}, narrow=False)
+    values = 64 * 100 * (8 + 4 + 4)
+    assert values < nested.nbytes < 1.02 * values
+    assert nested.outside == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "narrow"),
+    [
+        ([0, 127, -128], torch.int64, np.int8),
+        ([0, 255], torch.int64, np.uint8),
+        ([-1, 255], torch.int64, np.int16),
+        ([0, 65_535], torch.int32, np.uint16),
+        ([0, 151_643], torch.int64, np.int32),
+        ([0, 2**32 - 1], torch.int64, np.uint32),
+        ([0, 2**32], torch.int64, np.int64),
+        ([-(2**63), 2**63 - 1], torch.int64, np.int64),
+        ([0.0, 1.0, -0.0, float("inf")], torch.float32, np.float16),
+        ([0.1], torch.float32, np.int32),
+        ([65_505.0], torch.float32, np.int32),
+        ([1e-8], torch.float32, np.int32),
+        ([0.5, float(np.float32(0.1))], torch.float64, np.float32),
+        ([0.1], torch.float64, np.int64),
+        ([1.0, 2.0], torch.bfloat16, np.int16),
+        ([True, False], torch.bool, np.int8),
+    ],
+)
+def test_narrowing_stops_where_it_would_change_a_value(values: Any, dtype: torch.dtype, narrow: Any) -> None:
+    field = torch.tensor([values], dtype=dtype)
+    batch = {"field": field, "mask": torch.ones(1, len(values))}
+    nested = nest_batch(batch, {"field": "mask"})
+    assert nested._fields["field"].values.dtype == narrow
+    assert same(unnest_batch(nested)["field"], field)
+    assert (
+        nest_batch(batch, {"field": "mask"}, narrow=False)._fields["field"].values.itemsize == dtype.itemsize
+    )
+
+
+def test_a_float_that_narrows_at_first_but_not_to_the_end() -> None:
+    field = torch.ones(1, 10_000)
+    field[0, -1] = 0.1
+    nested = nest_batch({"field": field, "mask": torch.ones(1, 10_000)}, {"field": "mask"})
+    assert same(unnest_batch(nested)["field"], field)
+
+
+def small() -> dict[str, Any]:
+    return {
+        "mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+        "field": torch.tensor([[5, 6, 0], [7, 0, 0]]),
+        "advantages": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        "score": torch.tensor([0.5, 1.5]),
+        "names": ["a", "b"],
+        "sets": RowSets.from_rows([CandidateSets.empty(2), CandidateSets.empty(1)]),
+        "temperature": 0.7,
+        "table": np.arange(3),
+    }
+
+
+def test_everything_else_is_untouched_reported_and_cut_by_rows() -> None:
+    batch = small()
+    nested = nest_batch(batch, {"field": "mask"})
+    assert nested.dense == {
+        "mask": "[2, 3] torch.int64 48 bytes",
+        "advantages": "[2, 2] torch.float32 16 bytes",
+    }
+    assert "dense: mask, advantages" in repr(nested)
+    out = unnest_batch(nested)
+    assert list(out) == list(batch)
+    assert out["advantages"].data_ptr() == batch["advantages"].data_ptr()
+    assert out["sets"] is batch["sets"]
+    last = unnest_batch(nested.chunk(2)[1])
+    assert last["advantages"].tolist() == [[3.0, 4.0]]
+    assert last["score"].tolist() == [1.5]
+    assert last["names"] == ["b"]
+    assert list(last["sets"]) == [CandidateSets.empty(1)]
+    assert last["temperature"] == 0.7
+    assert last["table"].tolist() == [0, 1, 2]
+
+
+def test_a_cut_part_ships_its_own_rows_only() -> None:
+    batch = {"mask": torch.ones(100, 100), "field": torch.rand(100, 100), "dense": torch.rand(100, 1000)}
+    nested = nest_batch(batch, {"field": "mask"})
+    assert len(pickle.dumps(nested[:1])) < len(pickle.dumps(nested)) / 50
+
+
+def test_strict_names_shape_dtype_and_bytes() -> None:
+    message = r"mask \[2, 3\] torch.int64 48 bytes; advantages \[2, 2\] torch.float32 16 bytes"
+    with pytest.raises(InvalidInputError, match=message):
+        nest_batch(small(), {"field": "mask"}, strict=True)
+    batch = small()
+    del batch["advantages"]
+    nest_batch(batch, {"field": "mask", "mask": "mask"}, strict=True)
+
+
+def test_the_batch_is_not_changed_and_the_result_does_not_share_padded_fields() -> None:
+    batch = small()
+    out = unnest_batch(nest_batch(batch, {"field": "mask"}))
+    out["field"][0, 0] = 99
+    assert batch["field"].tolist() == [[5, 6, 0], [7, 0, 0]]
+
+
+def test_strided_and_grad_fields() -> None:
+    mask = torch.ones(3, 4)
+    field = torch.rand(4, 3, requires_grad=True)
+    out = unnest_batch(nest_batch({"mask": mask, "field": field.T, "other": field.T}, {"field": "mask"}))
+    assert same(out["field"], field.T.detach())
+    assert same(out["other"], field.T.detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "message"),
+    [
+        ({}, {"nothing": "mask"}, "nothing: is not in the batch; there are mask, field"),
+        ({}, {"field": "nothing"}, "nothing: is not in the batch"),
+        ({}, {"score": "mask"}, r"score: got torch.float32 \[2\] on cpu, expected a CPU tensor of two"),
+        ({}, {"names": "mask"}, "names: got .*list"),
+        ({}, {"field": "score"}, "score: got"),
+        ({}, {"advantages": "mask"}, "advantages: got 2 columns, expected 3"),
+        ({"mask": torch.ones(2, 3, 1)}, {"field": "mask"}, "mask: got shape"),
+        ({"field": torch.ones(3, 3)}, {"field": "mask"}, "field: got 3 rows, expected 2, as in mask"),
+        ({"sets": RowSets.from_rows([])}, {"field": "mask"}, "sets: got 0 rows"),
+        ({}, {"field": Nest("mask", 0.5)}, "pad 0.5 is no torch.int64"),
+        (
+            {"field": torch.zeros(2, 3, dtype=torch.int8)},
+            {"field": Nest("mask", 300)},
+            "pad 300 is no torch.int8",
+        ),
+        ({"field": torch.zeros(2, 3, device="meta")}, {"field": "mask"}, "on meta, expected a CPU"),
+        ({"field": torch.zeros(2, 3).to_sparse()}, {}, "layout torch.sparse_coo"),
+    ],
+)
+def test_refuses_what_does_not_fit(change: Any, fields: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        nest_batch({**small(), **change}, fields)
+
+
+def test_refuses_an_empty_batch_and_no_parts() -> None:
+    with pytest.raises(InvalidInputError, match="no tensors with rows"):
+        nest_batch({}, {})
+    nested = nest_batch(small(), {"field": "mask"})
+    with pytest.raises(InvalidInputError, match="parts: got 0"):
+        nested.chunk(0)
+    with pytest.raises(InvalidInputError, match="rows: got 2"):
+        nested.take([2])
+    with pytest.raises(InvalidInputError, match="mask: is not a nested field; there are field"):
+        nested.jagged("mask")
+
+
+def test_jagged_views_hold_the_kept_values_of_higher_rank_fields() -> None:
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    field = torch.arange(12.0).view(2, 3, 2)
+    nested = nest_batch({"mask": mask, "field": field}, {"field": Nest("mask", droppable=True)})
+    jagged = nested.jagged("field")
+    assert jagged.is_nested
+    assert jagged.dtype == torch.float32
+    assert [row.tolist() for row in jagged.unbind()] == [[[0.0, 1.0], [4.0, 5.0]], []]
+
+
+def test_tensordict_comes_back_as_a_tensordict() -> None:
+    batch = small()
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    source = TensorDict(tensors, batch_size=[2])
+    source["inner"] = TensorDict({"x": torch.arange(2)}, batch_size=[2])
+    source.set_non_tensor("sets", batch["sets"])
+    source.set_non_tensor("temperature", 0.7)
+    nested = nest_batch(source, {"field": "mask", "mask": "mask"})
+    assert nested.dense == {"advantages": "[2, 2] torch.float32 16 bytes"}
+    out = unnest_batch(pickle.loads(pickle.dumps(nested)))
+    assert isinstance(out, TensorDict)
+    assert out.batch_size == torch.Size([2])
+    assert set(out.keys()) == set(source.keys())
+    for name, tensor in tensors.items():
+        assert same(out[name], tensor)
+    assert out["inner", "x"].tolist() == [0, 1]
+    assert out["sets"] == batch["sets"]
+    assert out["temperature"] == 0.7
+    last = unnest_batch(nested[1:])
+    assert last.batch_size == torch.Size([1])
+    assert last["sets"] == batch["sets"][1:]
+    assert last["field"].tolist() == [[7, 0, 0]]
