@@ -278,8 +278,8 @@ def _from_lists(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.flo
 
 
 def _sampled(field: str, sampled_ids: ArrayLike) -> NDArray[np.integer[Any]]:
-    if isinstance(sampled_ids, list):
-        sampled: NDArray[np.integer[Any]] = _integers(field, sampled_ids)
+    if isinstance(sampled_ids, list | tuple):
+        sampled: NDArray[np.integer[Any]] = _integers(field, list(sampled_ids))
     else:
         sampled = np.asarray(sampled_ids)
         if sampled.ndim != 1 or (len(sampled) and sampled.dtype.kind not in "iu"):

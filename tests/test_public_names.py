@@ -1,0 +1,66 @@
+"""The public names of the core: a change here is a change of the API."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+PUBLIC = {
+    "sglang_topp": ["CandidateSets", "SglangToppError"],
+    "sglang_topp.candidates": ["NO_TOKEN", "CandidateSets"],
+    "sglang_topp.errors": [
+        "AuthenticationError",
+        "BadRequestError",
+        "InvalidCandidateSetsError",
+        "InvalidInputError",
+        "MissingCandidateSetsError",
+        "OverloadedError",
+        "PatchError",
+        "RequestError",
+        "RequestTimeoutError",
+        "ResponseError",
+        "RolloutError",
+        "SampledTokenMissingError",
+        "ServerError",
+        "SglangToppError",
+        "TransportError",
+        "WireError",
+    ],
+    "sglang_topp.nucleus": ["top_p_candidates"],
+    "sglang_topp.nucleus.reference": ["nucleus", "top_p_candidates"],
+    "sglang_topp.nucleus.select": ["top_p_candidates"],
+    "sglang_topp.wire": [
+        "NO_DISTRIBUTION",
+        "decode_input_sets",
+        "decode_output_sets",
+        "encode_sets",
+        "encode_top_k",
+        "has_output_sets",
+        "merge_output_fields",
+        "pack",
+        "pack_base64",
+        "unpack",
+        "unpack_base64",
+    ],
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_all_is_pinned(module):
+    imported = importlib.import_module(module)
+    assert imported.__all__ == PUBLIC[module]
+    for name in imported.__all__:
+        assert getattr(imported, name) is not None
+
+
+@pytest.mark.parametrize("module", ["sglang_topp", "sglang_topp.wire"])
+def test_the_core_needs_numpy_and_pybase64_only(module):
+    code = (
+        f"import sys, {module}; "
+        "print(*sorted(set(sys.modules) & {'torch', 'sglang', 'httpx', 'fastapi', 'pydantic', 'tensordict'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
