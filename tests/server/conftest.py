@@ -123,10 +123,29 @@ def serve_engine() -> Callable[..., Any]:
     return serve
 
 
+class _Stage:
+    """Where one engine after the other stands, so that not every test starts a server for it."""
+
+    engine: Any
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.engine.app(scope, receive, send)
+
+
+@pytest.fixture(scope="session")
+def stage() -> Iterator[Any]:
+    stage = _Stage()
+    with Served(stage.app, lifespan="off") as served:
+        yield stage, served.url
+
+
 @pytest.fixture
-def engine(serve_engine: Callable[..., Any]) -> Iterator[Any]:
-    with serve_engine() as engine:
-        yield engine
+def engine(stage: Any) -> Any:
+    """A FakeEngine that serves, with its address in `.url`."""
+    stage, url = stage
+    stage.engine = fake.FakeEngine()
+    stage.engine.url = url
+    return stage.engine
 
 
 @pytest.fixture

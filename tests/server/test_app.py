@@ -1,8 +1,6 @@
 import json
 
-import httpx
 import numpy as np
-import pytest
 
 from sglang_topp_client import AsyncRolloutClient, RolloutClient
 from sglang_topp_client.record import from_record
@@ -67,7 +65,7 @@ def test_a_stream_sends_each_sample_as_it_finishes(sidecar, engine):
     with sidecar.http.stream("POST", "/rollouts", json=fields) as answer:
         lines = answer.iter_lines()
         assert json.loads(next(lines))["sample_index"] == 0  # the second has not finished
-        engine.release.set()
+        engine.is_released = True
         assert json.loads(next(lines))["sample_index"] == 1
         assert json.loads(next(lines)) == {"done": True, "rollouts": 2}
         assert list(lines) == []
@@ -90,15 +88,13 @@ def test_info_names_service_engine_limits_and_patch(start, engine):
     assert info["limits"]["max_samples"] == 12
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/rollouts", 405), ("PUT", "/info", 405)]
-)
-def test_unknown_paths_and_methods_are_errors_of_the_same_shape(sidecar, method, path, status):
-    answer = sidecar.http.request(method, path)
+def test_unknown_paths_and_methods_are_errors_of_the_same_shape(sidecar):
+    for method, path, status in (("GET", "/nowhere", 404), ("GET", "/rollouts", 405), ("PUT", "/info", 405)):
+        answer = sidecar.http.request(method, path)
 
-    assert answer.status_code == status
-    assert answer.json()["error"]["type"] == "BadRequestError"
-    assert path in answer.json()["error"]["message"]
+        assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "BadRequestError"
+        assert path in answer.json()["error"]["message"]
 
 
 def test_openapi_shows_the_request_and_the_records(sidecar):
@@ -117,11 +113,6 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
     assert "RolloutRecord" in page["components"]["schemas"]
 
 
-def test_a_restarted_sidecar_serves_the_same_client(engine, start, stack):
-    with RolloutClient(start(engine.url).url, kind="sidecar") as client:
-        assert len(client.generate("a", top_logprobs_p=0.9)) == 1
-
-
 def test_many_requests_at_once(sidecar):
     with RolloutClient(sidecar.url) as client:
         rollouts = client.generate([[t + 1] for t in range(300)], {"n": 2}, top_logprobs_p=0.9)
@@ -130,10 +121,9 @@ def test_many_requests_at_once(sidecar):
     assert sidecar.metric("sglang_topp_in_flight") == 0
 
 
-def test_nothing_but_json_comes_back_for_a_megabyte_of_sets(sidecar):
+def test_megabytes_of_sets_come_back_whole(sidecar):
     answer = sidecar.rollouts("a", sampling_params={"set_size": 2000, "repeat": 100})
 
     (record,) = answer.json()["rollouts"]
     assert from_record(record).candidates.sizes.tolist() == [2000] * 300
-    assert isinstance(answer, httpx.Response)
     assert int(answer.headers["content-length"]) == len(answer.content)

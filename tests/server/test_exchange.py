@@ -81,7 +81,7 @@ def test_one_request_too_many_gets_429_and_retry_after(engine, start, stream, ev
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["type"] == "OverloadedError"
     assert len(engine.bodies) == 2
-    engine.release.set()
+    engine.is_released = True
     for connection in connections:
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         connection.close()
@@ -100,7 +100,7 @@ def test_the_client_comes_back_after_429(engine, start, eventually):
         caller = threading.Thread(target=lambda: results.extend(client.generate("b", top_logprobs_p=0.9)))
         caller.start()
         eventually(lambda: sidecar.metric("sglang_topp_errors_total", status="429", type="OverloadedError"))
-        engine.release.set()
+        engine.is_released = True
         caller.join()
     blocking.close()
     assert len(results) == 1
@@ -186,15 +186,14 @@ def test_the_servers_own_time_limit(engine, start, stream):
 # -- bodies that are none --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"\xff\xfe", b"prompts=a", b'{"prompts": "a"} x', b"[" * 100_000]
-)
-def test_garbage_is_400(sidecar, body, eventually):
-    answer = sidecar.http.post("/rollouts", content=body)
+def test_garbage_is_400(sidecar, eventually):
+    bodies = [b"", b"{", b"\xff\xfe", b"prompts=a", b'{"prompts": "a"} x', b"[" * 100_000]
+    for body in bodies:
+        answer = sidecar.http.post("/rollouts", content=body)
 
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("the body is not JSON: ")
-    eventually(lambda: sidecar.metric("sglang_topp_requests_total", outcome="rejected") == 1)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("the body is not JSON: ")
+    eventually(lambda: sidecar.metric("sglang_topp_requests_total", outcome="rejected") == len(bodies))
 
 
 def test_a_wrong_field_is_400_and_reaches_no_engine(sidecar, engine, stream):

@@ -14,6 +14,7 @@ if {stubborn}:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 nap = [sys.executable, "-c", "import time; time.sleep(600)"]
 children = [subprocess.Popen(nap), subprocess.Popen(nap, start_new_session=True)]
+{before}
 print(os.getpid(), *(child.pid for child in children), file=sys.stderr, flush=True)
 {then}
 """
@@ -23,7 +24,7 @@ print(os.getpid(), *(child.pid for child in children), file=sys.stderr, flush=Tr
 def keep():
     keepers = []
 
-    def keep(then="time.sleep(600)", *, stubborn=False, grace_s=60):
+    def keep(then="time.sleep(600)", *, before="", stubborn=False, grace_s=60):
         """A keeper over a tree, once the tree stands; returns it and the process ids."""
         keeper = subprocess.Popen(
             [
@@ -33,7 +34,7 @@ def keep():
                 str(grace_s),
                 sys.executable,
                 "-c",
-                TREE.format(stubborn=stubborn, then=then),
+                TREE.format(stubborn=stubborn, before=before, then=then),
             ],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,7 +83,7 @@ def test_the_grace_ends_a_stubborn_tree(keep):
 
 
 def test_the_first_process_may_clean_up_in_its_grace(keep):
-    keeper, pids = keep("signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); time.sleep(600)")
+    keeper, pids = keep(before="signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))")
     keeper.stdin.close()
 
     assert keeper.wait(timeout=60) == 5
@@ -117,7 +118,13 @@ def test_a_killed_parent_takes_the_tree_with_it(eventually):
     )
     command = [sys.executable, "-m", "sglang_topp_server.keeper", "60", sys.executable, "-c"]
     parent = subprocess.Popen(
-        [sys.executable, "-c", code, *command, TREE.format(stubborn=False, then="time.sleep(600)")],
+        [
+            sys.executable,
+            "-c",
+            code,
+            *command,
+            TREE.format(stubborn=False, before="", then="time.sleep(600)"),
+        ],
         stderr=subprocess.PIPE,
     )
     pids = [int(pid) for pid in parent.stderr.readline().split()]

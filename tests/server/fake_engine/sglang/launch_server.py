@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -38,7 +39,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.hung_up: list[str] = []
         self.running = 0
-        self.release = asyncio.Event()
+        self.is_released = False
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI."""
@@ -95,7 +96,8 @@ class FakeEngine:
         for index in range(params["n"]):
             if fault == "hang" or (fault == "hang-second" and index == 1):
                 await _event(send, self._chunk(body, index, None, 1))
-                await self.release.wait()
+                while not self.is_released:
+                    await asyncio.sleep(0.01)
             if fault == "give-up":
                 await _event(send, self._chunk(body, index, {"type": "abort", "message": "by hand"}, 0))
                 continue
@@ -199,7 +201,7 @@ def main() -> None:
     )
     server = uvicorn.Server(config)
     if args.fake_stubborn:
-        server.capture_signals = __import__("contextlib").nullcontext
+        server.capture_signals = contextlib.nullcontext
     server.run()
     if args.fake_stubborn:
         time.sleep(600)
