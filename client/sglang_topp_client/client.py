@@ -271,7 +271,11 @@ class AsyncRolloutClient:
                 f"timeout_s: {timeout_s} s passed before every sample finished"
             ) from None
         except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            first = failed.exceptions[0]
+        else:
+            return
+        # Out here: inside, or `from None`, it would lose its own cause.
+        raise first
 
     async def _call(
         self,

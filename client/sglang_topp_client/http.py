@@ -7,10 +7,13 @@ idle connections are dropped before the server does so.
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
+import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -38,8 +41,6 @@ _CONNECT_TIMEOUT_S = 10.0
 # Both servers are uvicorn with its default of 5 s (SGLang: SGLANG_TIMEOUT_KEEP_ALIVE). A request that
 # meets a connection just as the server drops it fails, so the client must be first.
 _KEEPALIVE_EXPIRY_S = 3.0
-# Beside the generations: aborts and questions must not wait for one to end.
-_CONTROL_CONNECTIONS = 32
 _MAX_ERROR_BYTES = 1 << 16
 _MAX_ERROR_CHARS = 2000
 
@@ -86,11 +87,6 @@ class Connections:
         headers = {"Accept-Encoding": "identity"}
         if server.api_key is not None:
             headers["Authorization"] = f"Bearer {server.api_key}"
-        limits = httpx.Limits(
-            max_connections=server.max_connections + _CONTROL_CONNECTIONS,
-            max_keepalive_connections=server.max_connections + _CONTROL_CONNECTIONS,
-            keepalive_expiry=_KEEPALIVE_EXPIRY_S,
-        )
         self._base_url = server.base_url.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self._base_url,
@@ -98,7 +94,7 @@ class Connections:
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             # A redirect would carry the key to wherever the answer points.
             follow_redirects=False,
-            transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=_SOCKET_OPTIONS),
+            transport=_Lanes(),
         )
         self._closer: AsyncGenerator[None, None] | None = None
 
@@ -159,6 +155,70 @@ class Connections:
             return response.json()
         except ValueError as error:
             raise WireError(path, f"the answer is no JSON: {error}") from None
+
+
+class _Lanes(httpx.AsyncBaseTransport):
+    """As many connections as there are requests at once, each in a pool of its own, the last used first.
+
+    One pool for all would be simpler, but httpcore's compares every idle connection with every other
+    whenever a request starts or ends: with hundreds, the event loop does little else.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: set[httpx.AsyncHTTPTransport] = set()
+        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        lane = self._idle.pop()[1] if self._idle else self._open()
+        try:
+            response = await lane.handle_async_request(request)
+        except BaseException:
+            await self._release(lane)
+            raise
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _LaneStream(response.stream, functools.partial(self._release, lane))
+        return response
+
+    async def aclose(self) -> None:
+        while self._lanes:
+            await self._lanes.pop().aclose()
+        self._idle.clear()
+
+    def _open(self) -> httpx.AsyncHTTPTransport:
+        limits = httpx.Limits(max_keepalive_connections=1, keepalive_expiry=_KEEPALIVE_EXPIRY_S)
+        lane = httpx.AsyncHTTPTransport(verify=_ssl_context(), limits=limits, socket_options=_SOCKET_OPTIONS)
+        self._lanes.add(lane)
+        return lane
+
+    async def _release(self, lane: httpx.AsyncHTTPTransport) -> None:
+        now = time.monotonic()
+        self._idle.append((now, lane))
+        while self._idle[0][0] < now - _KEEPALIVE_EXPIRY_S:
+            _, expired = self._idle.popleft()
+            self._lanes.discard(expired)
+            await expired.aclose()
+
+
+class _LaneStream(httpx.AsyncByteStream):
+    """An answer's body; its connection is free for the next request when it is closed."""
+
+    def __init__(self, stream: httpx.AsyncByteStream, release: Callable[[], Awaitable[None]]) -> None:
+        self._stream, self._release = stream, release
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return aiter(self._stream)
+
+    async def aclose(self) -> None:
+        try:
+            await self._stream.aclose()
+        finally:
+            await self._release()
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    """Reading the certificates takes a tenth of a second."""
+    return httpx.create_ssl_context()
 
 
 class _transport_errors:

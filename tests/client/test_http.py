@@ -138,3 +138,33 @@ async def test_sockets_close_with_their_loop():
         assert await asyncio.to_thread(asyncio.run, client.server_info()) == {}
         async with asyncio.timeout(2):
             await closed.wait()
+
+
+async def test_connections_are_used_again_and_closed_when_idle_for_long(monkeypatch):
+    open_now, opened = set(), []
+
+    async def handle(number, reader, writer):
+        open_now.add(number)
+        opened.append(number)
+        while not reader.at_eof():
+            try:
+                await read_request(reader)
+            except asyncio.IncompleteReadError:
+                break
+            await asyncio.sleep(0.02)
+            writer.write(ANSWER)
+            await writer.drain()
+        open_now.discard(number)
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang", max_retries=0) as client:
+        for _ in range(3):
+            await client.server_info()
+        assert opened == [1]
+        await asyncio.gather(*(client.server_info() for _ in range(4)))
+        assert len(opened) == 4
+        monkeypatch.setattr(http, "_KEEPALIVE_EXPIRY_S", 0.05)
+        await asyncio.sleep(0.1)
+        await client.server_info()
+        async with asyncio.timeout(5):
+            while len(open_now) > 1:
+                await asyncio.sleep(0.01)
