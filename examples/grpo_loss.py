@@ -1,0 +1,157 @@
+"""A GRPO loss (PPO's clipped ratio, advantages within groups) with and without replay.
+
+`grpo_loss` is the part to take home. Run the file to see it train a toy policy, whose tokens are drawn
+with top-p from its own candidate sets: with replay the first step's importance ratios are 1; without
+it, the policy is compared over the whole vocabulary with a sampler that never used it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sglang_topp import CandidateSets
+from sglang_topp.nucleus import top_p_candidates
+from sglang_topp.replay import (
+    Layout,
+    ReplayMetrics,
+    candidate_logprobs,
+    head_logprobs,
+    replay_metrics,
+    replayed_old_logprobs,
+)
+
+
+class Sample(NamedTuple):
+    """What the loss needs of a `sglang_topp_client.Rollout`, which has these attributes too."""
+
+    prompt_ids: np.ndarray
+    output_ids: np.ndarray
+    candidates: CandidateSets
+
+
+def group_advantages(rewards_BG: Tensor) -> Tensor:
+    """[B, G] rewards of G samples of each of B prompts -> advantages: centred and scaled in each group."""
+    centred = rewards_BG - rewards_BG.mean(dim=1, keepdim=True)
+    return centred / (rewards_BG.std(dim=1, keepdim=True) + 1e-6)
+
+
+def grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    samples: Sequence[Sample],
+    advantages: Tensor,
+    *,
+    layout: Layout,
+    temperature: float = 1.0,
+    loss_mask: Tensor | None = None,
+    replay: bool = True,
+    clip: float = 0.2,
+    entropy_bonus: float = 0.0,
+    cp_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, ReplayMetrics]:
+    """The mean over tokens of `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`.
+
+    `hidden` are the trunk's last hidden states as this rank holds them, `weight` is the LM head,
+    `advantages` has one number per sample, `loss_mask` one entry per response token. The metrics are
+    those of this rank's tokens.
+    """
+    lengths = [len(sample.output_ids) for sample in samples]
+    rows = layout.rows([len(sample.prompt_ids) for sample in samples], lengths, loss_mask=loss_mask)
+    sets = rows.take_sets([sample.candidates for sample in samples])
+    targets = rows.take(torch.from_numpy(np.concatenate([sample.output_ids for sample in samples])).long())
+    picked = rows.select(hidden)
+    old = replayed_old_logprobs(sets, output_ids=targets)
+    if replay:
+        new = candidate_logprobs(picked, weight, targets, sets, temperature=temperature, entropy=True)
+    else:
+        new = head_logprobs(picked, weight, targets, temperature=temperature)
+    assert new.entropy is not None
+
+    advantage = rows.take(advantages.repeat_interleave(torch.tensor(lengths)))
+    ratio = (new.logprobs - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    per_token = -gain - entropy_bonus * new.entropy
+    # Every rank sums all ranks' tokens and divides by how many there are, so a loss is one number.
+    loss = rows.scatter(per_token, cp_group).sum() / max(1, int(rows.scored.sum()))
+    return loss, replay_metrics(new.logprobs, old, sets)
+
+
+# -- a toy to run it on ----------------------------------------------------------------------------------
+
+VOCAB, WIDTH, PROMPT, RESPONSE, PROMPTS, GROUP = 64, 16, 3, 12, 4, 8
+
+
+def rollout(hidden_BTH: Tensor, weight: Tensor, p: float, rng: np.random.Generator) -> list[Sample]:
+    """Draw every response token from its candidate set, as SGLang's sampler does."""
+    samples = []
+    for hidden_TH in hidden_BTH[:, PROMPT - 1 : -1]:
+        logprobs_TV = torch.log_softmax(hidden_TH @ weight.t(), dim=1)
+        ids, logprobs, offsets = (x.numpy() for x in top_p_candidates(logprobs_TV, p))
+        spans = [slice(start, stop) for start, stop in pairwise(offsets)]
+        masses = [np.exp(logprobs[span], dtype=np.float64) for span in spans]
+        drawn = [rng.choice(ids[span], p=mass / mass.sum()) for span, mass in zip(spans, masses, strict=True)]
+        output_ids = np.array(drawn, np.int32)
+        samples.append(
+            Sample(np.zeros(PROMPT, np.int32), output_ids, CandidateSets(ids, logprobs, offsets, output_ids))
+        )
+    return samples
+
+
+def reward(samples: Sequence[Sample]) -> Tensor:
+    """The share of even tokens, [PROMPTS, GROUP]."""
+    return torch.tensor([np.mean(s.output_ids % 2 == 0) for s in samples]).reshape(PROMPTS, GROUP)
+
+
+def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, float]]:
+    """Train the toy's head; each step's mean reward, and its metrics before the update."""
+    torch_rng, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
+    hidden = torch.randn(PROMPTS, 1, PROMPT + RESPONSE, WIDTH, generator=torch_rng).expand(-1, GROUP, -1, -1)
+    hidden = hidden.reshape(PROMPTS * GROUP, PROMPT + RESPONSE, WIDTH)
+    weight = (0.5 * torch.randn(VOCAB, WIDTH, generator=torch_rng)).requires_grad_()
+    optimizer = torch.optim.Adam([weight], lr=0.02)
+    history = []
+    for _ in range(steps):
+        samples = rollout(hidden, weight.detach(), p, rng)
+        rewards = reward(samples)
+        loss, metrics = grpo_loss(
+            hidden,
+            weight,
+            samples,
+            group_advantages(rewards).flatten(),
+            layout=Layout("bshd"),
+            replay=replay,
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append({"reward": float(rewards.mean()), "loss": float(loss.detach())} | metrics.summary())
+    return history
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--top-p", type=float, default=0.8)
+    arguments = parser.parse_args()
+    for replay in (True, False):
+        history = train(replay=replay, steps=arguments.steps, p=arguments.top_p)
+        first, last = history[0], history[-1]
+        print(
+            f"{'with' if replay else 'without'} replay: first step's ratio {first['replay/ratio_mean']:.4f}"
+            f" ({first['replay/ratio_off_by_10_percent_share']:.1%} of tokens off by over 10 %),"
+            f" reward {first['reward']:.3f} -> {last['reward']:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What `sglang_topp.replay` exports, and that the base package does without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import sglang_topp.replay
+
+
+def test_exported_names():
+    assert sglang_topp.replay.__all__ == [
+        "Layout",
+        "ReplayMetrics",
+        "Rows",
+        "Scores",
+        "candidate_logprobs",
+        "dense_mask",
+        "full_logprobs",
+        "head_logprobs",
+        "mask_logits",
+        "masked_logprobs",
+        "replay_metrics",
+        "replayed_old_logprobs",
+        "vocab_range",
+    ]
+    assert all(hasattr(sglang_topp.replay, name) for name in sglang_topp.replay.__all__)
+
+
+def test_the_base_package_does_not_import_torch():
+    code = "import sys, sglang_topp; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
