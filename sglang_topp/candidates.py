@@ -277,29 +277,35 @@ def _check(sets: CandidateSets) -> None:
     if (t := _first(offsets[1:] < offsets[:-1])) is not None:
         raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
 
-    def where(entry: int) -> str:
-        return f"at position {int(np.searchsorted(offsets, entry, side='right')) - 1}"
-
-    if (e := _first(ids < 0)) is not None:
-        raise InvalidCandidateSetsError("token_ids", f"got {ids[e]} {where(e)}, expected 0 or more")
-    if (e := _first(~(logprobs <= _MAX_LOGPROB))) is not None:
+    # Masks are made only once something is known to be wrong, to say where: memory that is touched
+    # for the first time costs more than what is computed on it.
+    rows = _rows(sets)
+    if len(ids) and ids.min() < 0:
+        e = int((ids < 0).argmax())
         raise InvalidCandidateSetsError(
-            "logprobs", f"got {logprobs[e]} {where(e)}, expected at most 0 and no NaN"
+            "token_ids", f"got {ids[e]} at position {rows[e]}, expected 0 or more"
+        )
+    if len(ids) and not logprobs.max() <= _MAX_LOGPROB:
+        e = int((~(logprobs <= _MAX_LOGPROB)).argmax())
+        raise InvalidCandidateSetsError(
+            "logprobs", f"got {logprobs[e]} at position {rows[e]}, expected at most 0 and no NaN"
         )
 
     # Neighbours inside a span: log-probs fall, ids rise within a tie.
     if len(ids) > 1:
-        falls = logprobs[1:] < logprobs[:-1]
-        falls |= (logprobs[1:] == logprobs[:-1]) & (ids[1:] > ids[:-1])
+        ordered = logprobs[1:] == logprobs[:-1]
+        ordered &= ids[1:] > ids[:-1]
+        ordered |= logprobs[1:] < logprobs[:-1]
         starts = offsets[(offsets > 0) & (offsets < len(ids))]
-        falls[starts - 1] = True
-        if (e := _first(~falls)) is not None:
+        ordered[starts - 1] = True
+        if not ordered.all():
+            e = int(ordered.argmin())
             raise InvalidCandidateSetsError(
                 "token_ids",
-                f"{ids[e]} then {ids[e + 1]} (log-probs {logprobs[e]}, {logprobs[e + 1]}) {where(e)};"
-                " expected log-probs highest first, then ids lowest first, without duplicates",
+                f"{ids[e]} then {ids[e + 1]} (log-probs {logprobs[e]}, {logprobs[e + 1]})"
+                f" at position {rows[e]}; expected log-probs highest first, then ids lowest first, without"
+                " duplicates",
             )
-    rows = _rows(sets)
     if not all_distinct(ids, rows, offsets):
         keys = np.sort(_row_keys(sets), kind="stable")
         twice = int(keys[1:][keys[1:] == keys[:-1]][0])
@@ -308,10 +314,10 @@ def _check(sets: CandidateSets) -> None:
         )
 
     # Ids are distinct by now, so a span holds its sampled token at most once.
-    entries = np.flatnonzero(ids == sampled.take(rows))
-    if len(entries) != np.count_nonzero(sets.sizes):
+    is_sampled = ids == sampled.take(rows)
+    if np.count_nonzero(is_sampled) != np.count_nonzero(sets.sizes):
         lacking = sets.sizes > 0
-        lacking[np.searchsorted(offsets, entries, side="right") - 1] = False
+        lacking[rows[is_sampled]] = False
         t = int(lacking.argmax())
         raise InvalidCandidateSetsError(
             "sampled_ids", f"{sampled[t]} is not among the {sets.sizes[t]} candidates at position {t}"
@@ -321,16 +327,14 @@ def _check(sets: CandidateSets) -> None:
             "sampled_ids", f"got {sampled[t]} at position {t}, expected a token id"
         )
 
-    impossible = np.isneginf(logprobs)
-    if impossible.any():
-        impossible[entries] = False
-        if (e := _first(impossible)) is not None:
+    if len(ids) and np.isneginf(logprobs.min()):
+        if (impossible := _first(np.isneginf(logprobs) & ~is_sampled)) is not None:
             raise InvalidCandidateSetsError(
                 "logprobs",
-                f"got -inf {where(e)} for a token that was not sampled; it has no place in the set",
+                f"got -inf at position {rows[impossible]} for a token that was not sampled; it has no"
+                " place in the set",
             )
-        peaks = logprobs[offsets[:-1][sets.sizes > 0]]
-        if np.isneginf(peaks).any():
+        if np.isneginf(logprobs[offsets[:-1][sets.sizes > 0]]).any():
             raise InvalidCandidateSetsError("logprobs", "a set holds nothing but a token of zero probability")
 
 
