@@ -85,6 +85,7 @@ def run_engine(
     port = free_port()
     command = [sys.executable, *program, "--model-path", str(model), "--dtype", "float32"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--mem-fraction-static", "0.2"]
+    command.append("--sleep-on-idle")  # several engines share the cores with the tests
     if "--max-total-tokens" not in arguments:
         command += ["--max-total-tokens", "16384"]
     with log.open("wb") as output:

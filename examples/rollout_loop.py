@@ -1,0 +1,150 @@
+"""Roll out at top-p, score the same tokens again, and compare: importance ratios without and with replay.
+
+Everything is real but the model, which is random and made on the spot: SGLang serves it, the client
+decodes the candidate sets, transformers' forward pass of the same weights plays the trainer. The
+weights are the same on both sides, so every importance ratio ought to be 1.
+
+    python examples/rollout_loop.py            # about two minutes, most of it SGLang's start
+    python examples/rollout_loop.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sglang_topp import wire
+from sglang_topp_client import Rollout, RolloutClient
+from sglang_topp_server.tiny_model import make_tiny_model
+
+PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
+OFF = 0.1  # a ratio is off when it is further than this from 1
+TOLERANCE = 1e-3  # what float32 and two implementations of one model may differ by
+
+
+def main() -> int:
+    """Run the demo; 0 where the replayed ratios are 1."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--top-p", type=float, default=0.8, help="%(default)s")
+    parser.add_argument("--samples", type=int, default=8, help="per prompt (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="%(default)s")
+    parser.add_argument("--vocab-size", type=int, default=151_936, help="%(default)s")
+    args = parser.parse_args()
+
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        model_path = make_tiny_model(folder, vocab_size=args.vocab_size, logit_std=7.0)
+        with serve(model_path) as url, RolloutClient(url) as client:
+            ready = time.monotonic()
+            # -- the rollout: what a trainer does every step ------------------------------------------
+            rollouts = client.generate(
+                PROMPTS,
+                {"top_p": args.top_p, "temperature": 1.0, "n": args.samples, "ignore_eos": True}
+                | {"max_new_tokens": args.max_new_tokens},
+                top_logprobs_p=args.top_p,
+            )
+        rolled_out = time.monotonic()
+        trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        scores = [score(trainer, rollout) for rollout in rollouts]
+
+    # What the sampler drew from is the nucleus, renormalised.
+    behaviour = np.concatenate([rollout.masked_logprobs for rollout in rollouts])
+    without = np.exp(np.concatenate([full for full, _ in scores]) - behaviour)
+    replayed = np.exp(np.concatenate([masked for _, masked in scores]) - behaviour)
+
+    show_positions(rollouts[0], count=6)
+    show_sizes(rollouts)
+    print(f"\nimportance ratios over {len(behaviour)} tokens, top-p {args.top_p}")
+    print(f"{'':<28}{'mean':>8}{'off by over 10 %':>20}")
+    for label, ratios in (("over the whole vocabulary", without), ("over the candidate sets", replayed)):
+        print(f"{label:<28}{ratios.mean():>8.4f}{np.mean(np.abs(ratios - 1) > OFF):>20.1%}")
+    print(
+        f"\n{ready - started:.0f} s to make and serve the model, {rolled_out - ready:.1f} s to roll out,"
+        f" {time.monotonic() - started:.0f} s in all"
+    )
+    worst = float(np.abs(replayed - 1).max())
+    if not worst < TOLERANCE:
+        print(f"FAILED: a replayed ratio is off by {worst:.2g}, expected less than {TOLERANCE}")
+        return 1
+    return 0
+
+
+@contextmanager
+def serve(model_path: Path) -> Iterator[str]:
+    """The patched SGLang and its sidecar on free ports; gives the sidecar's URL."""
+    command = [sys.executable, "-m", "sglang_topp_server.cli", "serve", "--model-path", str(model_path)]
+    command += ["--port", "0", "--engine-port", "0"]
+    command += ["--", "--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
+    with (model_path / "server.log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert process.stdout is not None
+            # The one line on standard output: "… is ready: sidecar URL engine URL".
+            words = process.stdout.readline().split()
+            if "sidecar" not in words:
+                log.seek(0)
+                raise SystemExit(f"{log.read()[-4000:]}\nthe server did not start")
+            yield words[words.index("sidecar") + 1]
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+    """Each generated token's log-prob: over the whole vocabulary, and over its candidate set."""
+    candidates = rollout.candidates
+    assert candidates is not None
+    ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.output_ids])).long()
+    logits = model(ids[None]).logits[0, len(rollout.prompt_ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits, dim=-1)
+    sampled = logprobs.gather(1, ids[len(rollout.prompt_ids) :, None])[:, 0]
+
+    # One entry per candidate: its position, and its log-prob under the trainer's policy.
+    positions = torch.from_numpy(np.repeat(np.arange(len(candidates)), candidates.sizes))
+    kept = logprobs[positions, torch.from_numpy(candidates.token_ids.copy()).long()]
+    kept_mass = torch.zeros(len(candidates)).index_add_(0, positions, kept.exp())
+    return sampled.numpy(), (sampled - kept_mass.log()).numpy()
+
+
+def show_positions(rollout: Rollout, count: int) -> None:
+    """The first positions of a rollout: candidates with their probabilities, the sampled one in brackets."""
+    assert rollout.candidates is not None
+    print("position  kept mass  candidates")
+    for t in range(min(count, len(rollout.output_ids))):
+        token_ids, logprobs = rollout.candidates[t]
+        sampled = int(rollout.output_ids[t])
+        shown = [
+            f"[{i} {np.exp(logprob):.3f}]" if i == sampled else f"{i} {np.exp(logprob):.3f}"
+            for i, logprob in zip(token_ids.tolist(), logprobs, strict=True)
+        ]
+        more = [f"… {len(shown) - 6} more"] if len(shown) > 6 else []
+        sampled_at = token_ids.tolist().index(sampled)
+        if sampled_at >= 6:
+            more = ["…", shown[sampled_at], *more]
+        print(f"{t:>8}  {np.exp(rollout.candidates.logprob_sum[t]):>9.4f}  {'  '.join(shown[:6] + more)}")
+
+
+def show_sizes(rollouts: list[Rollout]) -> None:
+    """How large the sets are, and what they cost on the wire."""
+    sets = [rollout.candidates for rollout in rollouts if rollout.candidates is not None]
+    sizes = np.concatenate([each.sizes for each in sets])
+    on_the_wire = sum(len(wire.pack_base64(each)) for each in sets)
+    print(
+        f"\ncandidates per token: mean {sizes.mean():.1f}, median {np.median(sizes):.0f},"
+        f" p99 {np.percentile(sizes, 99):.0f}; {on_the_wire / len(sizes):.0f} bytes per token in base64"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Many requests of every kind at once: nobody gets another request's sets, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import httpx
+
+from sglang_topp import wire
+from tests.engine.checks import checked_sets
+from tests.engine.conftest import Engine
+
+REQUESTS = 64
+
+
+async def _send(http: httpx.AsyncClient, index: int, rng: random.Random) -> str:
+    p = rng.choice([None, 0.5, 0.8, 0.95, 1.0])
+    body: dict[str, Any] = {
+        "rid": f"mixed-{index}",
+        "text": "x" * rng.randint(1, 150),
+        "sampling_params": {
+            "max_new_tokens": rng.randint(1, 48),
+            "temperature": rng.choice([0.0, 0.7, 1.0]),
+            "top_p": rng.choice([0.8, 1.0]),
+            "ignore_eos": True,
+        },
+        "return_logprob": p is not None or rng.random() < 0.5,
+        "top_logprobs_p": p,
+        "return_logprobs_in_base64": rng.random() < 0.7,
+        "stream": rng.random() < 0.4,
+    }
+    await asyncio.sleep(rng.random())
+    if rng.random() < 0.15:
+        sending = asyncio.create_task(http.post("/generate", json=body))
+        await asyncio.sleep(0.3 * rng.random())
+        await http.post("/abort_request", json={"rid": body["rid"]})
+        answer = await sending
+        if answer.status_code != 200:
+            return "aborted"
+        chunks = _chunks(answer.text) if body["stream"] else [answer.json()]
+    elif body["stream"]:
+        chunks = _chunks((await http.post("/generate", json=body)).text)
+    else:
+        chunks = [(await http.post("/generate", json=body)).json()]
+
+    for chunk in chunks:
+        if chunk["meta_info"]["finish_reason"] and chunk["meta_info"]["finish_reason"]["type"] == "abort":
+            # One set per visible token holds for an aborted request as well.
+            if p and chunk["output_ids"]:
+                checked_sets(chunk, p)
+            return "aborted"
+        if p:
+            checked_sets(chunk, p)
+        else:
+            assert not wire.has_output_sets(chunk["meta_info"])
+    assert len(chunks[-1]["output_ids"]) == body["sampling_params"]["max_new_tokens"]
+    return "with sets" if p else "without"
+
+
+def _chunks(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+async def test_mixed_requests(engine: Engine) -> None:
+    rng = random.Random(5)
+    limits = httpx.Limits(max_connections=2 * REQUESTS)
+    async with httpx.AsyncClient(base_url=engine.url, timeout=300, limits=limits) as http:
+        outcomes = await asyncio.gather(
+            *(_send(http, index, random.Random(rng.random())) for index in range(REQUESTS))
+        )
+    assert outcomes.count("with sets") > 20
+    assert outcomes.count("without") > 4
+    assert outcomes.count("aborted") > 0

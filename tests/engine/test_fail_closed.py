@@ -1,0 +1,113 @@
+"""Where the patch set does not hold, nobody gets a set, and everybody is told why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_topp_patches import releases, seams
+from sglang_topp_patches.releases import Seam
+from tests.engine.conftest import run_engine
+
+# Read by every Python process that has its folder on PYTHONPATH: SGLang claims to be another release.
+OTHER_RELEASE = """
+import importlib.metadata as metadata
+original = metadata.version
+metadata.version = lambda name: "0.5.99" if name == "sglang" else original(name)
+"""
+
+
+@pytest.fixture
+def another_release(tmp_path: Path) -> dict[str, str]:
+    """An environment in which SGLang is of a release that the patch set does not know."""
+    (tmp_path / "sitecustomize.py").write_text(OTHER_RELEASE)
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def _sglang_topp(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_topp_server.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+        timeout=600,
+        check=False,
+    )
+
+
+def test_an_engine_of_another_release_serves_everything_but_the_feature(
+    model_path: Path, log_folder: Path, another_release: dict[str, str]
+) -> None:
+    with run_engine(model_path, log_folder / "other-release.log", env=another_release) as engine:
+        plain = {"text": "hello", "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
+        assert len(engine.generate(**plain)["output_ids"]) == 3
+        for place in (
+            {"top_logprobs_p": 0.9},
+            {"sampling_params": {"custom_params": {"top_logprobs_p": 0.9}}},
+        ):
+            refused = engine.post(**{**plain, **place})
+            assert refused.status_code == 400
+            assert "SGLang 0.5.99 is not supported" in refused.json()["error"]
+        report = engine.http.get("/server_info").json()["sglang_topp"]
+        assert report["active"] is False
+        assert any("0.5.99" in problem for problem in report["problems"])
+
+
+def test_serve_says_why_and_exits_non_zero(model_path: Path, another_release: dict[str, str]) -> None:
+    ended = _sglang_topp(
+        "serve",
+        *("--model-path", str(model_path), "--port", "0", "--engine-port", "0", "--"),
+        *("--dtype", "float32", "--max-total-tokens", "4096", "--mem-fraction-static", "0.2"),
+        env=another_release,
+    )
+    assert ended.returncode not in (0, None)
+    assert "SGLang 0.5.99 is not supported" in ended.stderr.splitlines()[-1]
+    assert "is ready" not in ended.stdout
+
+
+def test_doctor_holds_here() -> None:
+    ended = _sglang_topp("doctor")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for seam in releases.RELEASES["0.5.23"]:
+        assert f"holds  {seam.target}" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "the patch set holds"
+
+
+def test_doctor_names_a_plugin_that_was_left_out() -> None:
+    ended = _sglang_topp("doctor", env={"SGLANG_PLUGINS": "sglang_topp_cpu"})
+    assert ended.returncode == 1
+    assert "its hook is not in place" in ended.stdout
+
+
+def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
+    ended = _sglang_topp("doctor", env=another_release)
+    assert ended.returncode == 1
+    assert "SGLang 0.5.99 is not supported; supported: 0.5.23" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("seam", "problem"),
+    [
+        (Seam("sglang.srt.no_such_module.function", (), ""), "not found"),
+        (Seam("sglang.srt.managers.auxiliary_output.no_such_function", (), ""), "not found"),
+        (
+            Seam("sglang.srt.managers.auxiliary_output.append_auxiliary_output", ("renamed",), ""),
+            "expected renamed among them",
+        ),
+        (
+            Seam("sglang.srt.managers.auxiliary_output.append_auxiliary_output", ("output", "current"), ""),
+            "expected the order output, current",
+        ),
+    ],
+)
+def test_a_seam_that_changed_is_a_problem(monkeypatch: pytest.MonkeyPatch, seam: Seam, problem: str) -> None:
+    monkeypatch.setattr(seams, "RELEASES", {"0.5.23": (seam,)})
+    found = seams.check_seams()
+    assert not found.active
+    assert problem in found.problems[0]
+    assert seam.target in found.problems[0]
+    assert found.to_dict()["seams"] == {seam.target: found.checks[0].problem}

@@ -1,0 +1,122 @@
+"""The sets against oracles that share no code with the patch set.
+
+One is transformers' forward pass of the same weights, with the definition applied to it. The other is
+SGLang's own `return_sampling_mask` in the same request: the tokens that its sampler could have drawn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engine.checks import checked_sets
+from tests.engine.conftest import Engine
+
+PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
+SAMPLING = {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True}
+# How far SGLang's log-probs may lie from transformers' for the same float32 weights (found: under 1e-5).
+MODEL_TOLERANCE = 5e-5
+
+
+@pytest.fixture(scope="module")
+def reference_model(model_path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+def reference_logprobs(
+    model: Any, prompt_ids: list[int], output_ids: list[int], temperature: float
+) -> np.ndarray:
+    """float64 [T, V]: the distribution that each output token was drawn from."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt_ids + output_ids])).logits[0].double()
+    drawn_from = logits[len(prompt_ids) - 1 : -1] / temperature
+    return torch.log_softmax(drawn_from, -1).numpy()
+
+
+def nucleus(logprobs: np.ndarray, p: float) -> set[int]:
+    mass = np.exp(logprobs)
+    return {int(i) for i in range(len(mass)) if mass[mass > mass[i]].sum() < p}
+
+
+def is_robust(logprobs: np.ndarray, p: float) -> bool:
+    """Whether no log-prob error up to the tolerance can change the nucleus.
+
+    It can where a mass above some token comes near p, or where two tokens on either side of the
+    cutoff are so close that they may change places.
+    """
+    order = np.sort(logprobs)[::-1]
+    above = np.concatenate([[0.0], np.cumsum(np.exp(order))[:-1]])
+    size = int((above < p).sum())
+    slack = 2 * MODEL_TOLERANCE
+    near = (np.abs(above[max(size - 1, 0) : size + 1] - p) < slack * p).any()
+    close = size < len(order) and order[size - 1] - order[size] < slack
+    return not near and not close
+
+
+@pytest.mark.parametrize(("p", "temperature"), [(0.8, 1.0), (0.95, 1.0), (0.5, 0.7), (0.99, 1.3)])
+def test_sets_equal_the_definition_on_transformers_logprobs(
+    engine: Engine, reference_model: Any, p: float, temperature: float
+) -> None:
+    answers = engine.generate(
+        text=PROMPTS,
+        sampling_params={**SAMPLING, "temperature": temperature, "top_p": 0.9},
+        return_logprob=True,
+        return_prompt_token_ids=True,
+        top_logprobs_p=p,
+        return_logprobs_in_base64=True,
+    )
+    compared = total = 0
+    for answer in answers:
+        sets = checked_sets(answer, p)
+        expected = reference_logprobs(
+            reference_model, answer["prompt_token_ids"], answer["output_ids"], temperature
+        )
+        for t, (token_ids, logprobs) in enumerate(sets):
+            np.testing.assert_allclose(logprobs, expected[t, token_ids], atol=MODEL_TOLERANCE)
+            total += 1
+            if is_robust(expected[t], p):
+                compared += 1
+                assert set(token_ids.tolist()) == nucleus(expected[t], p) | {answer["output_ids"][t]}
+    assert compared > 0.9 * total, f"only {compared} of {total} positions were clear of rounding"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_p": 0.9},
+        {"top_p": 0.7, "temperature": 0.8},
+        {"top_p": 0.9, "frequency_penalty": 1.0},
+        {"top_p": 0.9, "logit_bias": {"70": 4.0}},
+    ],
+    ids=lambda sampling: "-".join(sampling),
+)
+def test_sets_agree_with_the_native_sampling_mask(engine: Engine, sampling: dict[str, Any]) -> None:
+    p = sampling["top_p"]
+    answers = engine.generate(
+        text=PROMPTS,
+        sampling_params={**SAMPLING, **sampling, "top_k": 512},
+        return_logprob=True,
+        return_sampling_mask=True,
+        top_logprobs_p=p,
+        return_logprobs_in_base64=True,
+    )
+    compared = 0
+    for answer in answers:
+        sets = checked_sets(answer, p)
+        masks = answer["meta_info"]["output_token_sampling_mask"]
+        assert len(masks) == len(sets)
+        for (token_ids, logprobs), native in zip(sets, masks, strict=True):
+            mass = np.exp(logprobs.astype(np.float64))
+            at_cutoff = logprobs == logprobs[-1]
+            # The native mask cuts a sorted row: it keeps some of a tie at the cutoff, we keep all.
+            rounding = abs(mass[:-1].sum() - p) < 1e-5 or abs(mass.sum() - p) < 1e-5
+            if at_cutoff.sum() > 1 or rounding:
+                continue
+            compared += 1
+            assert set(token_ids.tolist()) == set(native)
+    assert compared > 100

@@ -1,0 +1,100 @@
+"""Beside an unpatched SGLang: nothing changes for who does not ask, and nobody mistakes one for the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_topp.errors import MissingCandidateSetsError, PatchError, SglangToppError
+from sglang_topp_client import RolloutClient
+from tests.engine.conftest import Engine, run_engine
+
+# SGLang's own allow-list of plugins: only the CPU platform, which it needs to start here.
+UNPATCHED = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
+
+REQUESTS: list[dict[str, Any]] = [
+    {"text": "hello", "sampling_params": {"max_new_tokens": 12, "temperature": 0}},
+    {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 5, "temperature": 0, "n": 2}},
+    {
+        "text": "hello",
+        "sampling_params": {"max_new_tokens": 12, "temperature": 0, "top_k": 40},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 3,
+        "token_ids_logprob": [65, 66],
+        "return_text_in_logprobs": True,
+        "return_sampling_mask": True,
+    },
+    {
+        "text": "hello",
+        "sampling_params": {"max_new_tokens": 3, "custom_params": {"mine": 1}, "temperature": 0},
+    },
+    {"text": "hello", "sampling_params": {"max_new_tokens": -3}},
+    {
+        "text": "hello",
+        "top_logprobs_num": 2,
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+    },
+]
+# Named by request, or by the clock.
+VARYING = {"id", "e2e_latency", "response_sent_to_client_ts", "cached_tokens", "cached_tokens_details"}
+
+
+@pytest.fixture(scope="module")
+def unpatched(model_path: Path, log_folder: Path) -> Iterator[Engine]:
+    with run_engine(
+        model_path, log_folder / "unpatched.log", "--chunked-prefill-size", "64", env=UNPATCHED
+    ) as running:
+        yield running
+
+
+def _comparable(answer: Any) -> Any:
+    """The answer without what differs from one request to the next, log-probs to 4 decimals."""
+    if isinstance(answer, list):
+        return [_comparable(each) for each in answer]
+    if isinstance(answer, dict):
+        return {key: _comparable(value) for key, value in answer.items() if key not in VARYING}
+    return round(answer, 4) if isinstance(answer, float) else answer
+
+
+@pytest.mark.parametrize("request_body", REQUESTS, ids=range(len(REQUESTS)))
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_the_feature_the_answers_are_the_same(
+    engine: Engine, unpatched: Engine, request_body: dict[str, Any], stream: bool
+) -> None:
+    def ask(server: Engine) -> tuple[int, dict[str, str], Any]:
+        answer = server.post(**request_body, stream=stream)
+        text = answer.text
+        if stream:
+            chunks = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+            # How many tokens one chunk holds depends on timing; the last one holds them all.
+            body = json.loads(chunks[-1]) if chunks else text
+        else:
+            body = answer.json()
+        return answer.status_code, {"type": answer.headers["content-type"]}, _comparable(body)
+
+    assert ask(engine) == ask(unpatched)
+
+
+def test_the_client_refuses_an_answer_without_the_sets(unpatched: Engine) -> None:
+    answer = unpatched.generate(
+        text="hello", sampling_params={"max_new_tokens": 3}, return_logprob=True, top_logprobs_p=0.9
+    )
+    assert (
+        "output_top_p_logprobs" not in answer["meta_info"]
+    )  # ignored with a 200: what the client must notice
+    with (
+        RolloutClient(unpatched.url, kind="sglang") as client,
+        pytest.raises((MissingCandidateSetsError, PatchError)) as caught,
+    ):
+        client.generate("hello", {"max_new_tokens": 3}, top_logprobs_p=0.9)
+    assert isinstance(caught.value, SglangToppError)
+
+
+def test_server_info_does_not_claim_the_patch_set(unpatched: Engine) -> None:
+    assert "sglang_topp" not in unpatched.http.get("/server_info").json()

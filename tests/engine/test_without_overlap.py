@@ -1,0 +1,111 @@
+"""The other scheduler loop, incremental streams, no radix cache, and a cache so small that requests are
+retracted and prefilled again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from sglang_topp import CandidateSets, wire
+from tests.engine.checks import checked_sets
+from tests.engine.conftest import Engine, run_engine
+
+WANTED = {"return_logprob": True, "top_logprobs_p": 0.9}
+BOTH_FORMS = pytest.mark.parametrize("base64", [True, False], ids=["base64", "list"])
+
+
+@pytest.fixture(scope="module")
+def tight_engine(model_path: Path, log_folder: Path) -> Iterator[Engine]:
+    with run_engine(
+        model_path,
+        log_folder / "tight.log",
+        "--disable-overlap-schedule",
+        "--disable-radix-cache",
+        "--incremental-streaming-output",
+        "--max-total-tokens",
+        "512",
+        "--schedule-conservativeness",
+        "0.05",
+    ) as running:
+        yield running
+
+
+@BOTH_FORMS
+def test_incremental_chunks_join_to_the_whole(tight_engine: Engine, base64: bool) -> None:
+    chunks = tight_engine.stream(
+        text="hello",
+        sampling_params={"max_new_tokens": 30, "temperature": 1.0, "ignore_eos": True},
+        return_logprobs_in_base64=base64,
+        **WANTED,
+    )
+    assert len(chunks) > 5
+    output_ids: list[int] = []
+    parts = []
+    for chunk in chunks:
+        # Each chunk holds the tokens and the sets since the last one.
+        parts.append(CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"]))
+        output_ids += chunk["output_ids"]
+    whole = CandidateSets.concat(parts)
+    assert len(whole) == len(output_ids) == 30
+    merged = wire.merge_output_fields([chunk["meta_info"] for chunk in chunks])
+    assert CandidateSets.from_meta_info(merged, output_ids) == whole
+
+
+async def test_chunks_that_sglang_merges_keep_their_sets(tight_engine: Engine) -> None:
+    """A reader that lags behind gets several chunks as one: with all their positions, in both forms."""
+
+    async def read(http: httpx.AsyncClient, base64: bool) -> tuple[int, int]:
+        body = {
+            "text": "hello",
+            "sampling_params": {"max_new_tokens": 60, "temperature": 1.0, "ignore_eos": True},
+            "return_logprobs_in_base64": base64,
+            "top_logprobs_num": 2,
+            "stream": True,
+            **WANTED,
+        }
+        tokens, chunks = 0, 0
+        async with http.stream("POST", "/generate", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    chunk = httpx.Response(200, text=line.removeprefix("data: ")).json()
+                    sets = CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"])
+                    if base64:
+                        assert chunk["meta_info"]["output_top_logprobs_shape"] == [len(sets), 2]
+                    tokens += len(sets)
+                    chunks += 1
+        return tokens, chunks
+
+    async with httpx.AsyncClient(base_url=tight_engine.url, timeout=300) as http:
+        results = await asyncio.gather(*(read(http, i % 2 == 0) for i in range(6)))
+    assert [tokens for tokens, _ in results] == [60] * 6
+
+
+@BOTH_FORMS
+async def test_retracted_requests_have_one_set_per_token(tight_engine: Engine, base64: bool) -> None:
+    async def send(http: httpx.AsyncClient, i: int) -> Any:
+        body = {
+            "text": "x" * (10 + i),
+            "sampling_params": {"max_new_tokens": 100, "temperature": 1.0, "ignore_eos": True},
+            "return_logprobs_in_base64": base64,
+            "logprob_start_len": 0,
+            **WANTED,
+        }
+        answer = await http.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async with httpx.AsyncClient(base_url=tight_engine.url, timeout=300) as http:
+        answers = await asyncio.gather(*(send(http, i) for i in range(12)))
+    for answer in answers:
+        assert len(checked_sets(answer, 0.9)) == 100
+        reported = answer["meta_info"]["input_token_logprobs"]
+        sets = wire.decode_input_sets(answer["meta_info"], [token_id for _, token_id, _ in reported])
+        expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
+        np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
