@@ -80,6 +80,7 @@ class Engine:
     def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self.status = EngineStatus("unreachable", f"the engine at {self.base_url} was not asked yet")
+        self._has_been_ready = False
         self._looked = asyncio.Event()
         self._in_doubt = asyncio.Event()
         # One retry: a connection that the engine dropped while idle. Waiting out a longer outage is the
@@ -101,40 +102,42 @@ class Engine:
         """Look at the engine again and again, and at once when a request cast doubt on it; never returns."""
         while True:
             self._in_doubt.clear()
-            self.status = await self._look()
+            try:
+                self.status = await self._look()
+            except Exception as error:
+                # Whatever it is (no answer, no JSON, no such host), the next look may find better.
+                self.status = self._silent(f"{type(error).__name__}: {error}")
+            if self.status.phase in ("ready", "unpatched"):
+                self._has_been_ready = self.status.phase == "ready"
             self._looked.set()
             await asyncio.sleep(_POLL_OTHERWISE_S)
             if self.status.phase == "ready":
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._in_doubt.wait(), _POLL_READY_S)
 
-    async def require_patched(self) -> None:
-        """Return where the engine, when last heard, could return candidate sets.
+    async def require_ready(self) -> None:
+        """Return where the engine has been seen ready, and not unpatched since.
 
-        An engine that did and is silent now is asked all the same: it may be busy, and if it is gone
-        the request itself tells how.
+        An engine that is silent now is asked all the same: it may only be busy, and if it is gone the
+        request itself tells how.
 
         Raises:
             PatchError: it is not patched.
             ServerError: 503, it has not been ready yet.
         """
         await self._looked.wait()
-        status = self.status
-        if status.phase == "unpatched":
-            raise PatchError(status.reason)
-        if status.phase == "starting" or not status.is_patched:
-            raise ServerError(status.reason, status=503)
+        if self.status.phase == "unpatched":
+            raise PatchError(self.status.reason)
+        if not self._has_been_ready:
+            raise ServerError(self.status.reason, status=503)
 
     async def _look(self) -> EngineStatus:
-        try:
-            answer = await self._probes.get("/server_info")
-            if answer.status_code in (401, 403):
-                return self._silent("it refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY")
-            if answer.status_code != 200:
-                return self._silent(f"its /server_info answers {answer.status_code}: {answer.text[:200]}")
-            info = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            return self._silent(str(error) or type(error).__name__)
+        answer = await self._probes.get("/server_info")
+        if answer.status_code in (401, 403):
+            return self._silent("it refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY")
+        if answer.status_code != 200:
+            return self._silent(f"its /server_info answers {answer.status_code}: {answer.text[:200]}")
+        info = answer.json()
         if not isinstance(info, dict):
             return self._silent(f"its /server_info is no object but {type(info).__name__}")
         patch = info.get("sglang_topp")
@@ -147,17 +150,14 @@ class Engine:
         )
         if not status.is_patched:
             return replace(status, phase="unpatched", reason=self._why_unpatched(status))
-        try:
-            health = await self._probes.get("/health")
-        except httpx.HTTPError as error:
-            return self._silent(f"/health: {str(error) or type(error).__name__}")
+        health = await self._probes.get("/health")
         if health.status_code != 200:
             reason = f"the engine at {self.base_url} is not ready: its /health answers {health.status_code}"
             return replace(status, phase="starting", reason=reason)
         return status
 
     def _silent(self, cause: str) -> EngineStatus:
-        """No usable answer: what was known of the patch set stays known until another answer comes."""
+        """No usable answer; what was known stays known until there is one."""
         return replace(
             self.status,
             phase="unreachable",
@@ -177,33 +177,26 @@ class Engine:
 
     # -- what it makes -----------------------------------------------------------------------------
 
-    async def samples(self, request: RolloutRequest) -> AsyncGenerator[Rollout, None]:
-        """Every sample as it finishes. Closing the iterator aborts the rest in the engine.
+    async def samples(self, request: RolloutRequest) -> AsyncGenerator[Rollout | FailedPrompt, None]:
+        """Every sample as it finishes; where a prompt fails, the others go on.
 
-        Raises:
-            SglangToppError: the first failure; its status is the sidecar's.
+        Closing the iterator aborts the rest in the engine, and returns when that is done.
         """
-        async with aclosing(self._stream(request.wanted, request.request_id)) as samples:
-            async for sample in samples:
-                yield sample
-
-    async def samples_and_failures(
-        self, request: RolloutRequest
-    ) -> AsyncGenerator[Rollout | FailedPrompt, None]:
-        """The same, prompt by prompt: where one fails, the others go on."""
         finished: asyncio.Queue[Rollout | FailedPrompt | None] = asyncio.Queue()
 
         async def one(wanted: SampleRequest) -> None:
             try:
-                async with aclosing(self._stream([wanted], request.request_id)) as samples:
-                    async for sample in samples:
-                        finished.put_nowait(replace(sample, prompt_index=wanted.prompt_index))
+                await self._one_prompt(wanted, request.request_id, finished)
             except Exception as error:
                 finished.put_nowait(FailedPrompt(wanted.prompt_index, as_known_error(error)))
             finished.put_nowait(None)
 
-        tasks = [asyncio.create_task(one(wanted)) for wanted in request.wanted]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for wanted in request.wanted:
+                tasks.append(asyncio.create_task(one(wanted)))
+                # A prompt takes a millisecond to encode: a thousand at once would stop everything else.
+                await asyncio.sleep(0)
             running = len(tasks)
             while running:
                 item = await finished.get()
@@ -216,25 +209,26 @@ class Engine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(
-        self, wanted: list[SampleRequest], request_id: str | None
-    ) -> AsyncGenerator[Rollout, None]:
-        prompts: Any = [one.prompt for one in wanted]
+    async def _one_prompt(
+        self, wanted: SampleRequest, request_id: str | None, finished: asyncio.Queue[Any]
+    ) -> None:
+        prompts: Any = [wanted.prompt]
         stream = self._client.stream(
             prompts,
-            [{**one.sampling_params, "n": len(one.samples)} for one in wanted],
-            top_logprobs_p=[one.top_logprobs_p for one in wanted],
+            {**wanted.sampling_params, "n": len(wanted.samples)},
+            top_logprobs_p=wanted.top_logprobs_p,
             request_id=request_id,
             progress=False,
         )
         try:
             async with aclosing(stream) as samples:
                 async for sample in samples:
-                    yield sample
+                    finished.put_nowait(replace(sample, prompt_index=wanted.prompt_index))
         except SglangToppError as error:
             if isinstance(error, MissingCandidateSetsError):
                 # It may have been restarted without the patch set since it was last looked at.
                 self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
+                self._has_been_ready = False
             if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
                 self._in_doubt.set()
             raise upstream_error(error) from error

@@ -183,3 +183,20 @@ def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, stream):
     assert answer.status_code == (200 if stream else 500)
     assert error["status"] == 500
     assert "KeyError: 'a fault of our own'" in error["message"]
+
+
+@pytest.mark.parametrize("url", ["http://x:99999", "http://a b"])
+def test_an_address_that_cannot_be_does_not_end_the_watch(start, url):
+    sidecar = start(url, wait=False)
+
+    assert sidecar.rollouts("a").status_code == 503
+    assert url in sidecar.http.get("/readyz").json()["error"]["message"]
+
+
+def test_an_engine_that_was_ready_and_is_busy_is_asked_all_the_same(engine, start, eventually):
+    sidecar = start(engine.url)
+    engine.health = 503
+    sidecar.rollouts("a", fault="fail")  # casts doubt: it is looked at again at once
+    eventually(lambda: not sidecar.is_ready())
+
+    assert sidecar.rollouts("a").status_code == 200
