@@ -30,6 +30,8 @@ def tight_engine(model_path: Path, log_folder: Path) -> Iterator[Engine]:
         "--incremental-streaming-output",
         "--max-total-tokens",
         "512",
+        "--max-running-requests",
+        "16",
         "--schedule-conservativeness",
         "0.05",
     ) as running:
