@@ -77,6 +77,7 @@ def top_p_candidates(
 def _what_is_asked(
     logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, row_numbers: NDArray[np.intp]
 ) -> _Asked:
+    """The rows with `p > 0`; raises where a sampled id of theirs is no token."""
     device = logprobs_BV.device
     rows_R = torch.from_numpy(row_numbers).to(device)
     # p = 1 keeps all of a row, also where rounding lets a part of it sum to 1 or more.
@@ -162,6 +163,7 @@ def _cut(
     key_n, order_n = key_n.sort(stable=True)
     entry_n, logprobs_n = entry_n[order_n], logprobs_n[order_n]
 
+    # On an accelerator a sum may fall by a rounding from one entry to the next: far less than 1e-6.
     mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
     torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
     stop_R = torch.searchsorted(mass_before, mass_before[start_R] + asked.limit_R)
