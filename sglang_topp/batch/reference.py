@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["collate_rl", "collate_sft", "nest", "unnest"]
+__all__ = ["collate_rl", "collate_sft", "first_fit_decreasing", "nest", "pack_rl", "pack_sft", "unnest"]
 
 Ints = Sequence[list[int]]
 Floats = Sequence[list[float] | torch.Tensor]
@@ -71,6 +71,115 @@ def collate_sft(
         "attention_mask": torch.tensor(attention_masks, dtype=torch.int64),
         "loss_mask": torch.tensor(masks, dtype=torch.int64),
     }
+
+
+def first_fit_decreasing(footprints: Sequence[int], capacity: int) -> list[list[int]]:
+    """Samples from the largest to the smallest, each into the first bin that still has room for it."""
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for i in sorted(range(len(footprints)), key=lambda i: -footprints[i]):
+        for at, load in enumerate(loads):
+            if load + footprints[i] <= capacity:
+                bins[at].append(i)
+                loads[at] += footprints[i]
+                break
+        else:
+            bins.append([i])
+            loads.append(footprints[i])
+    return bins
+
+
+def pack_sft(
+    bins: Sequence[list[int]],
+    input_ids: Ints,
+    num_actions: Sequence[int],
+    loss_masks: Ints,
+    *,
+    pad_token_id: int,
+    sequence_multiple: int = 1,
+    row_multiple: int = 1,
+) -> dict[str, torch.Tensor]:
+    """One row per bin; a token's loss stands where it is predicted, and all losses add up to 1."""
+    full_masks = [
+        [0] * (len(ids) - count) + mask
+        for ids, count, mask in zip(input_ids, num_actions, loss_masks, strict=True)
+    ]
+    batch = _pack(bins, input_ids, pad_token_id, sequence_multiple, row_multiple)
+    width = batch["sequences"].shape[1]
+    batch["loss_mask"] = _pack_scored(bins, full_masks, width, sequence_multiple)
+    batch["loss_mask"] *= 1 / max(1, int(batch["loss_mask"].sum(dtype=torch.float64)))
+    return batch
+
+
+def pack_rl(
+    bins: Sequence[list[int]],
+    prompts: Ints,
+    responses: Ints,
+    rewards: Floats,
+    loss_masks: Ints,
+    logprobs: Floats,
+    *,
+    pad_token_id: int,
+    sequence_multiple: int = 1,
+    row_multiple: int = 1,
+) -> dict[str, torch.Tensor]:
+    """One row per bin; whatever scores a token stands where the token is predicted."""
+    ids = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    batch = _pack(bins, ids, pad_token_id, sequence_multiple, row_multiple)
+    width = batch["sequences"].shape[1]
+    columns = {
+        "loss_mask": loss_masks,
+        "response_mask": [[1] * len(response) for response in responses],
+        "rewards": rewards,
+        "logprobs": logprobs,
+    }
+    for name, rows in columns.items():
+        whole = [[0] * len(prompt) + list(row) for prompt, row in zip(prompts, rows, strict=True)]
+        batch[name] = _pack_scored(bins, whole, width, sequence_multiple)
+    batch["response_mask"] = batch["response_mask"].long()
+    return batch
+
+
+def _pack(
+    bins: Sequence[list[int]], ids: Ints, pad_token_id: int, sequence_multiple: int, row_multiple: int
+) -> dict[str, torch.Tensor]:
+    sequences, attention_masks, position_ids = [], [], []
+    for members in bins:
+        row, mask, positions = [], [], []
+        for i in members:
+            pad = -len(ids[i]) % sequence_multiple
+            row += ids[i] + [pad_token_id] * pad
+            mask += [1] * len(ids[i]) + [0] * pad
+            positions += list(range(len(ids[i]))) + [0] * pad
+        if not members:
+            row, mask, positions = [pad_token_id], [1], [0]
+        pad = -len(row) % row_multiple
+        sequences.append(row + [pad_token_id] * pad)
+        attention_masks.append(mask + [0] * pad)
+        position_ids.append(positions + [0] * pad)
+    width = max(len(row) for row in sequences)
+
+    def stack(rows: list[list[int]], fill: int) -> torch.Tensor:
+        return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.int64)
+
+    return {
+        "sequences": stack(sequences, pad_token_id),
+        "attention_mask": stack(attention_masks, 0),
+        "position_ids": stack(position_ids, 0),
+    }
+
+
+def _pack_scored(
+    bins: Sequence[list[int]], values: Sequence[list[Any]], width: int, sequence_multiple: int
+) -> torch.Tensor:
+    """float32 [bins, width]: `values[i][t + 1]` in the column of sample i's token t."""
+    rows = []
+    for members in bins:
+        row: list[Any] = []
+        for i in members:
+            row += values[i][1:] + [0] + [0] * (-len(values[i]) % sequence_multiple)
+        rows.append(row + [0] * (width - len(row)))
+    return torch.tensor(rows, dtype=torch.float32)
 
 
 def nest(field: torch.Tensor, mask: torch.Tensor, pad: float = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:

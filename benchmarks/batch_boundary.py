@@ -1,0 +1,95 @@
+"""Loss masks and candidate sets through `ray.put` and `ray.get`: bytes and time, against lists of ints.
+
+512 responses of 16..8192 tokens. Ray runs on loopback with one CPU and no dashboard.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import numpy as np
+import ray
+import torch
+
+from benchmarks.batch_collate import candidate_sets
+from benchmarks.harness import compare
+from sglang_topp.batch import RowSets, pack_loss_mask, unpack_loss_masks
+
+__all__ = ["run"]
+
+
+def _bytes(value: object) -> int:
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
+
+
+def run() -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        object_store_memory=512 * 2**20,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        _run()
+    finally:
+        ray.shutdown()
+
+
+def _run() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(16, 8193, 512)
+    arrays = [rng.integers(0, 2, n, np.int8) for n in lengths]
+    forms = {
+        "lists of ints": [array.tolist() for array in arrays],
+        "int8": [pack_loss_mask(array, form="int8") for array in arrays],
+        "bits": [pack_loss_mask(array) for array in arrays],
+    }
+    print(f"\nloss masks of {lengths.sum() / 1e6:.2f} M tokens, pickled:")
+    for label, masks in forms.items():
+        print(f"{label:<20}{_bytes(masks) / lengths.sum():>8.3f} bytes a token")
+    compare(
+        "512 loss masks: put + get",
+        {label: lambda masks=masks: ray.get(ray.put(masks)) for label, masks in forms.items()},  # type: ignore[misc]
+    )
+    compare(
+        "512 loss masks to float32 tensors",
+        {
+            "loop: torch.tensor(list)": lambda: [
+                torch.tensor(mask, dtype=torch.float32) for mask in forms["lists of ints"]
+            ],
+            "int8": lambda: unpack_loss_masks(forms["int8"]),
+            "bits": lambda: unpack_loss_masks(forms["bits"]),
+        },
+    )
+    compare(
+        "packing: the producer's side, from lists",
+        {"list(mask)": lambda: [list(mask) for mask in forms["lists of ints"]]}
+        | {
+            form: lambda form=form: [pack_loss_mask(mask, form=form) for mask in forms["lists of ints"]]  # type: ignore[misc]
+            for form in ("int8", "bits")
+        },
+    )
+
+    ids = rng.integers(0, 150_000, lengths[:64].sum())
+    sets = candidate_sets(rng, ids, np.ones(len(ids), bool))
+    rows = RowSets(sets, np.concatenate([[0], np.cumsum(lengths[:64])]))
+    ragged = [row.to_lists() for row in rows]
+    print(
+        f"\ncandidate sets, {len(ids) / 1e3:.0f} k positions, {len(sets.token_ids) / 1e6:.2f} M candidates:"
+    )
+    print(f"lists {_bytes(ragged) / 1e6:.1f} MB, RowSets {_bytes(rows) / 1e6:.1f} MB")
+    compare(
+        "candidate sets: put + get",
+        {
+            "lists of lists": lambda: ray.get(ray.put(ragged)),
+            "RowSets": lambda: ray.get(ray.put(rows)),
+        },
+        rounds=3,
+    )

@@ -1,0 +1,109 @@
+"""Packing against the plain loop, and a whole step of a batch with candidate sets.
+
+The samples of `batch_collate`: 1024, responses spread evenly over 16..2048. Rows of 16384 tokens on
+8 data-parallel ranks, aligned for 2 tensor-parallel and 2 context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.batch_collate import candidate_sets, rollouts
+from benchmarks.harness import compare
+from sglang_topp.batch import PackedCollator, collate_rl, reference, split_micro_batches, take_batch
+from sglang_topp.batch.bins import first_fit_decreasing
+
+__all__ = ["run"]
+
+_RANKS = 8
+_BUDGET = 16_384
+
+
+def run() -> None:
+    arrays = rollouts()
+    lists: dict[str, Any] = {name: [row.tolist() for row in rows] for name, rows in arrays.items()}
+    ids = [p + r for p, r in zip(lists["prompts"], lists["responses"], strict=True)]
+    id_arrays = [np.array(row, np.int32) for row in ids]
+    counts, masks = [len(r) for r in lists["responses"]], lists["loss_masks"]
+    lengths = [len(row) for row in ids]
+    collator = PackedCollator(max_tokens=_BUDGET, pad_token_id=0, dp_size=_RANKS, tp_size=2, cp_size=2)
+    multiples = {
+        "pad_token_id": 0,
+        "sequence_multiple": collator.sequence_multiple,
+        "row_multiple": collator.row_multiple,
+    }
+    footprints = [-(-n // collator.sequence_multiple) * collator.sequence_multiple for n in lengths]
+
+    def sft_loop() -> object:
+        bins = reference.first_fit_decreasing(footprints, _BUDGET)
+        return reference.pack_sft(bins, ids, counts, masks, **multiples)
+
+    def rl_loop() -> object:
+        bins = reference.first_fit_decreasing(footprints, _BUDGET)
+        return reference.pack_rl(bins, **lists, **multiples)
+
+    compare(
+        "packed SFT, B = 1024",
+        {
+            "loop": sft_loop,
+            "PackedCollator, from lists": lambda: collator.collate_sft(ids, counts, masks),
+            "PackedCollator, from arrays": lambda: collator.collate_sft(
+                id_arrays, counts, arrays["loss_masks"]
+            ),
+        },
+        target=34,
+    )
+    compare(
+        "packed RL, B = 1024",
+        {
+            "loop": rl_loop,
+            "PackedCollator, from lists": lambda: collator.collate_rl(**lists),
+            "PackedCollator, from arrays": lambda: collator.collate_rl(**arrays),
+        },
+        target=34,
+    )
+    compare(
+        "first-fit decreasing alone",
+        {
+            "loop": lambda: reference.first_fit_decreasing(footprints, _BUDGET),
+            "first_fit_decreasing": lambda: first_fit_decreasing(np.array(footprints), _BUDGET),
+        },
+    )
+    packed = collator.collate_sft(ids, counts, masks)["sequences"]
+    fill = sum(lengths) / packed.numel()
+    print(f"\n{len(packed)} rows of {packed.shape[1]} columns (budget {_BUDGET}), {fill:.1%} of them tokens")
+    _step(arrays, lengths)
+
+
+def _step(arrays: dict[str, list[np.ndarray]], lengths: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    sets = [candidate_sets(rng, ids, np.ones(len(ids), bool)) for ids in arrays["responses"]]
+    tokens = sum(lengths)
+    collator = PackedCollator(max_tokens=_BUDGET, pad_token_id=0, dp_size=_RANKS)
+
+    def padded() -> object:
+        batch = collate_rl(**arrays, candidates=sets, pad_token_id=0)
+        plan = split_micro_batches(lengths, _BUDGET, ranks=_RANKS)
+        return [list(plan.of(batch, rank)) for rank in range(_RANKS)]
+
+    def packed() -> object:
+        batch = collator.collate_rl(**arrays, candidates=sets)
+        rows = np.arange(len(batch["sequences"]))
+        return [[take_batch(batch, row[None]) for row in shard] for shard in np.split(rows, _RANKS)]
+
+    candidates = sum(len(part.token_ids) for part in sets)
+    print(f"\n{tokens / 1e6:.2f} M tokens, {candidates / 1e6:.1f} M candidates")
+    steps = {
+        "collate_rl alone, without sets": lambda: collate_rl(**arrays, pad_token_id=0),
+        "collate_rl, split_micro_batches, cut": padded,
+        "PackedCollator.collate_rl, cut": packed,
+    }
+    compare("collate with candidate sets, shard over 8, cut to micro-batches", steps, rounds=5)
+    for label, step in steps.items():
+        start = time.process_time()
+        step()
+        spent = time.process_time() - start
+        print(f"{label:<44}{spent / tokens * 1e9:>12.1f} ms of CPU per million tokens")
