@@ -100,8 +100,10 @@ async def refuse_openai(
     original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any
 ) -> Any:
     """AROUND hook on `OpenAIServingBase.handle_request`: those answers have no room for sets."""
-    body = await raw_request.json() if raw_request is not None else {}
-    places = (body, getattr(request, "custom_params", None))
+    places = [getattr(request, "custom_params", None)]
+    # The routes' own models drop fields that they do not know; uploads (audio) are no JSON.
+    if "json" in raw_request.headers.get("content-type", ""):
+        places.append(await raw_request.json())
     if any(isinstance(place, Mapping) and place.get(THRESHOLD) for place in places):
         return self.create_error_response(
             f"{THRESHOLD}: this route cannot return candidate sets; send the request to /generate"

@@ -186,7 +186,7 @@ def test_a_restarted_sidecar_is_found_again(served: Served) -> None:
 def test_the_engine_dies_in_mid_request(served: Served) -> None:
     """Last in this module: the client gets an error, `serve` ends with one, and nothing is left over."""
     children = subprocess.run(
-        ["ps", "-eo", "pid,sess,args"], capture_output=True, text=True, check=True
+        ["ps", "-wweo", "pid,sess,args"], capture_output=True, text=True, check=True
     ).stdout
     port = served.engine.rpartition(":")[2]
     (engine_line,) = [
@@ -213,7 +213,7 @@ def test_the_engine_dies_in_mid_request(served: Served) -> None:
 
     def processes_left() -> list[str]:
         table = subprocess.run(
-            ["ps", "-eo", "sess,stat,args"], capture_output=True, text=True, check=True
+            ["ps", "-wweo", "sess,stat,args"], capture_output=True, text=True, check=True
         ).stdout
         rows = [line.split(None, 2) for line in table.splitlines()]
         return [args for sess, state, args in rows if sess == session and not state.startswith("Z")]

@@ -1,0 +1,197 @@
+"""What the real engine hardly ever does wrong: a fault becomes an error of its request, and of no other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_topp import CandidateSets
+from sglang_topp_patches import mode, tokenizer_manager
+from sglang_topp_patches.extract import extract
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, join
+from sglang_topp_patches.prefill import PromptSets
+from sglang_topp_patches.rows import Rows
+from sglang_topp_patches.sampler import GeneratedSets
+
+VOCAB = 32
+
+
+@pytest.fixture
+def logprobs() -> torch.Tensor:
+    return torch.log_softmax(torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)) * 3, -1)
+
+
+def request(rid: str) -> SimpleNamespace:
+    return SimpleNamespace(rid=rid, customized_info=None)
+
+
+def commit(index: int, *token_ids: int) -> SimpleNamespace:
+    return SimpleNamespace(output_index=index, token_ids=token_ids)
+
+
+def generated(logprobs: torch.Tensor, sampled: list[int]) -> GeneratedSets:
+    rows = Rows(("a", "b", "c"), (0.9, 0.9, 0.9))
+    sets = GeneratedSets(rows, extract(logprobs, rows.thresholds, torch.tensor(sampled)))
+    return sets.copy_to_host(torch.clone)
+
+
+def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
+    logprobs[1, 7] = torch.nan
+    sets = extract(logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
+    assert list(sets.problems) == [1]
+    assert "NaN" in sets.problems[1]
+    positions = join(sets.spans())
+    assert positions.lengths[0] > 0
+    assert positions.lengths[1] == 0
+    assert positions.lengths[2] > 0
+
+
+def test_each_fault_is_told_in_its_own_entry(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    unlikely = int(logprobs[1].argmin())
+    sets = generated(logprobs, sampled)
+    reqs = [request("a"), request("b"), request("x")]
+    sets.consume(
+        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, unlikely), commit(0, sampled[2])]
+    )
+    first, second, third = (req.customized_info[KEY] for req in reqs)
+    # Two positions that never passed through the sampler, then a good one.
+    assert [bool(entry.problem) for entry in first] == [True, True, False]
+    assert f"token {unlikely} replaced" in second[0].problem
+    assert "was sampled for request c" in third[0].problem
+
+
+def test_several_tokens_in_one_step_are_refused(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    reqs = [request("a"), request("b"), request("c")]
+    generated(logprobs, sampled).consume(
+        SimpleNamespace(reqs=reqs), [commit(0, sampled[0], 5), None, commit(0, sampled[2])]
+    )
+    assert "2 tokens became visible" in reqs[0].customized_info[KEY][0].problem
+    assert reqs[1].customized_info is None
+    assert not reqs[2].customized_info[KEY][0].problem
+
+
+def test_sampling_without_logprobs_is_told() -> None:
+    req = request("a")
+    GeneratedSets(Rows(("a",), (0.9,)), None).consume(SimpleNamespace(reqs=[req]), [commit(0, 3)])
+    assert "without reporting log-probs" in req.customized_info[KEY][0].problem
+
+
+def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch.Tensor) -> None:
+    sets = PromptSets(("a",), (0.9,), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),))
+    req = request("a")
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    req.customized_info[KEY] = [Entry((b"", b""))]
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    assert len(req.customized_info[PROMPT_KEY]) == 3
+
+
+class Answer:
+    """One request on its way through the HTTP process, with what SGLang itself would have written."""
+
+    def __init__(self, tokens: list[int], prompt_tokens: int = 0, **fields: Any) -> None:
+        obj = SimpleNamespace(top_logprobs_p=0.9, return_logprobs_in_base64=True, stream=False, **fields)
+        self.manager = SimpleNamespace(incremental_streaming_output=False)
+        self.state = SimpleNamespace(
+            obj=obj,
+            last_output_offset=0,
+            output_token_logprobs_val=[-1.0] * len(tokens),
+            input_token_logprobs_val=[-1.0] * prompt_tokens,
+        )
+        self.meta_info: dict[str, Any] = {"finish_reason": {"type": "length"}}
+
+    def receive(self, entries: Any, prompt: Any = (), finished: bool = True) -> dict[str, Any]:
+        info = {"other": [[1]]}
+        if entries is not None:
+            info[KEY] = [entries]
+        if prompt:
+            info[PROMPT_KEY] = [prompt]
+        recv_obj = SimpleNamespace(rids=["a"], customized_info=info)
+        tokenizer_manager.receive_entries(self.manager, recv_obj)
+        assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
+        tokenizer_manager.write_meta_info(
+            None, self.manager, self.meta_info, self.state, 0, None, False, recv_obj, 0, finished
+        )
+        return self.meta_info
+
+
+def entries_of(logprobs: torch.Tensor, sampled: list[int]) -> list[Entry]:
+    sets = extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled))
+    return [Entry(span) for span in sets.spans()]
+
+
+def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    meta_info = Answer(sampled).receive(entries_of(logprobs, sampled))
+    assert meta_info["finish_reason"] == {"type": "length"}
+    assert len(CandidateSets.from_meta_info(meta_info, sampled)) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda entries: None, "0 candidate sets for 3 generated tokens"),
+        (lambda entries: entries[:2], "2 candidate sets for 3 generated tokens"),
+        (lambda entries: [*entries, entries[0]], "4 candidate sets for 3"),
+        (lambda entries: [entries[0], None, entries[2]], "position 1: the scheduler sent none"),
+        (lambda entries: [entries[0], entries[1], Entry(None, "it broke")], "position 2: it broke"),
+    ],
+)
+def test_what_is_missing_is_an_error(logprobs: torch.Tensor, change: Any, words: str) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    meta_info = Answer(sampled).receive(change(entries_of(logprobs, sampled)))
+    assert not any("top_p" in key for key in meta_info)
+    reason = meta_info["finish_reason"]
+    assert (reason["type"], reason["status_code"]) == ("abort", 500)
+    assert words in reason["message"]
+
+
+def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    entries = entries_of(logprobs, sampled)
+    spans = [entry.candidates for entry in entries]
+    good = Answer(sampled, prompt_tokens=3).receive(entries, spans)
+    assert good["input_top_p_logprobs_lengths"][0] == -1
+    for prompt in ((), spans[:2], [spans[0], None, spans[1], spans[2]], [None, spans[0], spans[1]]):
+        count = 4 if len(prompt) == 4 else 3
+        meta_info = Answer(sampled, prompt_tokens=count).receive(entries, prompt)
+        if prompt == [None, spans[0], spans[1]]:
+            assert "prompt position 1" in meta_info["finish_reason"]["message"]
+        else:
+            assert meta_info["finish_reason"]["type"] == "abort"
+
+
+def test_an_abort_keeps_its_own_cause(logprobs: torch.Tensor) -> None:
+    answer = Answer([1, 2, 3])
+    answer.meta_info["finish_reason"] = {"type": "abort", "message": "the user did it"}
+    assert answer.receive(None)["finish_reason"]["message"] == "the user did it"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("speculative_algorithm", "EAGLE", "speculative"),
+        ("dllm_algorithm", "LowConfidence", "diffusion"),
+        ("pp_size", 2, "pipeline"),
+        ("disaggregation_mode", "prefill", "disaggregated"),
+    ],
+)
+def test_modes_without_exact_sets_refuse(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: Any, words: str
+) -> None:
+    monkeypatch.setattr(mode, "_refusals", ())
+    args = {
+        "speculative_algorithm": None,
+        "dllm_algorithm": None,
+        "pp_size": 1,
+        "disaggregation_mode": "null",
+    }
+    mode.note_server_args(None, None, SimpleNamespace(**args))
+    assert mode.refusals() == ()
+    mode.note_server_args(None, None, SimpleNamespace(**{**args, field: value}))
+    (reason,) = mode.refusals()
+    assert words in reason
