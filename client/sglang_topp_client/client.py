@@ -339,8 +339,10 @@ class AsyncRolloutClient:
     def _here(self) -> _Loop:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
-            for other in [other for other in self._loops if other.is_closed()]:
-                del self._loops[other]
+            # Other threads add theirs meanwhile.
+            for other in list(self._loops):
+                if other.is_closed():
+                    self._loops.pop(other, None)
             slots = asyncio.Semaphore(self._server.max_connections)
             self._loops[loop] = _Loop(Connections(self._server), slots)
         return self._loops[loop]

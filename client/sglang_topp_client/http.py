@@ -13,8 +13,8 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -221,20 +221,15 @@ def _ssl_context() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-class _transport_errors:
+@contextmanager
+def _transport_errors(url: str) -> Generator[None, None, None]:
     """Turns the library's exceptions into TransportError."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, httpx.TimeoutException):
-            raise TransportError(f"{self._url}: no answer in time ({type(error).__name__})") from error
-        if isinstance(error, httpx.HTTPError | httpx.StreamError | httpx.InvalidURL):
-            raise TransportError(f"{self._url}: {type(error).__name__}: {error}") from error
+    try:
+        yield
+    except httpx.TimeoutException as error:
+        raise TransportError(f"{url}: no answer in time ({type(error).__name__})") from error
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+        raise TransportError(f"{url}: {type(error).__name__}: {error}") from error
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvicorn
@@ -16,17 +16,20 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 
 @asynccontextmanager
 async def raw_server(handle):
     """A socket server; `handle(number, reader, writer)` gets every connection and its number."""
-    number = 0
+    connections = []
 
     async def connected(reader, writer):
-        nonlocal number
-        number += 1
-        await handle(number, reader, writer)
+        connections.append(asyncio.current_task())
+        await handle(len(connections), reader, writer)
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+        await asyncio.gather(*connections)
 
 
 async def read_request(reader):
