@@ -148,17 +148,19 @@ class PackedCollator:
         """
         examples = read_examples(input_ids, num_actions, loss_masks)
         layout = self._layout("input_ids", examples.lengths)
-        batch, sequences = self._common(layout)
         whole = layout.spans(np.zeros_like(examples.lengths), examples.lengths)
+        batch, sequences = self._common(layout, whole)
         for i, first, stop in whole:
             write_row(sequences[first:stop], examples.ids[i], "input_ids", i)
-        losses = batch["loss_mask"].numpy()
-        flat = losses.reshape(-1)
+        # Nothing predicts a sample's first token.
+        masks = [
+            mask[1:] if len(mask) == length else mask
+            for mask, length in zip(examples.loss_masks, examples.lengths.tolist(), strict=True)
+        ]
+        share = 1 / max(1, int(np.count_nonzero(np.concatenate(masks))))
+        losses = batch["loss_mask"].numpy().reshape(-1)
         for i, _, stop in whole:
-            mask = examples.loss_masks[i]
-            mask = mask[1:] if len(mask) == examples.lengths[i] else mask
-            flat[stop - 1 - len(mask) : stop - 1] = mask
-        losses *= 1 / max(1, int(np.count_nonzero(flat)))
+            np.multiply(masks[i], share, out=losses[stop - 1 - len(masks[i]) : stop - 1], casting="same_kind")
         return batch
 
     def collate_rl(
@@ -178,8 +180,9 @@ class PackedCollator:
         samples = read_rollouts(prompts, responses, rewards, loss_masks, logprobs, candidates)
         prompt_lengths, lengths = samples.prompt_lengths, samples.response_lengths
         layout = self._layout("prompts", prompt_lengths + lengths)
-        batch, sequences = self._common(layout)
-        for i, first, stop in layout.spans(np.zeros_like(prompt_lengths), prompt_lengths):
+        nothing = np.zeros_like(prompt_lengths)
+        batch, sequences = self._common(layout, layout.spans(nothing, layout.lengths))
+        for i, first, stop in layout.spans(nothing, prompt_lengths):
             write_row(sequences[first:stop], samples.prompts[i], "prompts", i)
         scored = layout.spans(prompt_lengths - 1, lengths)
         for i, first, stop in scored:
@@ -197,8 +200,9 @@ class PackedCollator:
             )
 
         response_mask = layout.field(np.int64)
+        flat_mask = response_mask.reshape(-1)
         for _, first, stop in scored:
-            response_mask.reshape(-1)[first:stop] = 1
+            flat_mask[first:stop] = 1
         batch["response_mask"] = torch.from_numpy(response_mask)
         losses = batch["loss_mask"].numpy().reshape(-1)
         for i, first, stop in scored:
@@ -236,14 +240,17 @@ class PackedCollator:
             row_lengths[:] = width
         return _Layout(order, rows, starts, lengths, len(bins), width, row_lengths)
 
-    def _common(self, layout: _Layout) -> tuple[PackedBatch, NDArray[np.int64]]:
+    def _common(
+        self, layout: _Layout, spans: list[tuple[int, int, int]]
+    ) -> tuple[PackedBatch, NDArray[np.int64]]:
         """The fields that every packed batch has; `sequences` flattened, for the caller to fill."""
         sequences = layout.field(np.int64, self.pad_token_id)
         attention_mask, position_ids = layout.field(np.int64), layout.field(np.int64)
         count = np.arange(layout.lengths.max())
-        for _, first, stop in layout.spans(np.zeros_like(layout.lengths), layout.lengths):
-            attention_mask.reshape(-1)[first:stop] = 1
-            position_ids.reshape(-1)[first:stop] = count[: stop - first]
+        flat_mask, flat_positions = attention_mask.reshape(-1), position_ids.reshape(-1)
+        for _, first, stop in spans:
+            flat_mask[first:stop] = 1
+            flat_positions[first:stop] = count[: stop - first]
 
         edges = np.searchsorted(layout.rows, np.arange(layout.num_rows + 1)).tolist()
         cu_seqlens, seq_lengths, samples = [], [], []

@@ -53,7 +53,21 @@ class RowSets:
     @classmethod
     def from_rows(cls, rows: Sequence[CandidateSets]) -> RowSets:
         """One row per entry; a single copy of every array."""
-        return cls(CandidateSets.concat(rows), _offsets([len(row) for row in rows]))
+        if not rows:
+            return cls(CandidateSets.empty(0), np.zeros(1, np.int64))
+        row_offsets = _offsets([len(row.sampled_ids) for row in rows])
+        # Each row's offsets, moved by the candidates before it.
+        offsets = np.zeros(row_offsets[-1] + 1, np.int64)
+        np.concatenate([row.offsets[1:] for row in rows], out=offsets[1:])
+        before = _offsets([len(row.token_ids) for row in rows])[:-1]
+        offsets[1:] += np.repeat(before, np.diff(row_offsets))
+        sets = CandidateSets._trusted(
+            np.concatenate([row.token_ids for row in rows]),
+            np.concatenate([row.logprobs for row in rows]),
+            offsets,
+            np.concatenate([row.sampled_ids for row in rows]),
+        )
+        return cls(sets, row_offsets)
 
     def __len__(self) -> int:
         """Number of rows B."""
@@ -108,8 +122,15 @@ class RowSets:
         Raises:
             InvalidInputError: not integers, or out of range.
         """
-        index = row_index(rows, len(self))
-        return RowSets.from_rows([self[i] for i in index.tolist()])
+        index, sets = row_index(rows, len(self)), self.sets
+        candidates = sets.offsets[self.row_offsets]  # where each row's candidates begin
+        taken = CandidateSets._trusted(
+            cut(sets.token_ids, candidates, index),
+            cut(sets.logprobs, candidates, index),
+            _offsets(cut(sets.sizes, self.row_offsets, index)),
+            cut(sets.sampled_ids, self.row_offsets, index),
+        )
+        return RowSets(taken, _offsets(self.lengths[index]))
 
     def place(self, into: ArrayLike, starts: ArrayLike, shape: tuple[int, int]) -> RowSets:
         """Every row laid into a [N, W] field: one position per column, empty spans where nothing lies.
@@ -169,7 +190,7 @@ def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
     return index
 
 
-def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
+def _offsets(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
