@@ -1,0 +1,65 @@
+"""What the feature costs the real engine: 32 concurrent requests of 32 tokens, vocabulary 151,936.
+
+One patched SGLang on this machine serves every contender in turn; time is from the first request sent to
+the last answer read. Bytes are those of the answers, per generated token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.harness import compare
+from sglang_topp_server.tiny_model import make_tiny_model
+from tests.engine.conftest import run_engine
+
+REQUESTS = 32
+TOKENS = 32
+SAMPLING = {"max_new_tokens": TOKENS, "temperature": 1.0, "top_p": 0.95, "ignore_eos": True}
+
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "return_logprob": {"return_logprob": True},
+    "top_logprobs_num=128": {"return_logprob": True, "top_logprobs_num": 128},
+    "native return_sampling_mask, top_k 4096": {
+        "return_logprob": True,
+        "return_sampling_mask": True,
+        "sampling_params": {**SAMPLING, "top_k": 4096},
+    },
+    "candidate sets, p = 0.95, base64": {
+        "return_logprob": True,
+        "top_logprobs_p": 0.95,
+        "return_logprobs_in_base64": True,
+    },
+}
+
+
+def run() -> None:
+    """Print throughput against plain generation, and the answers' size."""
+    size: dict[str, float] = {}
+
+    async def send(url: str, label: str) -> None:
+        body = {"sampling_params": SAMPLING, **CONTENDERS[label]}
+        limits = httpx.Limits(max_connections=REQUESTS)
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+            answers = await asyncio.gather(
+                *(http.post("/generate", json={**body, "text": "x" * (8 + i)}) for i in range(REQUESTS))
+            )
+        for answer in answers:
+            answer.raise_for_status()
+        size[label] = sum(len(answer.content) for answer in answers) / (REQUESTS * TOKENS)
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny_model(Path(folder) / "model", vocab_size=151_936, logit_std=7.0)
+        with run_engine(model, Path(folder) / "engine.log") as engine:
+            compare(
+                f"engine, {REQUESTS} requests x {TOKENS} tokens, vocabulary 151,936",
+                {label: (lambda label=label: asyncio.run(send(engine.url, label))) for label in CONTENDERS},
+                rounds=5,
+            )
+    for label, bytes_per_token in size.items():
+        print(f"{label:<44}{bytes_per_token:>12.0f} bytes per token")
