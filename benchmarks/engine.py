@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks.harness import compare
 from sglang_topp_server.tiny_model import make_tiny_model
-from tests.engine.conftest import run_engine
+from tests.engine.running import run_engine
 
 REQUESTS = 32
 TOKENS = 32

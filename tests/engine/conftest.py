@@ -1,117 +1,16 @@
-"""The real SGLang, started from its package on the CPU platform and shared among the tests."""
+"""One engine in its usual configuration, shared among the tests."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from sglang_topp_server.tiny_model import make_tiny_model
+from tests.engine.running import Engine, run_engine
 
-START_LIMIT_S = 400
 VOCAB_SIZE = 512
-
-
-class Engine:
-    """A running SGLang server."""
-
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.url = url
-        self.process = process
-        self.log = log
-        self.http = httpx.Client(base_url=url, timeout=180)
-
-    def post(self, **body: Any) -> httpx.Response:
-        return self.http.post("/generate", json=body)
-
-    def generate(self, **body: Any) -> Any:
-        """The parsed answer; anything but a 200 fails the test."""
-        answer = self.post(**body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def stream(self, **body: Any) -> list[dict[str, Any]]:
-        """The chunks of a streamed answer."""
-        import json
-
-        chunks = []
-        with self.http.stream("POST", "/generate", json={**body, "stream": True}) as answer:
-            assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    chunks.append(json.loads(line.removeprefix("data: ")))
-        return chunks
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process that was started in its own session, and everything that it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            continue
-
-
-@contextmanager
-def run_engine(
-    model: Path,
-    log: Path,
-    *arguments: str,
-    env: Mapping[str, str] | None = None,
-    program: Sequence[str] = ("-m", "sglang.launch_server"),
-) -> Iterator[Engine]:
-    """SGLang serving `model` in float32 on a free loopback port."""
-    port = free_port()
-    command = [sys.executable, *program, "--model-path", str(model), "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--mem-fraction-static", "0.2"]
-    command.append("--sleep-on-idle")  # several engines share the cores with the tests
-    if "--max-total-tokens" not in arguments:
-        command += ["--max-total-tokens", "16384"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-        )
-    engine = Engine(f"http://127.0.0.1:{port}", process, log)
-    try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while True:
-            try:
-                if engine.http.get("/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"SGLang did not start:\n{log.read_text(errors='replace')[-6000:]}")
-            time.sleep(0.5)
-        yield engine
-    finally:
-        engine.http.close()
-        stop_group(process)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import httpx
 
 from sglang_topp import wire
 from tests.engine.checks import checked_sets
-from tests.engine.conftest import Engine
+from tests.engine.running import Engine
 
 REQUESTS = 64
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_topp_patches.releases import RELEASES
-from tests.engine.conftest import run_engine
+from tests.engine.running import run_engine
 
 # Read by every Python process that has its folder on PYTHONPATH: SGLang claims to be another release.
 OTHER_RELEASE = """

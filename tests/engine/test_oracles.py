@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.checks import checked_sets
-from tests.engine.conftest import Engine
+from tests.engine.running import Engine
 
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
 SAMPLING = {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True}

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_topp import CandidateSets, wire
 from tests.engine.checks import checked_sets
-from tests.engine.conftest import Engine
+from tests.engine.running import Engine
 
 PROMPT = "The quick brown fox"
 WANTED = {"return_logprob": True, "top_logprobs_p": 0.8, "return_logprobs_in_base64": True}

@@ -20,7 +20,7 @@ import pytest
 from sglang_topp.errors import RequestError
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
 from tests.engine.checks import check_nucleus
-from tests.engine.conftest import START_LIMIT_S, free_port
+from tests.engine.running import START_LIMIT_S, free_port
 
 SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 LONG = {**SAMPLING, "max_new_tokens": 3000}
@@ -193,7 +193,7 @@ def test_the_engine_dies_in_mid_request(served: Served) -> None:
         line for line in children.splitlines() if f"--port {port}" in line and "keeper" not in line
     ]
     pid, session = engine_line.split()[:2]
-    with RolloutClient(served.sidecar, max_retries=1) as client:
+    with RolloutClient(served.sidecar, max_retries=0) as client:
         failures: list[BaseException] = []
 
         def send() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.engine.checks import checked_sets
-from tests.engine.conftest import run_engine
+from tests.engine.running import run_engine
 
 SAMPLING = {"max_new_tokens": 16, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 

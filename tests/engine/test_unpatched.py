@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from sglang_topp.errors import MissingCandidateSetsError, PatchError, SglangToppError
 from sglang_topp_client import RolloutClient
-from tests.engine.conftest import Engine, run_engine
+from tests.engine.running import Engine, free_port, run_engine
 
 # SGLang's own allow-list of plugins: only the CPU platform, which it needs to start here.
 UNPATCHED = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
@@ -99,3 +103,28 @@ def test_the_client_refuses_an_answer_without_the_sets(unpatched: Engine) -> Non
 
 def test_server_info_does_not_claim_the_patch_set(unpatched: Engine) -> None:
     assert "sglang_topp" not in unpatched.http.get("/server_info").json()
+
+
+def test_the_sidecar_before_it_is_not_ready_and_refuses(unpatched: Engine) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_topp_server.cli", "sidecar"]
+    command += ["--engine-url", unpatched.url, "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sidecar:
+        try:
+            assert sidecar.stdout is not None
+            assert "sidecar at" in sidecar.stdout.readline()
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+                assert http.get("/healthz").status_code == 200
+                for _ in range(100):
+                    ready = http.get("/readyz")
+                    if "without the sglang-topp patch set" in ready.text:
+                        break
+                    time.sleep(0.1)
+                assert ready.status_code == 503
+                assert "without the sglang-topp patch set" in ready.text
+                for p in (0.9, None):
+                    refused = http.post("/rollouts", json={"prompts": ["hello"], "top_logprobs_p": p})
+                    assert refused.status_code == 503
+                    assert "patch set" in refused.json()["error"]["message"]
+        finally:
+            sidecar.terminate()

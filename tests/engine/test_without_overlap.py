@@ -14,7 +14,7 @@ import pytest
 
 from sglang_topp import CandidateSets, wire
 from tests.engine.checks import checked_sets
-from tests.engine.conftest import Engine, run_engine
+from tests.engine.running import Engine, run_engine
 
 WANTED = {"return_logprob": True, "top_logprobs_p": 0.9}
 BOTH_FORMS = pytest.mark.parametrize("base64", [True, False], ids=["base64", "list"])

@@ -1,0 +1,110 @@
+"""Start the real SGLang from its package, as its own process group, and end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+__all__ = ["START_LIMIT_S", "Engine", "free_port", "run_engine", "stop_group"]
+
+START_LIMIT_S = 400
+
+
+class Engine:
+    """A running SGLang server."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url = url
+        self.process = process
+        self.log = log
+        self.http = httpx.Client(base_url=url, timeout=180)
+
+    def post(self, **body: Any) -> httpx.Response:
+        return self.http.post("/generate", json=body)
+
+    def generate(self, **body: Any) -> Any:
+        """The parsed answer; anything but a 200 fails the test."""
+        answer = self.post(**body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stream(self, **body: Any) -> list[dict[str, Any]]:
+        """The chunks of a streamed answer."""
+        chunks = []
+        with self.http.stream("POST", "/generate", json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    chunks.append(json.loads(line.removeprefix("data: ")))
+        return chunks
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started in its own session, and everything that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+@contextmanager
+def run_engine(
+    model: Path,
+    log: Path,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Engine]:
+    """SGLang serving `model` in float32 on a free loopback port."""
+    port = free_port()
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--mem-fraction-static", "0.2"]
+    command.append("--sleep-on-idle")  # several engines share the cores with the tests
+    if "--max-total-tokens" not in arguments:
+        command += ["--max-total-tokens", "16384"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    engine = Engine(f"http://127.0.0.1:{port}", process, log)
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while True:
+            try:
+                if engine.http.get("/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"SGLang did not start:\n{log.read_text(errors='replace')[-6000:]}")
+            time.sleep(0.5)
+        yield engine
+    finally:
+        engine.http.close()
+        stop_group(process)
