@@ -11,7 +11,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ __all__ = ["main"]
 _FAILED, _USAGE = 1, 2
 _KEY, _ENGINE_KEY = "SGLANG_TOPP_API_KEY", "SGLANG_TOPP_ENGINE_API_KEY"
 _PLUGIN = "sglang_topp"
+_MAX_FILES = 1 << 16
 _SERVER_MODULES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core")
 _OURS = {
     "--model-path": "--model-path before the --",
@@ -156,7 +156,8 @@ def _sidecar(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     if find_spec("sglang") is None:
         return _fail(
-            "SGLang is not installed, there is nothing to check: pip install 'sglang-topp[sglang]'", 2
+            "SGLang is not installed, there is nothing to check: pip install 'sglang-topp[sglang]'",
+            _USAGE,
         )
     from sglang_topp_patches.doctor import report
 
@@ -166,7 +167,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    return int(import_module("sglang_topp_server.demo").main())
+    from sglang_topp_server.demo import main as run_demo
+
+    return run_demo()
 
 
 def _settings(args: argparse.Namespace, engine_url: str, **others: float) -> launch.Settings:
@@ -193,8 +196,9 @@ def _key(name: str) -> str | None:
 
 def _raise_file_limit() -> None:
     """Every request in flight holds two sockets; the usual soft limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < min(hard, _MAX_FILES):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MAX_FILES), hard))
 
 
 def _port(text: str) -> int:

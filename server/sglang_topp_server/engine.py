@@ -24,9 +24,9 @@ from sglang_topp_server.schema import RolloutRequest
 
 __all__ = ["Engine", "EngineStatus", "FailedPrompt"]
 
-# SGLang's /health makes a token where the engine is idle and waits 20 s for it.
+# SGLang's /health waits 20 s for its token.
 _PROBE_TIMEOUT_S = 30.0
-_POLL_READY_S = 5.0
+_POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
 
 
@@ -101,9 +101,10 @@ class Engine:
     async def watch(self) -> None:
         """Look at the engine again and again, and at once when a request cast doubt on it; never returns."""
         while True:
+            in_doubt = self._in_doubt.is_set()
             self._in_doubt.clear()
             try:
-                self.status = await self._look()
+                self.status = await self._look(is_healthy=self.status.phase == "ready" and not in_doubt)
             except Exception as error:
                 # Whatever it is (no answer, no JSON, no such host), the next look may find better.
                 self.status = self._silent(f"{type(error).__name__}: {error}")
@@ -131,7 +132,9 @@ class Engine:
         if not self._has_been_ready:
             raise ServerError(self.status.reason, status=503)
 
-    async def _look(self) -> EngineStatus:
+    async def _look(self, *, is_healthy: bool) -> EngineStatus:
+        """Ask `/server_info`, which SGLang answers from its scheduler, and `/health`, which has it make a
+        token, unless the engine is known to be healthy."""
         answer = await self._probes.get("/server_info")
         if answer.status_code in (401, 403):
             return self._silent("it refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY")
@@ -150,6 +153,8 @@ class Engine:
         )
         if not status.is_patched:
             return replace(status, phase="unpatched", reason=self._why_unpatched(status))
+        if is_healthy:
+            return status
         health = await self._probes.get("/health")
         if health.status_code != 200:
             reason = f"the engine at {self.base_url} is not ready: its /health answers {health.status_code}"

@@ -134,31 +134,34 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
 
     listener = _listen(settings.host, settings.port)
     url = url_of(settings.host, listener.getsockname()[1])
+    if command is not None:
+        keeper = await _start_keeper(command, settings.grace_s)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    attending = asyncio.create_task(_attend(engine, keeper, settings, url))
+    signalled = asyncio.create_task(stopping.wait())
     try:
-        if command is None:
-            print(f"sglang-topp sidecar at {url} (engine: {settings.engine_url})", flush=True)
-            attending: asyncio.Task[object] = asyncio.create_task(asyncio.Event().wait())
-        else:
-            keeper = await _start_keeper(command, settings.grace_s)
-            attending = asyncio.create_task(_attend(engine, keeper, settings, url))
-        signalled = asyncio.create_task(stopping.wait())
         await asyncio.wait({signalled, serving, attending}, return_when=asyncio.FIRST_COMPLETED)
         if signalled.done():
             return
-        if attending.done():
-            attending.result()
+        for task in (attending, serving):
+            if task.done():
+                task.result()
         raise ServerError("the sidecar stopped by itself; its own words are above")
     finally:
         stopping.set()
+        attending.cancel()
         server.should_exit = True
-        await asyncio.wait({serving})
+        await asyncio.gather(serving, attending, return_exceptions=True)
         if keeper is not None:
             await _end_keeper(keeper, settings.grace_s)
 
 
-async def _attend(engine: Engine, keeper: Process, settings: Settings, url: str) -> None:
-    """Wait until the engine is ready, say so, and raise when it ends."""
+async def _attend(engine: Engine, keeper: Process | None, settings: Settings, url: str) -> None:
+    """Say where the servers are, once the engine is ready if it is ours, and raise when that one ends."""
+    if keeper is None:
+        print(f"sglang-topp sidecar at {url} (engine: {settings.engine_url})", flush=True)
+        await asyncio.Event().wait()
+        return
     deadline = asyncio.get_running_loop().time() + settings.ready_timeout_s
     ended = asyncio.create_task(keeper.wait())
     while engine.status.phase != "ready":

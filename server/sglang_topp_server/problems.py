@@ -58,6 +58,8 @@ def upstream_error(error: SglangToppError) -> SglangToppError:
         )
     elif isinstance(error, ResponseError):
         message = f"the engine failed: {error}"
+    elif isinstance(error, TransportError):
+        return type(error)(f"the engine does not answer, or broke off: {error}")
     else:
         return error
     return ServerError(message, status=502, body=error.body)

@@ -101,7 +101,8 @@ def test_ready_then_a_signal_ends_both(serve, number):
     assert running.end() == 0
     assert not any(map(alive, pids))
     assert running.process.stdout.read() == ""
-    assert "the engine's own words" in running.errors()
+    # Everything that was said: the engine's line, and no traceback of the end.
+    assert running.errors() == "the engine's own words\n"
 
 
 def test_the_engine_ends_before_it_is_ready(serve):
