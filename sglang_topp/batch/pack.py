@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -78,9 +78,13 @@ class _Layout:
     width: int
     row_lengths: NDArray[np.int64]
 
-    def field(self, dtype: type[np.generic], fill: int = 0) -> NDArray[Any]:
-        shape = (self.num_rows, self.width)
-        return np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)
+    def gaps(self) -> NDArray[np.int64]:
+        """Indices of the flattened field where no sample lies: few, in a packed row."""
+        first = self.rows * self.width + self.starts
+        stop = first + self.lengths[self.order]
+        sizes = np.append(first[1:], self.num_rows * self.width) - stop
+        before = np.cumsum(sizes) - sizes
+        return np.repeat(stop - before, sizes) + np.arange(sizes.sum())
 
     def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
         """(sample, first, stop) in the flattened field, `lengths` columns from `skip` on, per sample."""
@@ -152,15 +156,14 @@ class PackedCollator:
         batch, sequences = self._common(layout, whole)
         for i, first, stop in whole:
             write_row(sequences[first:stop], examples.ids[i], "input_ids", i)
-        # Nothing predicts a sample's first token.
-        masks = [
-            mask[1:] if len(mask) == length else mask
-            for mask, length in zip(examples.loss_masks, examples.lengths.tolist(), strict=True)
-        ]
-        share = 1 / max(1, int(np.count_nonzero(np.concatenate(masks))))
-        losses = batch["loss_mask"].numpy().reshape(-1)
-        for i, _, stop in whole:
-            np.multiply(masks[i], share, out=losses[stop - 1 - len(masks[i]) : stop - 1], casting="same_kind")
+        losses = batch["loss_mask"].numpy()
+        flat = losses.reshape(-1)
+        for i, first, stop in whole:
+            mask = examples.loss_masks[i]
+            if len(mask) == stop - first:
+                mask = mask[1:]  # nothing predicts a sample's first token
+            flat[stop - 1 - len(mask) : stop - 1] = mask
+        losses *= 1 / max(1, int(np.count_nonzero(flat)))
         return batch
 
     def collate_rl(
@@ -199,7 +202,8 @@ class PackedCollator:
                 (layout.num_rows, layout.width),
             )
 
-        response_mask = layout.field(np.int64)
+        shape = (layout.num_rows, layout.width)
+        response_mask = np.zeros(shape, np.int64)
         flat_mask = response_mask.reshape(-1)
         for _, first, stop in scored:
             flat_mask[first:stop] = 1
@@ -209,7 +213,7 @@ class PackedCollator:
             losses[first:stop] = samples.loss_masks[i]
 
         def place(name: str, rows: Rows) -> torch.Tensor:
-            out = layout.field(np.float32)
+            out = np.zeros(shape, np.float32)
             flat = out.reshape(-1)
             for i, first, stop in scored:
                 write_row(flat[first:stop], rows[i], name, i)
@@ -244,12 +248,15 @@ class PackedCollator:
         self, layout: _Layout, spans: list[tuple[int, int, int]]
     ) -> tuple[PackedBatch, NDArray[np.int64]]:
         """The fields that every packed batch has; `sequences` flattened, for the caller to fill."""
-        sequences = layout.field(np.int64, self.pad_token_id)
-        attention_mask, position_ids = layout.field(np.int64), layout.field(np.int64)
-        count = np.arange(layout.lengths.max())
-        flat_mask, flat_positions = attention_mask.reshape(-1), position_ids.reshape(-1)
+        shape, gaps = (layout.num_rows, layout.width), layout.gaps()
+        # Samples fill nearly all of a packed field: writing the gaps alone halves the memory traffic.
+        sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        attention_mask = np.ones(shape, np.int64)
+        sequences.reshape(-1)[gaps] = self.pad_token_id
+        attention_mask.reshape(-1)[gaps] = 0
+        flat_positions, count = position_ids.reshape(-1), np.arange(layout.lengths.max())
+        flat_positions[gaps] = 0
         for _, first, stop in spans:
-            flat_mask[first:stop] = 1
             flat_positions[first:stop] = count[: stop - first]
 
         edges = np.searchsorted(layout.rows, np.arange(layout.num_rows + 1)).tolist()
@@ -269,7 +276,7 @@ class PackedCollator:
             "sequences": torch.from_numpy(sequences),
             "attention_mask": torch.from_numpy(attention_mask),
             "position_ids": torch.from_numpy(position_ids),
-            "loss_mask": torch.from_numpy(layout.field(np.float32)),
+            "loss_mask": torch.from_numpy(np.zeros(shape, np.float32)),
             "row_lengths": torch.from_numpy(layout.row_lengths),
             "cu_seqlens": cu_seqlens,
             "seq_lengths": seq_lengths,
