@@ -96,6 +96,22 @@ def test_rl_takes_bfloat16_rewards() -> None:
     )
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+def test_rl_takes_rows_of_any_device_and_mixes_them() -> None:
+    columns = rl()
+    mixed = {
+        "prompts": [torch.tensor(columns["prompts"][0], device="cuda"), columns["prompts"][1]],
+        "responses": [torch.tensor(row, device="cuda") for row in columns["responses"]],
+        "rewards": [torch.tensor(row, device="cuda", requires_grad=True) for row in columns["rewards"]],
+        "loss_masks": [torch.tensor(row, device="cuda", dtype=torch.bool) for row in columns["loss_masks"]],
+        "logprobs": [
+            torch.tensor(columns["logprobs"][0]),
+            torch.tensor(columns["logprobs"][1], device="cuda"),
+        ],
+    }
+    assert_same(collate_rl(**mixed, pad_token_id=PAD), reference.collate_rl(**columns, pad_token_id=PAD))
+
+
 def test_rl_does_not_share_memory_with_its_inputs() -> None:
     columns = rl(one_sample=True)
     rewards = torch.tensor(columns["rewards"][0], dtype=torch.float32)

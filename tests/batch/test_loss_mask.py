@@ -54,6 +54,14 @@ def test_many_at_once(masks: list[tuple[list[int], Any]], dtype: torch.dtype) ->
     assert all(tensor.dtype == dtype for tensor in out)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+def test_bits_are_unpacked_on_the_device() -> None:
+    masks = [[1, 0, 1], [], [1] * 9]
+    out = unpack_loss_masks([pack_loss_mask(mask) for mask in masks], "cuda")
+    assert [tensor.device.type for tensor in out] == ["cuda"] * 3
+    assert [tensor.tolist() for tensor in out] == masks
+
+
 def test_bit_order_is_lowest_first() -> None:
     assert pack_loss_mask([1, 0, 0, 0, 0, 0, 0, 0, 0, 1]).data.tolist() == [1, 2]
 
