@@ -13,7 +13,7 @@ def main() -> None:
     found = {}
     for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks."):
         name = module.name.removeprefix("benchmarks.")
-        if name not in ("__main__", "harness") and not module.ispkg:
+        if name not in ("__main__", "harness", "memory") and not module.ispkg:
             found[name] = module.name
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", nargs="*", help=f"one of: {', '.join(found)}")

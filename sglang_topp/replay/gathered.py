@@ -1,8 +1,8 @@
 """The two products of a head that only looks at candidates, in plain torch, on any device.
 
-Both gather rows of two matrices in chunks, so that memory is bounded whatever the number of entries,
-and both sum in float32 (float64 for float64) in a fixed order: results repeat to the last bit.
-`head_triton` has the same two for NVIDIA GPUs, without the gathered copy.
+Both work on chunks of entries, so that memory is bounded whatever their number, and both sum in
+float32 (float64 for float64) in a fixed order: results repeat to the last bit. `head_triton` has the
+same two for NVIDIA GPUs, without a gathered copy.
 
 Shape legend: m entries, S segments, H hidden size, C entries of one chunk.
 """
@@ -31,7 +31,7 @@ def gathered_dot(
         left: [L, H]; right: [R, H], of any floating dtype.
         left_rows, right_rows: int64 [m].
         out_dtype: float32 or float64, what the product and its sum run in.
-        chunk: entries gathered at a time.
+        chunk: entries worked on at a time.
 
     Returns:
         [m] of `out_dtype`.
@@ -63,7 +63,7 @@ def gathered_sum(
         weights: [m], float32 or float64: the dtype that the sums run in.
         segments: int64 [m], ascending, below `num_segments`.
         out_dtype: what each finished sum is rounded to, once.
-        chunk: entries gathered at a time.
+        chunk: entries worked on at a time.
 
     Returns:
         [num_segments, H]; zeros where a segment has no entry.
@@ -72,11 +72,14 @@ def gathered_sum(
     carried, carried_H = -1, torch.empty(0)
     for start in range(0, len(segments), chunk):
         part = slice(start, start + chunk)
-        rows_CH = source.index_select(0, source_rows[part]).to(weights.dtype)
+        rows, table = source_rows[part], source
+        if table.dtype != weights.dtype:
+            table = table.index_select(0, rows).to(weights.dtype)
+            rows = torch.arange(len(rows), device=source.device)
         present, counts = torch.unique_consecutive(segments[part], return_counts=True)
         sums = F.embedding_bag(
-            torch.arange(len(rows_CH), device=source.device),
-            rows_CH,
+            rows,
+            table,
             counts.cumsum(0) - counts,
             mode="sum",
             per_sample_weights=weights[part],

@@ -7,7 +7,7 @@ import torch
 from replay_oracle import error, full_scores, head_logits, leaves
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay import head_logprobs
+from sglang_topp.replay import Layout, head_logprobs
 
 T, V, H = 11, 61, 19
 
@@ -117,3 +117,44 @@ def test_errors_say_what_and_where():
         head_logprobs(hidden, weight, targets().index_fill(0, torch.tensor([1]), V))
     with pytest.raises(InvalidInputError, match="log-prob over the vocabulary at position 7 is NaN"):
         head_logprobs(hidden.index_fill(0, torch.tensor([7]), torch.nan), weight, targets())
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["response-only", "loss-mask-only"])
+def test_selecting_rows_before_the_head_changes_nothing_that_is_kept(masked):
+    """Rows left out before the product: the full path on the kept ones, zeros elsewhere, equal gradients."""
+    prompts, responses = [3, 0, 4, 2, 1], [4, 5, 0, 3, 2]
+    num_positions, num_rows = sum(responses), sum(prompts) + sum(responses)
+    loss_mask = torch.tensor([1, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1, 1])  # nothing is left of the third
+    rows = Layout().rows(prompts, responses, loss_mask=loss_mask if masked else None)
+    ids = torch.arange(num_positions) * 5 % V
+    weights = torch.linspace(-1, 2, num_positions, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_rows, H, generator=rng, dtype=torch.float64)
+    weight = torch.randn(V, H, generator=rng, dtype=torch.float64)
+
+    kept = leaves(hidden, weight)
+    got = head_logprobs(rows.select(kept[0]), kept[1], rows.take(ids), chunk_rows=3)
+    spread = rows.scatter(got.logprobs), rows.scatter(got.entropy)
+    (spread[0] * weights - spread[1] * weights**2).sum().backward()
+
+    # Every row through the head; then the log-prob of each response token from the row before it.
+    full = leaves(hidden, weight)
+    logprobs = torch.log_softmax(full[0] @ full[1].t(), dim=1)
+    entropies = -(logprobs.exp() * logprobs).sum(dim=1)
+    expected = [torch.zeros(num_positions, dtype=torch.float64) for _ in range(2)]
+    start = position = 0
+    for prompt, response in zip(prompts, responses, strict=True):
+        for t in range(response):
+            row = prompt + t - 1
+            if row >= 0 and (not masked or loss_mask[position]):
+                expected[0][position] = logprobs[start + row, ids[position]]
+                expected[1][position] = entropies[start + row]
+            position += 1
+        start += prompt + response
+    (expected[0] * weights - expected[1] * weights**2).sum().backward()
+
+    for mine, theirs in zip(
+        [*spread, kept[0].grad, kept[1].grad], [*expected, full[0].grad, full[1].grad], strict=True
+    ):
+        assert error(mine, theirs) < 1e-13
+    assert not spread[0][~torch.tensor(rows.scored)].any()

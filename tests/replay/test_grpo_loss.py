@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +107,11 @@ def test_replay_makes_the_first_ratio_one_and_learns(example):
 
 def test_the_file_runs():
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--steps", "2"], capture_output=True, text=True, timeout=300
+        [sys.executable, str(EXAMPLE), "--steps", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "with replay: first step's ratio 1.0000 (0.0%" in done.stdout

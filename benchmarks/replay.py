@@ -1,0 +1,256 @@
+"""Replay: the candidate-only head and the sparse log-softmax against dense masks over full logits.
+
+Forward and backward. On the CPU in float32; on a GPU, where there is one, in bfloat16 at a trainer's
+sizes. Sizes of the sets are drawn to look like top-p 0.97: mean about 8, median 2, 99th percentile
+about 80, 46 % singletons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.harness import compare
+from benchmarks.memory import Work, compare_peaks
+from sglang_topp import CandidateSets
+from sglang_topp.replay import (
+    Layout,
+    Scores,
+    candidate_logprobs,
+    head_logprobs,
+    mask_logits,
+    masked_logprobs,
+)
+
+__all__ = ["make_sets", "run"]
+
+T, H, V = 2048, 1024, 32_768
+TINY = (16, 8, 64)
+
+
+def run() -> None:
+    """Print every table; the CPU's on one thread, so that they show work, and not waits at barriers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _run_on_cpu()
+    finally:
+        torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        _run_on_gpu(65_536, 4096, 151_936)
+    else:
+        print("\nGPU: not measured, there is none here")
+
+
+def _run_on_cpu() -> None:
+    sets = make_sets(T, V)
+    shape = f"T = {T}, H = {H}, V = {V}, {len(sets.token_ids)} candidates"
+    compare(
+        f"candidate-only head, forward + backward; {shape}",
+        {"full logits, dense mask": dense_head(T, H, V), "candidate_logprobs": candidate_head(T, H, V)},
+        rounds=5,
+        target=20,
+    )
+    compare_peaks(
+        "the same, peak memory beyond inputs and gradients",
+        {
+            "full logits, dense mask": (dense_head, (T, H, V)),
+            "candidate_logprobs": (candidate_head, (T, H, V)),
+        },
+        warmup=TINY,
+        target=20,
+    )
+    compare(
+        f"candidate-only head by set size, all sets of one size; T = {T}, H = {H}, V = {V}",
+        {f"sets of {size}": candidate_head(T, H, V, size) for size in (8, 16, 32, 64, 128)},
+        rounds=5,
+    )
+    compare(
+        f"from logits, forward + backward; {shape}",
+        {"dense mask": dense_logits(T, H, V), "masked_logprobs": sparse_logits(T, H, V)},
+        rounds=5,
+        target=5,
+    )
+    compare_peaks(
+        "the same, peak memory beyond the logits and their gradient",
+        {"dense mask": (dense_logits, (T, H, V)), "masked_logprobs": (sparse_logits, (T, H, V))},
+        warmup=TINY,
+    )
+    compare(
+        f"whole vocabulary, forward + backward; T = {T}, H = {H}, V = {V}",
+        {"full logits": plain_full_head(T, H, V), "head_logprobs": full_head(T, H, V)},
+        rounds=3,
+    )
+    kept = (1, 2, 4, 8)
+    compare_peaks(
+        "whole vocabulary, response-only: peak memory beyond inputs and gradients, in one chunk",
+        {f"1/{n} of the rows kept": (response_only, (T, H, V, n, T)) for n in kept},
+        warmup=(*TINY, 1, 16),
+    )
+    compare_peaks(
+        "the same, in chunks of 128 rows",
+        {f"1/{n} of the rows kept": (response_only, (T, H, V, n, 128)) for n in kept},
+        warmup=(*TINY, 1, 16),
+    )
+
+
+def make_sets(num_positions: int, vocab_size: int, size: int | None = None) -> CandidateSets:
+    """Random sets; all of one `size`, or of sizes as a rollout has them."""
+    rng = np.random.default_rng(0)
+    sizes = np.full(num_positions, size or 1)
+    if size is None:
+        several = rng.random(num_positions) >= 0.46
+        tail = np.rint(np.exp(rng.normal(1.8, 1.3, several.sum()))).astype(int)
+        sizes[several] = np.clip(1 + tail, 2, min(512, vocab_size))
+    # Frequent tokens are in many sets, as in text.
+    popularity = 1 / (10 + np.arange(vocab_size))
+    stream = rng.choice(vocab_size, int(sizes.sum()) * 4 + 64, p=popularity / popularity.sum())
+    ids, taken = [], 0
+    for count in sizes:
+        _, first = np.unique(stream[taken : taken + 4 * count], return_index=True)
+        members = stream[taken + np.sort(first)][:count]
+        if len(members) < count:
+            rest = np.setdiff1d(np.arange(vocab_size), members)
+            members = np.concatenate([members, rng.choice(rest, count - len(members), replace=False)])
+        ids.append(members)
+        taken += 4 * int(count)
+    logprobs = np.concatenate([-np.arange(1, count + 1, dtype=np.float32) for count in sizes])
+    sampled = [members[0] for members in ids]
+    return CandidateSets(np.concatenate(ids), logprobs, np.concatenate([[0], np.cumsum(sizes)]), sampled)
+
+
+def _head_inputs(t: int, h: int, v: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(t, h, dtype=dtype, device=device)
+    return hidden.requires_grad_(), (0.02 * torch.randn(v, h, dtype=dtype, device=device)).requires_grad_()
+
+
+def _work(function: Callable[[], Tensor], leaves: list[Tensor]) -> Work:
+    """Forward, backward, and the gradients; what the last run left is dropped first."""
+
+    def work() -> list[Tensor]:
+        for leaf in leaves:
+            leaf.grad = None
+        function().sum().backward()
+        if leaves[0].is_cuda:
+            torch.cuda.synchronize()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    return work
+
+
+def _picked(logprobs_TV: Tensor, targets: Tensor) -> Tensor:
+    return logprobs_TV.gather(1, targets[:, None])
+
+
+def _targets(sets: CandidateSets, device: str = "cpu") -> Tensor:
+    return torch.tensor(sets.sampled_ids, dtype=torch.int64, device=device)
+
+
+def dense_head(t: int, h: int, v: int) -> Work:
+    hidden, weight = _head_inputs(t, h, v, torch.float32, "cpu")
+    sets = make_sets(t, v)
+    targets = _targets(sets)
+
+    def function() -> Tensor:
+        return _picked(torch.log_softmax(mask_logits(hidden @ weight.t(), sets), dim=1), targets)
+
+    return _work(function, [hidden, weight])
+
+
+def candidate_head(
+    t: int, h: int, v: int, size: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Work:
+    hidden, weight = _head_inputs(t, h, v, dtype, device)
+    sets = make_sets(t, v, size)
+    targets = _targets(sets, device)
+    return _work(lambda: candidate_logprobs(hidden, weight, targets, sets).logprobs, [hidden, weight])
+
+
+def _logits(t: int, v: int) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(t, v).requires_grad_()
+
+
+def dense_logits(t: int, h: int, v: int) -> Work:
+    logits, sets = _logits(t, v), make_sets(t, v)
+    targets = _targets(sets)
+    return _work(lambda: _picked(torch.log_softmax(mask_logits(logits, sets), dim=1), targets), [logits])
+
+
+def sparse_logits(t: int, h: int, v: int) -> Work:
+    logits, sets = _logits(t, v), make_sets(t, v)
+    targets = _targets(sets)
+    return _work(lambda: masked_logprobs(logits, targets, sets).logprobs, [logits])
+
+
+def plain_full_head(t: int, h: int, v: int) -> Work:
+    hidden, weight = _head_inputs(t, h, v, torch.float32, "cpu")
+    targets = torch.arange(t) % v
+    return _work(lambda: _picked(torch.log_softmax(hidden @ weight.t(), dim=1), targets), [hidden, weight])
+
+
+def full_head(
+    t: int, h: int, v: int, chunk: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Work:
+    hidden, weight = _head_inputs(t, h, v, dtype, device)
+    targets = torch.arange(t, device=device) % v
+    return _work(lambda: head_logprobs(hidden, weight, targets, chunk_rows=chunk).logprobs, [hidden, weight])
+
+
+def response_only(t: int, h: int, v: int, n: int, chunk: int) -> Work:
+    """One sequence of t + 1 tokens, whose last t // n are the response."""
+    hidden, weight = _head_inputs(t + 1, h, v, torch.float32, "cpu")
+    rows = Layout().rows([t + 1 - t // n], [t // n])
+    targets = torch.arange(t // n) % v
+
+    def function() -> Tensor:
+        return head_logprobs(rows.select(hidden), weight, targets, chunk_rows=chunk).logprobs
+
+    return _work(function, [hidden, weight])
+
+
+def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
+    dtype = torch.bfloat16
+    compare(
+        f"GPU, {dtype}, forward + backward; T = {t}, H = {h}, V = {v}",
+        {
+            "head_logprobs, full logits in chunks": full_head(t, h, v, None, dtype, device),
+            "candidate_logprobs": candidate_head(t, h, v, None, dtype, device),
+        },
+        rounds=5,
+        target=30,
+    )
+    hidden, weight = _head_inputs(t, h, v, dtype, device)
+    sets = make_sets(t, v)
+    targets = _targets(sets, device)
+    entries = np.repeat(sets.sizes > 1, sets.sizes)
+    rows = torch.tensor(sets.token_ids[entries], dtype=torch.int64, device=device)
+
+    def read_once() -> None:
+        # A sum over columns of each gathered row: the rows are read, next to nothing is written.
+        torch.nn.functional.embedding_bag(
+            rows, weight.detach(), torch.arange(0, len(rows), 256, device=device)
+        )
+        if rows.is_cuda:
+            torch.cuda.synchronize()
+
+    def forward() -> Scores:
+        with torch.no_grad():
+            scores = candidate_logprobs(hidden, weight, targets, sets)
+        if rows.is_cuda:
+            torch.cuda.synchronize()
+        return scores
+
+    compare(
+        "GPU, forward beside one read of the gathered rows (embedding_bag); meant to be above 0.33",
+        {"read once": read_once, "candidate_logprobs, forward": forward},
+        rounds=9,
+    )
+
+
+if __name__ == "__main__":
+    run()
