@@ -109,7 +109,7 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
             patch=PatchInfo(
                 active=status.is_patched,
                 version=status.patch.get("version"),
-                seams=status.patch.get("seams", {}),
+                seams=status.patch.get("seams"),
                 problems=status.problems,
             ),
             limits=LimitsInfo.of(limits),

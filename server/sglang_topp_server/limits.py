@@ -15,7 +15,7 @@ class Limits:
         max_in_flight: requests between their headers and their last byte; one more gets a 429.
         max_samples: samples of one request, prompts times `n`.
         max_body_bytes: bytes of one request body, counted as they arrive.
-        timeout_s: seconds that one request may take in all; also the most that its own `timeout_s` may ask.
+        timeout_s: seconds that one request may take, from its headers to the last byte of its answer.
     """
 
     max_in_flight: int = 1024

@@ -90,7 +90,7 @@ def test_the_client_raises_the_named_error_through_the_sidecar(sidecar, fault, k
         ({}, "runs without the sglang-topp patch set"),
         ("yes", "runs without the sglang-topp patch set"),
         ({"active": False, "problems": ["Sampler.forward is gone"]}, "Sampler.forward is gone"),
-        ({"active": "true"}, "not active"),
+        ({"active": "true", "seams": 3, "version": [1]}, "not active"),
     ],
 )
 def test_an_unpatched_engine_is_never_ready_and_never_asked(engine, start, stream, patch, words):

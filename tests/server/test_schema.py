@@ -53,11 +53,10 @@ def test_parameters_and_thresholds_are_spread_over_the_prompts():
         ({"prompts": "a", "top_logprobs_p": [0.1, 0.2]}, ["top_logprobs_p", "2", "1 prompt"]),
         ({"prompts": "a", "stream": "yes"}, ["stream", 'got "yes"', "boolean"]),
         ({"prompts": "a", "request_id": ""}, ["request_id", "at least 1 character"]),
-        ({"prompts": "a", "request_id": "x" * 201}, ["request_id", "at most 200 characters"]),
+        ({"prompts": "a", "request_id": "x" * 513}, ["request_id", "at most 512 characters"]),
         ({"prompts": "a", "timeout_s": 0}, ["timeout_s", "got 0", "greater than 0"]),
         ({"prompts": "a", "timeout_s": "5"}, ["timeout_s", 'got "5"', "number"]),
         ({"prompts": "a", "timeout_s": float("inf")}, ["timeout_s", "finite"]),
-        ({"prompts": "a", "timeout_s": 3601}, ["timeout_s", "got 3601", "3600"]),
         ({"prompts": "a", "top_logprob_p": 0.9}, ["top_logprob_p: no such field", "top_logprobs_p"]),
         (
             {"prompts": "a", "sampling_params": {"custom_params": {"top_logprobs_p": 0.9}}},
