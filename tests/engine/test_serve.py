@@ -112,6 +112,17 @@ async def test_many_rollouts_as_they_finish(served: Served, where: str) -> None:
         assert seen == set(range(48))
 
 
+def test_the_readmes_rollout_loop(served: Served) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert "http://127.0.0.1:30010" in program
+    names: dict[str, object] = {}
+    exec(program.replace("http://127.0.0.1:30010", served.sidecar), names)
+    rollouts = names["rollouts"]
+    assert isinstance(rollouts, list)
+    assert len(rollouts) == 8
+
+
 def test_info_and_readiness(served: Served) -> None:
     assert httpx.get(f"{served.sidecar}/healthz").status_code == 200
     assert httpx.get(f"{served.sidecar}/readyz").status_code == 200
