@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["RowSets"]
+__all__ = ["RowSets", "cut", "row_index"]
 
 
 @dataclass(frozen=True, eq=False)
