@@ -99,9 +99,9 @@ class RowSums:
         peak_T = reduce_max(self.peak_T.clone(), group)
         drop_T = self.peak_T - peak_T
         # A shard whose logits are all -inf has no part in the sums.
-        part_T = self.peak_T.isneginf()
-        total_T = torch.where(part_T, self.total_T, self.total_T * drop_T.exp())
-        moment_T = torch.where(part_T, 0.0, (self.moment_T + self.total_T * drop_T) * drop_T.exp())
+        empty_T = self.peak_T.isneginf()
+        total_T = torch.where(empty_T, 0.0, self.total_T * drop_T.exp())
+        moment_T = torch.where(empty_T, 0.0, (self.moment_T + self.total_T * drop_T) * drop_T.exp())
         total_T, moment_T, target_T = reduce_sum(
             torch.stack([total_T, moment_T, self.target_T]), group
         ).unbind()

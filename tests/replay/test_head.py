@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay import Scores, candidate_logprobs
+from sglang_topp.replay import Scores, candidate_logprobs, head_logprobs
 
 V, H = 61, 19
 SIZES = [3, SINGLE, 7, EMPTY, V, 2, SINGLE, EMPTY, 12, 5, 2]
@@ -278,6 +278,22 @@ def test_autocast_changes_nothing(sets):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = candidate_logprobs(hidden, weight, targets_of(sets), sets).logprobs
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("function", [candidate_logprobs, head_logprobs])
+def test_a_head_in_float32_over_half_precision_states(function, sets):
+    hidden, weight = make(torch.bfloat16)[0], make(torch.float32)[1]
+    candidates = {"candidates": sets} if function is candidate_logprobs else {}
+    targets = targets_of(sets).clamp(min=0)
+    mine = leaves(hidden, weight)
+    got = function(*mine, targets, **candidates)
+    wide = leaves(hidden.float(), weight)
+    want = function(*wide, targets, **candidates)
+    assert torch.equal(got.logprobs, want.logprobs)
+    got.logprobs.sum().backward()
+    want.logprobs.sum().backward()
+    assert torch.equal(mine[0].grad, wide[0].grad.bfloat16())
+    assert torch.equal(mine[1].grad, wide[1].grad)
 
 
 class _Largest(TorchDispatchMode):
