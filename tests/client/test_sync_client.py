@@ -120,9 +120,11 @@ def test_usable_after_close(client):
     assert len(client.generate([5])) == 1
 
 
+# A process that a shell put into the background inherits that SIGINT is ignored.
 SCRIPT = """
-import os, sys
+import os, signal, sys
 from sglang_topp_client import RolloutClient
+signal.signal(signal.SIGINT, signal.default_int_handler)
 client = RolloutClient(sys.argv[1], kind="sglang")
 """
 
