@@ -50,6 +50,7 @@ def test_compiles_for_nvidia(capability, dtype, tmp_path, monkeypatch):
     from sglang_topp.replay import head_triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     given = {"left_ptr", "right_ptr", "source_ptr", "out_ptr"}
     kinds = {"weights_ptr": "*fp32", "partial_ptr": "*fp32"}
     constants = {"ENTRIES": 4, "BLOCK": 1024, "PIECE": 128}
