@@ -54,7 +54,7 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", mode.note_server_args),
     (f"{_TOKENIZER_MANAGER}._handle_batch_output", "BEFORE", tokenizer_manager.receive_entries),
-    (f"{_TOKENIZER_MANAGER}.convert_logprob_style", "AFTER", tokenizer_manager.write_meta_info),
+    (f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info", "AFTER", tokenizer_manager.write_meta_info),
     (f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks", "AFTER", tokenizer_manager.merge_chunks),
 )
 

@@ -135,7 +135,7 @@ _SGLANG_0_5_23 = (
         "the sets arrive from the scheduler",
     ),
     Seam(
-        f"{_TOKENIZER_MANAGER}.convert_logprob_style",
+        f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info",
         (
             "self",
             "meta_info",
@@ -143,8 +143,6 @@ _SGLANG_0_5_23 = (
             "top_logprobs_num",
             "token_ids_logprob",
             "return_text_in_logprobs",
-            "recv_obj",
-            "recv_obj_index",
             "finished",
         ),
         "the sets are written into meta_info",

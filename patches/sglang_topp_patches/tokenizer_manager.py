@@ -1,8 +1,9 @@
 """The response side, in the HTTP process: entries from the scheduler -> fields of `meta_info`.
 
-`_handle_batch_output` delivers the scheduler's entries; within it `convert_logprob_style` runs once for
-every request. A request that asked for sets and did not get one for each visible token ends as an
-error (finish reason `abort`, status 500): it never looks like an answer without the feature.
+`_handle_batch_output` delivers the scheduler's entries. `add_logprob_to_meta_info` runs within it for
+every request, and on its own for one that is aborted while it waits. A request that asked for sets and
+did not get one for each visible token ends as an error (finish reason `abort`, status 500): it never
+looks like an answer without the feature.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
     from sglang.srt.managers.io_struct import unwrap_from_pickle
 
     info = unwrap_from_pickle(getattr(recv_obj, "customized_info", None))
-    if info:
-        arrived = {key: info.pop(key) for key in (KEY, PROMPT_KEY) if key in info}
+    arrived: dict[str, tuple[Sequence[Entry | None], Sequence[Span | None]]] = {}
+    if info and not info.keys().isdisjoint((KEY, PROMPT_KEY)):
+        nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
+        ours = zip(info.pop(KEY, nothing), info.pop(PROMPT_KEY, nothing), strict=True)
+        arrived = dict(zip(recv_obj.rids, ours, strict=True))
         recv_obj.customized_info = info or None
-    else:
-        arrived = {}
     # One loop handles one batch at a time.
     setattr(self, _ARRIVED, arrived)
 
@@ -79,11 +81,9 @@ def write_meta_info(
     top_logprobs_num: int,
     token_ids_logprob: Any,
     return_text_in_logprobs: bool,
-    recv_obj: Any,
-    recv_obj_index: int,
     finished: bool,
 ) -> None:
-    """AFTER hook on `TokenizerManager.convert_logprob_style`."""
+    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`."""
     wanted, base64 = getattr(state.obj, THRESHOLD, None), getattr(state.obj, BASE64, False)
     if not wanted and not base64:
         return
@@ -97,8 +97,7 @@ def write_meta_info(
         return
 
     received: _Received = state.__dict__.setdefault(_RECEIVED, _Received())
-    arrived = getattr(self, _ARRIVED)
-    received.add(*(arrived[key][recv_obj_index] if key in arrived else () for key in (KEY, PROMPT_KEY)))
+    received.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), ())))
     if not shown:
         return
     if problem := received.check(len(state.output_token_logprobs_val), len(state.input_token_logprobs_val)):

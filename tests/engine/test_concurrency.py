@@ -34,9 +34,12 @@ async def _send(http: httpx.AsyncClient, index: int, rng: random.Random) -> str:
     }
     await asyncio.sleep(rng.random())
     if rng.random() < 0.15:
+        body["sampling_params"]["max_new_tokens"] = 2000
         sending = asyncio.create_task(http.post("/generate", json=body))
-        await asyncio.sleep(0.3 * rng.random())
-        await http.post("/abort_request", json={"rid": body["rid"]})
+        # An order to abort that comes before its request is forgotten.
+        while not sending.done():
+            await asyncio.sleep(0.3 * rng.random())
+            await http.post("/abort_request", json={"rid": body["rid"]})
         answer = await sending
         if answer.status_code != 200:
             return "aborted"

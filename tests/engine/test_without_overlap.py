@@ -4,6 +4,7 @@ retracted and prefilled again."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ async def test_chunks_that_sglang_merges_keep_their_sets(tight_engine: Engine) -
         async with http.stream("POST", "/generate", json=body) as answer:
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
-                    chunk = httpx.Response(200, text=line.removeprefix("data: ")).json()
+                    chunk = json.loads(line.removeprefix("data: "))
                     sets = CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"])
                     if base64:
                         assert chunk["meta_info"]["output_top_logprobs_shape"] == [len(sets), 2]
@@ -113,3 +114,39 @@ async def test_retracted_requests_have_one_set_per_token(tight_engine: Engine, b
         expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
         np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+
+
+@BOTH_FORMS
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_aborted_while_it_waits(tight_engine: Engine, base64: bool, stream: bool) -> None:
+    """Its answer is written by another path of SGLang's: it has the fields, with nothing in them."""
+
+    def body(rid: str, **fields: Any) -> dict[str, Any]:
+        return {
+            "rid": f"{rid}-{base64}-{stream}",
+            "text": "hello",
+            "sampling_params": {"max_new_tokens": 450, "ignore_eos": True},
+            "return_logprobs_in_base64": base64,
+            **WANTED,
+            **fields,
+        }
+
+    async with httpx.AsyncClient(base_url=tight_engine.url, timeout=300) as http:
+        running = asyncio.create_task(http.post("/generate", json=body("runs")))
+        await asyncio.sleep(0.3)
+        waiting = asyncio.create_task(http.post("/generate", json=body("waits", stream=stream)))
+        while not waiting.done():
+            await asyncio.sleep(0.1)
+            await http.post("/abort_request", json={"rid": body("waits")["rid"]})
+        assert not running.done()
+        await http.post("/abort_request", json={"rid": body("runs")["rid"]})
+        aborted = [await waiting, await running]
+    if stream:
+        (line,) = [line for line in aborted[0].text.splitlines() if line.startswith("data: {")]
+        answer = json.loads(line.removeprefix("data: "))
+    else:
+        answer = aborted[0].json()
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(checked_sets(answer, 0.9)) == 0
+    # The one that ran was cut in mid-generation: what is visible has its sets.
+    assert len(checked_sets(aborted[1].json(), 0.9)) > 0

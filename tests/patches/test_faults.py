@@ -102,7 +102,7 @@ class Answer:
             output_token_logprobs_val=[-1.0] * len(tokens),
             input_token_logprobs_val=[-1.0] * prompt_tokens,
         )
-        self.meta_info: dict[str, Any] = {"finish_reason": {"type": "length"}}
+        self.meta_info: dict[str, Any] = {"id": "a", "finish_reason": {"type": "length"}}
 
     def receive(self, entries: Any, prompt: Any = (), finished: bool = True) -> dict[str, Any]:
         info = {"other": [[1]]}
@@ -114,7 +114,7 @@ class Answer:
         tokenizer_manager.receive_entries(self.manager, recv_obj)
         assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
         tokenizer_manager.write_meta_info(
-            None, self.manager, self.meta_info, self.state, 0, None, False, recv_obj, 0, finished
+            None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
         )
         return self.meta_info
 

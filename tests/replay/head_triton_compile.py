@@ -1,0 +1,40 @@
+"""The interpreter takes more than the compiler does: `test_head_triton` runs this file too, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang_topp.replay import head_triton
+
+POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+CONSTANTS = {"ENTRIES": 4, "BLOCK": 1024, "PIECE": 128}
+OF_THE_INPUTS = {"left_ptr", "right_ptr", "source_ptr", "out_ptr"}
+FLOAT32 = {"weights_ptr", "partial_ptr"}
+
+
+def kind(kernel, name: str, dtype: str) -> str:
+    if name in CONSTANTS:
+        return "constexpr"
+    if name in FLOAT32 or (kernel is head_triton._dot_kernel and name == "out_ptr"):
+        return "*fp32"
+    if name in OF_THE_INPUTS:
+        return POINTERS[dtype]
+    return "*i64" if name.endswith("_ptr") else "i32"
+
+
+@pytest.mark.parametrize("name", ["_dot_kernel", "_piece_kernel", "_join_kernel"])
+@pytest.mark.parametrize("dtype", POINTERS)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_for_nvidia(capability, dtype, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(head_triton, name)
+    source = ASTSource(
+        fn=kernel,
+        signature={argument: kind(kernel, argument, dtype) for argument in kernel.arg_names},
+        constexprs={argument: CONSTANTS[argument] for argument in kernel.arg_names if argument in CONSTANTS},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert "cubin" in compiled.asm
