@@ -24,16 +24,22 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup
+bench: .venv/.bench
 	$(BIN)/python -m benchmarks
+
+.venv/.bench: requirements-bench.lock .venv/.complete
+	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements-bench.lock
+	touch $@
 
 demo: setup
 	$(BIN)/python examples/rollout_loop.py
 
 # Re-pin everything. Names no package index, so that it installs from whichever one is configured.
+PIN := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet
 lock: setup
 	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --extra tensordict --group dev \
-	  --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet --output-file requirements.lock
+	  $(PIN) --output-file requirements.lock
+	$(BIN)/uv pip compile --group bench --constraint requirements.lock $(PIN) --output-file requirements-bench.lock
 
 clean:
 	rm -rf .venv
