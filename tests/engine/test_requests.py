@@ -160,7 +160,7 @@ def test_custom_params_carry_the_same_names(engine: Engine) -> None:
 
 
 def test_radix_cache_hit_and_chunked_prefill(engine: Engine) -> None:
-    prompt = "x" * 300
+    prompt = "no other test begins like this: " + "y" * 300
     first = engine.generate(text=prompt, sampling_params=SAMPLING, **WANTED)
     again = engine.generate(text=prompt, sampling_params=SAMPLING, **WANTED)
     checked_sets(first, 0.8)
