@@ -9,42 +9,22 @@ __all__ = ["all_distinct"]
 
 # Odd constants with well-mixed bits (2^32 over the golden ratio, and two of murmur3's).
 _VALUE_FACTOR, _ROW_FACTOR, _ROUND_FACTOR = np.array([0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35], np.uint32)
-# Entries per table: what a table and its temporaries leave in a core's own cache.
-_CHUNK = 1 << 16
 
 
-def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32], offsets: NDArray[np.int64]) -> bool:
+def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
     """Whether no value stands twice in the same row.
 
-    Args:
-        values: int32 [n].
-        rows: int32 [n], the row of every entry, rising.
-        offsets: int64 [T + 1], where the rows begin.
-    """
-    start, table = 0, np.empty(0, np.int32)
-    while start < len(values):
-        # Whole rows, at least one.
-        t = np.searchsorted(offsets, start + _CHUNK, side="right") - 1
-        stop = int(max(offsets[t], offsets[rows[start] + 1]))
-        bits = int(stop - start).bit_length() + 1
-        if len(table) < 1 << bits:
-            table = np.empty(1 << bits, np.int32)
-        if not _distinct_pairs(values[start:stop], rows[start:stop], table, bits):
-            return False
-        start = stop
-    return True
-
-
-def _distinct_pairs(
-    values: NDArray[np.int32], rows: NDArray[np.int32], table: NDArray[np.int32], bits: int
-) -> bool:
-    """Whether no pair `(values[i], rows[i])` stands twice.
-
-    Every entry writes its index into the slot of `table` that its hash names, and reads it again. An
+    Every entry writes its index into the slot of a table that its hash names, and reads it again. An
     entry that reads another's index has lost its slot to it and is compared with it; the losers try
     again among themselves, with another hash. Equal entries share every slot, so the first of them
     to win one is what the others read.
+
+    Args:
+        values: int32 [n].
+        rows: int32 [n], the row of every entry.
     """
+    bits = len(values).bit_length() + 1
+    table = np.empty(1 << bits, np.int32)
     entries = np.arange(len(values), dtype=np.int32)
     hashes = values.view(np.uint32) * _VALUE_FACTOR + rows.view(np.uint32) * _ROW_FACTOR
     while len(entries):

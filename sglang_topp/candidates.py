@@ -28,6 +28,8 @@ NO_TOKEN = -1
 
 # Log-probs come out of float32 softmaxes and may round to just above 0.
 _MAX_LOGPROB = 1e-3
+# Candidates that are checked together.
+_CHECKED_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -277,18 +279,30 @@ def _check(sets: CandidateSets) -> None:
     if (t := _first(offsets[1:] < offsets[:-1])) is not None:
         raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
 
-    # Masks are made only once something is known to be wrong, to say where: memory that is touched
-    # for the first time costs more than what is computed on it.
+    # Some positions at a time: temporaries that fit a core's cache, and that the next ones can reuse.
+    # Memory that is touched for the first time costs more than what is computed on it.
+    start = 0
+    while start < len(sampled):
+        stop = int(np.searchsorted(offsets, offsets[start] + _CHECKED_AT_ONCE, side="right")) - 1
+        stop = max(stop, start + 1)
+        _check_spans(sets[start:stop], start)
+        start = stop
+
+
+def _check_spans(sets: CandidateSets, first: int) -> None:
+    """Raise unless every span keeps the rules; `first` is the first position's number in messages."""
+    ids, logprobs, offsets, sampled = sets._arrays()
+    # Masks are made only once something is known to be wrong, to say where.
     rows = _rows(sets)
     if len(ids) and ids.min() < 0:
         e = int((ids < 0).argmax())
         raise InvalidCandidateSetsError(
-            "token_ids", f"got {ids[e]} at position {rows[e]}, expected 0 or more"
+            "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
         )
     if len(ids) and not logprobs.max() <= _MAX_LOGPROB:
         e = int((~(logprobs <= _MAX_LOGPROB)).argmax())
         raise InvalidCandidateSetsError(
-            "logprobs", f"got {logprobs[e]} at position {rows[e]}, expected at most 0 and no NaN"
+            "logprobs", f"got {logprobs[e]} at position {first + rows[e]}, expected at most 0 and no NaN"
         )
 
     # Neighbours inside a span: log-probs fall, ids rise within a tie.
@@ -303,14 +317,14 @@ def _check(sets: CandidateSets) -> None:
             raise InvalidCandidateSetsError(
                 "token_ids",
                 f"{ids[e]} then {ids[e + 1]} (log-probs {logprobs[e]}, {logprobs[e + 1]})"
-                f" at position {rows[e]}; expected log-probs highest first, then ids lowest first, without"
-                " duplicates",
+                f" at position {first + rows[e]}; expected log-probs highest first, then ids lowest first,"
+                " without duplicates",
             )
-    if not all_distinct(ids, rows, offsets):
+    if not all_distinct(ids, rows):
         keys = np.sort(_row_keys(sets), kind="stable")
         twice = int(keys[1:][keys[1:] == keys[:-1]][0])
         raise InvalidCandidateSetsError(
-            "token_ids", f"{twice & 0xFFFFFFFF} stands twice at position {twice >> 32}"
+            "token_ids", f"{twice & 0xFFFFFFFF} stands twice at position {first + (twice >> 32)}"
         )
 
     # Ids are distinct by now, so a span holds its sampled token at most once.
@@ -318,20 +332,21 @@ def _check(sets: CandidateSets) -> None:
     if np.count_nonzero(is_sampled) != np.count_nonzero(sets.sizes):
         lacking = sets.sizes > 0
         lacking[rows[is_sampled]] = False
-        t = int(lacking.argmax())
+        lacks = int(lacking.argmax())
         raise InvalidCandidateSetsError(
-            "sampled_ids", f"{sampled[t]} is not among the {sets.sizes[t]} candidates at position {t}"
+            "sampled_ids",
+            f"{sampled[lacks]} is not among the {sets.sizes[lacks]} candidates at position {first + lacks}",
         )
     if (t := _first((sampled < NO_TOKEN) & (sets.sizes == 0))) is not None:
         raise InvalidCandidateSetsError(
-            "sampled_ids", f"got {sampled[t]} at position {t}, expected a token id"
+            "sampled_ids", f"got {sampled[t]} at position {first + t}, expected a token id"
         )
 
     if len(ids) and np.isneginf(logprobs.min()):
         if (impossible := _first(np.isneginf(logprobs) & ~is_sampled)) is not None:
             raise InvalidCandidateSetsError(
                 "logprobs",
-                f"got -inf at position {rows[impossible]} for a token that was not sampled; it has no"
+                f"got -inf at position {first + rows[impossible]} for a token that was not sampled; it has no"
                 " place in the set",
             )
         if np.isneginf(logprobs[offsets[:-1][sets.sizes > 0]]).any():

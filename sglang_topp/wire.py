@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import binascii
 import struct
-from array import array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, compress
 from typing import Any, Literal, TypeAlias
@@ -207,7 +206,7 @@ def decode_input_sets(
 
 def _decode(
     side: Side, meta_info: Mapping[str, Any], sampled_ids: ArrayLike, vocab_size: int | None
-) -> tuple[CandidateSets, NDArray[np.int64]]:
+) -> tuple[CandidateSets, NDArray[np.int32]]:
     name = f"{side}_top_p_logprobs"
     fields = {
         "logprobs": f"{name}_val_base64",
@@ -256,12 +255,12 @@ def _decode(
         raise WireError(fields[error.field], error.problem) from None
 
 
-def _from_lists(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int64]]:
+def _from_lists(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
     if not isinstance(rows, list) or not all(row is None or isinstance(row, list) for row in rows):
         raise WireError(
             name, "expected a list with one list of [logprob, token_id, text] (or null) per position"
         )
-    lengths = np.fromiter((NO_DISTRIBUTION if row is None else len(row) for row in rows), np.int64, len(rows))
+    lengths = np.fromiter((NO_DISTRIBUTION if row is None else len(row) for row in rows), np.int32, len(rows))
     entries = list(chain.from_iterable(row for row in rows if row is not None))
     if not all(isinstance(entry, list | tuple) and len(entry) in (2, 3) for entry in entries):
         raise WireError(name, "expected every candidate as [logprob, token_id, text or null]")
@@ -296,14 +295,18 @@ def _check_range(field: str, integers: NDArray[np.integer[Any]], lowest: int, ex
                 raise WireError(field, f"got {value}, expected {expected}")
 
 
-def _integers(field: str, values: Any) -> NDArray[np.int64]:
-    """A JSON list of integers; `array` takes nothing else but booleans, in half the time of NumPy."""
+def _integers(field: str, values: Any) -> NDArray[np.int32]:
+    """A JSON list of integers; `struct` takes nothing else but booleans, in half the time of NumPy."""
     if not isinstance(values, list):
         raise WireError(field, f"got {type(values).__name__}, expected a list of integers")
     try:
-        integers = np.frombuffer(array("q", values), np.int64)
-    except (TypeError, OverflowError) as error:
-        raise WireError(field, f"expected a list of integers: {error}") from None
+        integers = np.frombuffer(struct.pack(f"<{len(values)}i", *values), _INT32)
+    except struct.error:
+        wrong = next(v for v in values if not isinstance(v, int) or not -(1 << 31) <= v < 1 << 31)
+        # A number of thousands of digits has no repr.
+        is_huge = isinstance(wrong, int) and wrong.bit_length() > 64
+        shown = f"a number of {wrong.bit_length()} bits" if is_huge else repr(wrong)[:80]
+        raise WireError(field, f"got {shown}, expected a list of integers of 32 bits") from None
     # Only what reads as 0 or 1 can have been a boolean.
     if bool in set(map(type, compress(values, ((integers | 1) == 1).tobytes()))):
         raise WireError(field, "got a boolean, expected a list of integers")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_topp import CandidateSets, _distinct
+from sglang_topp import CandidateSets, _distinct, candidates
 from sglang_topp.candidates import NO_TOKEN
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 
@@ -345,10 +345,7 @@ def test_all_distinct_by_definition(rows, data):
     sizes = [len(row) for row in rows]
     values = np.array([value for row in rows for value in row], np.int32)
     row_of = np.repeat(np.arange(len(rows), dtype=np.int32), sizes)
-    offsets = np.cumsum([0, *sizes])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_distinct, "_CHUNK", data.draw(st.sampled_from([1, 7, 64, 1 << 16])))
-        assert _distinct.all_distinct(values, row_of, offsets) == distinct_by_definition(values, sizes)
+    assert _distinct.all_distinct(values, row_of) == distinct_by_definition(values, sizes)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -360,8 +357,30 @@ def test_one_duplicate_among_many(seed):
     rows = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     # Distinct inside a row by construction, and the same few ids again and again in all of them.
     values = (np.arange(len(rows)) - offsets[rows] + rng.integers(0, 5, len(sizes))[rows]).astype(np.int32)
-    assert _distinct.all_distinct(values, rows, offsets)
+    assert _distinct.all_distinct(values, rows)
     t = rng.choice(np.flatnonzero(sizes > 1))
     first, second = rng.choice(np.arange(offsets[t], offsets[t + 1]), 2, replace=False)
     values[second] = values[first]
-    assert not _distinct.all_distinct(values, rows, offsets)
+    assert not _distinct.all_distinct(values, rows)
+
+
+@given(st.sampled_from([1, 2, 7, 64]), st.integers(0, 39), st.data())
+def test_what_is_wrong_is_found_wherever_the_check_is_cut(at_once, t, data):
+    """The rules are checked some positions at a time: with the position's own number in the message."""
+    sizes = data.draw(st.lists(st.integers(0, 6), min_size=40, max_size=40))
+    sizes[t] = max(sizes[t], 2)
+    offsets = np.cumsum([0, *sizes])
+    ids = np.concatenate([np.arange(size) for size in sizes]).astype(np.int32)
+    logprobs = np.full(len(ids), -1.0, np.float32)
+    sampled = np.where(np.array(sizes) > 0, 0, NO_TOKEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "_CHECKED_AT_ONCE", at_once)
+        CandidateSets(ids, logprobs, offsets, sampled)
+        for wrong in ("token_ids", "logprobs", "sampled_ids"):
+            arrays = {"token_ids": ids.copy(), "logprobs": logprobs.copy(), "sampled_ids": sampled.copy()}
+            if wrong == "sampled_ids":
+                arrays[wrong][t] = 77
+            else:
+                arrays[wrong][offsets[t] + 1] = 0 if wrong == "token_ids" else np.nan
+            with pytest.raises(InvalidCandidateSetsError, match=rf"^{wrong}: .*at position {t}\b"):
+                CandidateSets(arrays["token_ids"], arrays["logprobs"], offsets, arrays["sampled_ids"])

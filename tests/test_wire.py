@@ -304,7 +304,8 @@ def test_malformed_lists_are_named(rows, problem):
     ("output_ids", "problem"),
     [
         ([2, -1], "got -1, expected token ids from 0 on"),
-        ([2, 2**31], "got 2147483648, expected token ids"),
+        ([2, 2**31], "got 2147483648, expected a list of integers of 32 bits"),
+        ([2, 10**9999], "got a number of 33216 bits, expected a list of integers of 32 bits"),
         ([2, 2**70], "expected a list of integers"),
         ([2, 7.0], "expected a list of integers"),
         ([2, "7"], "expected a list of integers"),
