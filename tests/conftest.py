@@ -1,7 +1,31 @@
-"""What every test runs under."""
+"""What every test runs under, and what several rooms share."""
 
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests make no statement about time, and a busy machine is no failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[ModuleType]:
+    """A real Ray of one CPU on this machine."""
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        yield ray
+        ray.shutdown()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,22 +21,7 @@ from tests.batch.strategies import sets_of
 ray = pytest.importorskip("ray")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def store() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(
-            address="local",
-            num_cpus=1,
-            include_dashboard=False,
-            object_store_memory=100 * 2**20,
-            _node_ip_address="127.0.0.1",
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-        yield
-        ray.shutdown()
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 def address(array: np.ndarray) -> int:
