@@ -106,6 +106,9 @@ def _text(name: str, text: str) -> str:
 
 
 def _token_ids(name: str, values: Any) -> list[int]:
+    # NumPy reads booleans among integers as 0 and 1.
+    if isinstance(values, list | tuple) and bool in set(map(type, values)):
+        raise InvalidInputError(f"{name}: got a boolean, expected token ids")
     try:
         ids = np.asarray(values)
     except ValueError:

@@ -117,3 +117,9 @@ def test_thresholds(p):
 def test_wrong_thresholds_are_named(p):
     with pytest.raises(InvalidInputError, match="top_logprobs_p"):
         plan([[1], [2]], None, p)
+
+
+@pytest.mark.parametrize("prompts", [[True, 2], [[1, 2], [3, False]]])
+def test_booleans_are_no_token_ids(prompts):
+    with pytest.raises(InvalidInputError, match="got a boolean, expected token ids"):
+        plan(prompts, None, None)
