@@ -56,7 +56,7 @@ def _run() -> None:
         print(f"{label:<20}{_bytes(masks) / lengths.sum():>8.3f} bytes a token")
     compare(
         "512 loss masks: put + get",
-        {label: lambda masks=masks: ray.get(ray.put(masks)) for label, masks in forms.items()},  # type: ignore[misc]
+        {label: lambda masks=masks: ray.get(ray.put(masks)) for label, masks in forms.items()},
     )
     compare(
         "512 loss masks to float32 tensors",
@@ -72,7 +72,7 @@ def _run() -> None:
         "packing: the producer's side, from lists",
         {"list(mask)": lambda: [list(mask) for mask in forms["lists of ints"]]}
         | {
-            form: lambda form=form: [pack_loss_mask(mask, form=form) for mask in forms["lists of ints"]]  # type: ignore[misc]
+            form: lambda form=form: [pack_loss_mask(mask, form=form) for mask in forms["lists of ints"]]
             for form in ("int8", "bits")
         },
     )

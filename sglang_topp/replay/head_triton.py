@@ -110,8 +110,8 @@ def _block(width: int) -> int:
     return min(_MAX_BLOCK, block)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _dot_kernel(  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _dot_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
     left_ptr,
     left_rows_ptr,
     right_ptr,
@@ -139,8 +139,8 @@ def _dot_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + entry, tl.sum(total, axis=1), mask=exists)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _piece_kernel(  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _piece_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
     source_ptr,
     source_rows_ptr,
     weights_ptr,
@@ -178,8 +178,8 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial_ptr + partial.to(tl.int64) * width + column, total, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join_kernel(  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _join_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
     partial_ptr,
     long_segment_ptr,
     pieces_ptr,

@@ -219,7 +219,7 @@ def test_sft_equals_the_loop(data: st.DataObject) -> None:
     expected = reference.collate_sft(ids, counts, masks, pad_token_id=PAD)
     assert_same(collate_sft(ids, counts, masks, pad_token_id=PAD), expected)
     arrays = [np.array(row, np.int64) for row in ids]
-    assert_same(collate_sft(arrays, np.array(counts), masks, pad_token_id=PAD), expected)  # type: ignore[arg-type]
+    assert_same(collate_sft(arrays, np.array(counts), masks, pad_token_id=PAD), expected)
     ones = reference.collate_sft(ids, counts, [[1] * n for n in counts], pad_token_id=PAD)
     assert_same(collate_sft(ids, counts, pad_token_id=PAD), ones)
 

@@ -110,7 +110,7 @@ def test_refuses_another_length_and_another_form() -> None:
     with pytest.raises(InvalidInputError, match="loss mask: got 2 values, expected 3"):
         pack_loss_mask([1, 0], length=3)
     with pytest.raises(InvalidInputError, match="form: got 'bytes'"):
-        pack_loss_mask([1, 0], form="bytes")  # type: ignore[arg-type]
+        pack_loss_mask([1, 0], form="bytes")
 
 
 @pytest.mark.parametrize(

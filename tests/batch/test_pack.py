@@ -37,7 +37,7 @@ def check_layout(collator: PackedCollator, batch: PackedBatch, lengths: list[int
     assert width <= collator.max_tokens
     assert width == batch["row_lengths"].max()
     assert sorted(torch.cat(batch["samples"]).tolist()) == list(range(len(lengths)))
-    assert all(len(batch[name]) == num_rows for name in ("cu_seqlens", "seq_lengths", "samples"))  # type: ignore[literal-required]
+    assert all(len(batch[name]) == num_rows for name in ("cu_seqlens", "seq_lengths", "samples"))
     for row in range(num_rows):
         total, members = int(batch["row_lengths"][row]), batch["samples"][row].tolist()
         edges, real = batch["cu_seqlens"][row].tolist(), batch["seq_lengths"][row].tolist()
