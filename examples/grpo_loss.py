@@ -66,16 +66,18 @@ def grpo_loss(
     lengths = [len(sample.output_ids) for sample in samples]
     rows = layout.rows([len(sample.prompt_ids) for sample in samples], lengths, loss_mask=loss_mask)
     sets = rows.take_sets([sample.candidates for sample in samples])
-    targets = rows.take(torch.from_numpy(np.concatenate([sample.output_ids for sample in samples])).long())
+    output_ids = np.concatenate([sample.output_ids for sample in samples])
+    targets = rows.take(torch.tensor(output_ids, dtype=torch.int64, device=hidden.device))
     picked = rows.select(hidden)
-    old = replayed_old_logprobs(sets, output_ids=targets)
+    old = replayed_old_logprobs(sets, output_ids=targets).to(hidden.device)
     if replay:
         new = candidate_logprobs(picked, weight, targets, sets, temperature=temperature, entropy=True)
     else:
         new = head_logprobs(picked, weight, targets, temperature=temperature)
     assert new.entropy is not None
 
-    advantage = rows.take(advantages.repeat_interleave(torch.tensor(lengths)))
+    per_sample = torch.tensor(lengths, device=hidden.device)
+    advantage = rows.take(advantages.to(hidden.device).repeat_interleave(per_sample))
     ratio = (new.logprobs - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     per_token = -gain - entropy_bonus * new.entropy

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from sglang_topp._tensors import to_numpy
 
 __all__ = ["to_host"]
 
@@ -21,21 +22,13 @@ def to_host(rows: Sequence[Any]) -> Sequence[Any]:
     for i, row in enumerate(out):
         if isinstance(row, torch.Tensor):
             if row.device.type == "cpu":
-                out[i] = _numpy(row)
+                out[i] = to_numpy(row)
             else:
                 away.setdefault((row.device, row.dtype), []).append(i)
     for indices in away.values():
         # One synchronising copy a device, not one a sample.
-        flat = _numpy(torch.cat([out[i].detach().reshape(-1) for i in indices]))
+        flat = to_numpy(torch.cat([out[i].detach().reshape(-1) for i in indices]))
         ends = np.cumsum([out[i].numel() for i in indices])
         for i, part in zip(indices, np.split(flat, ends[:-1]), strict=True):
             out[i] = part.reshape(out[i].shape)
     return out
-
-
-def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # NumPy has no such dtype; float32 holds every value of it
-        tensor = tensor.float()
-    array: NDArray[Any] = tensor.cpu().numpy()
-    return array

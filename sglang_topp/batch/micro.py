@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from sglang_topp._tensors import to_numpy
 from sglang_topp.batch.bins import deal_bins
 from sglang_topp.batch.nested import NestedBatch, nest_batch, unnest_batch
 from sglang_topp.errors import InvalidInputError
@@ -89,7 +90,7 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
     Raises:
         InvalidInputError: no rows, a row longer than `max_tokens`, or `ranks` below 1.
     """
-    tokens = np.asarray(lengths)
+    tokens = to_numpy(lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
         raise InvalidInputError(
             f"lengths: got {tokens.dtype} of shape {tokens.shape}, expected integers, one per row"

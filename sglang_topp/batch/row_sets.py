@@ -12,6 +12,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sglang_topp._tensors import to_numpy
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
 from sglang_topp.errors import InvalidInputError
 
@@ -180,7 +181,7 @@ def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
     Raises:
         InvalidInputError: not 1-D integers, or an index outside 0 to num_rows - 1.
     """
-    index = np.asarray(rows)
+    index = to_numpy(rows)
     if index.ndim != 1 or (index.dtype.kind not in "iu" and index.size):
         raise InvalidInputError(f"rows: got {index.dtype} of shape {index.shape}, expected integers [any]")
     index = index.astype(np.int64)

@@ -14,19 +14,20 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from sglang_topp.batch.host import to_host
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["Rows", "check_lengths", "right_align", "right_ones", "row_lengths", "write_row"]
+__all__ = ["Rows", "check_lengths", "host_rows", "right_align", "right_ones", "row_lengths", "write_row"]
 
 Rows: TypeAlias = Sequence[Any]
 """One entry per sample: a list, a 1-D array, or a 1-D tensor on any device."""
 
-_INTEGERS = "bhilqBHI"
-_FLOATS = "efdg"
-# By the size of the target's items: its `struct` code, the dtypes that it takes, and their name in words.
-_INTO = {
-    8: ("q", frozenset(_INTEGERS), "integers that fit int64"),
-    4: ("f", frozenset(_INTEGERS + "LQ?" + _FLOATS), "numbers"),
+_INTEGERS = frozenset("bhilqBHI")
+_NUMBERS = _INTEGERS | frozenset("LQ?efdg")
+# By the dtype that rows are written as: which dtypes it takes, their name in words, and its `struct` code.
+_TAKES = {
+    np.dtype(np.int64): (_INTEGERS, "integers that fit int64", "q"),
+    np.dtype(np.float32): (_NUMBERS, "numbers", "f"),
 }
 
 
@@ -61,30 +62,49 @@ def check_lengths(name: str, rows: Rows, expected: NDArray[np.int64], of: str) -
         )
 
 
+def host_rows(name: str, rows: Rows, dtype: DTypeLike) -> list[Any]:
+    """The rows in host memory, checked as far as their types tell: lists, tuples, and arrays [L_i].
+
+    Args:
+        dtype: int64 or float32, what `write_row` will write them as.
+
+    Raises:
+        InvalidInputError: a row is not 1-D, or an array of another kind (floats as token ids); names the
+            sample.
+    """
+    accepted, expected, _ = _TAKES[np.dtype(dtype)]
+    out = [row if isinstance(row, list | tuple | np.ndarray) else np.asarray(row) for row in to_host(rows)]
+    kinds = {(row.ndim, row.dtype.char) for row in out if isinstance(row, np.ndarray)}
+    if all(ndim == 1 and char in accepted for ndim, char in kinds):
+        return out
+    for i, row in enumerate(out):
+        if isinstance(row, np.ndarray):
+            if row.ndim != 1:
+                raise InvalidInputError(f"{name}[{i}]: got shape {row.shape}, expected one value per token")
+            if row.dtype.char not in accepted and row.size:
+                raise InvalidInputError(f"{name}[{i}]: got dtype {row.dtype}, expected {expected}")
+    return out  # what looked wrong is empty, and NumPy makes an empty list of any kind float64
+
+
 def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
     """`line[:] = row`, and no other conversion than from integers to int64 or from numbers to float32.
 
     Args:
         line: int64 or float32 [L], contiguous; L is the row's length, which `check_lengths` has seen to.
-        row: a list or tuple of L Python numbers, or an array [L].
+        row: one of `host_rows`.
         name, sample: what error messages call the row.
 
     Raises:
-        InvalidInputError: not 1-D, or values of another kind (a float among token ids).
+        InvalidInputError: a list holds values of another kind (a float among token ids).
     """
-    code, accepted, expected = _INTO[line.itemsize]
+    if isinstance(row, np.ndarray):
+        line[:] = row
+        return
+    code = _TAKES[line.dtype][2]
     try:
-        if isinstance(row, list | tuple):
-            # Twice as fast as NumPy's own conversion, which has to find out the type first.
-            struct.pack_into(f"{len(row)}{code}", line.data, 0, *row)
-            return
-        array = np.asarray(row)
-        if array.ndim != 1:
-            raise TypeError(f"got shape {array.shape}, expected one value per token")
-        if array.dtype.char not in accepted and array.size:
-            raise TypeError(f"got dtype {array.dtype}, expected {expected}")
-        line[:] = array
-    except (TypeError, ValueError, OverflowError, struct.error) as error:
+        # Twice as fast as NumPy's own conversion, which has to find out the type first.
+        struct.pack_into(f"{len(row)}{code}", line.data, 0, *row)
+    except (struct.error, TypeError, OverflowError) as error:
         raise InvalidInputError(f"{name}[{sample}]: {error}") from None
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp.batch.host import to_host
+from sglang_topp._tensors import to_numpy
 from sglang_topp.batch.loss_mask import mask_rows
 from sglang_topp.batch.row_sets import RowSets
-from sglang_topp.batch.rows import Rows, check_lengths, row_lengths
+from sglang_topp.batch.rows import Rows, check_lengths, host_rows, row_lengths
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 
@@ -73,11 +73,11 @@ def read_rollouts(
         if rows is not None:
             check_lengths(name, rows, lengths, "responses")
     return Rollouts(
-        to_host(prompts),
-        to_host(responses),
-        to_host(rewards),
+        host_rows("prompts", prompts, np.int64),
+        host_rows("responses", responses, np.int64),
+        host_rows("rewards", rewards, np.float32),
         mask_rows("loss_masks", loss_masks),
-        None if logprobs is None else to_host(logprobs),
+        None if logprobs is None else host_rows("logprobs", logprobs, np.float32),
         None if candidates is None else RowSets.from_rows(candidates),
         prompt_lengths,
         lengths,
@@ -87,7 +87,7 @@ def read_rollouts(
 def read_examples(input_ids: Rows, num_actions: Sequence[int], loss_masks: Rows | None) -> Examples:
     """Check SFT samples; arguments and errors are those of `collate_sft`."""
     lengths = row_lengths("input_ids", input_ids)
-    actions = np.asarray(num_actions)
+    actions = to_numpy(num_actions)
     if actions.shape != lengths.shape or actions.dtype.kind not in "iu":
         raise InvalidInputError(
             f"num_actions: got {actions.dtype} of shape {actions.shape}, expected {len(lengths)} integers"
@@ -103,7 +103,7 @@ def read_examples(input_ids: Rows, num_actions: Sequence[int], loss_masks: Rows 
     else:
         check_lengths("loss_masks", loss_masks, actions, "num_actions")
         masks = mask_rows("loss_masks", loss_masks)
-    return Examples(to_host(input_ids), masks, lengths, actions)
+    return Examples(host_rows("input_ids", input_ids, np.int64), masks, lengths, actions)
 
 
 def check_sets(candidates: RowSets, ids: NDArray[np.int64], masks: Sequence[NDArray[np.uint8]]) -> None:

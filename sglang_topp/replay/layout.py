@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sglang_topp._tensors import to_numpy
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.parallel import reduce_sum
@@ -110,7 +111,7 @@ class Layout:
 
         scored = token >= 0
         if loss_mask is not None:
-            mask = np.asarray(loss_mask)
+            mask = to_numpy(loss_mask)
             if mask.shape != (num_positions,):
                 raise InvalidInputError(
                     f"loss_mask: got shape {mask.shape}, expected [{num_positions}], as response_lengths say"
@@ -260,7 +261,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def _lengths(name: str, lengths: ArrayLike) -> Int64Array:
-    array = np.asarray(lengths)
+    array = to_numpy(lengths)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidInputError(
             f"{name}: got shape {array.shape} and dtype {array.dtype}, expected integers [B]"

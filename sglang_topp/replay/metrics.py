@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from sglang_topp._tensors import to_numpy
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.parallel import reduce_max, reduce_sum
@@ -122,7 +123,7 @@ def replay_metrics(
             raise InvalidInputError(f"{name}: got shape {tuple(values.shape)}, expected [{length}]")
     counts = candidates.sizes > 0
     if loss_mask is not None:
-        mask = np.asarray(loss_mask)
+        mask = to_numpy(loss_mask)
         if mask.shape != (length,):
             raise InvalidInputError(f"loss_mask: got shape {mask.shape}, expected [{length}]")
         counts &= mask != 0
@@ -136,7 +137,7 @@ def replay_metrics(
     sizes = candidates.sizes[counts]
     judged = forced = 0.0
     if p is not None:
-        thresholds = np.asarray(p, np.float64)
+        thresholds = to_numpy(p).astype(np.float64)
         if thresholds.shape not in ((), (length,)):
             raise InvalidInputError(f"p: got shape {thresholds.shape}, expected one number or [{length}]")
         judged = float(len(sizes))

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from sglang_topp._tensors import to_numpy
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 
@@ -52,7 +53,7 @@ def replayed_old_logprobs(
 
 
 def _of_length(name: str, values: ArrayLike, length: int) -> np.ndarray:
-    array = np.asarray(values)
+    array = to_numpy(values)
     if array.shape != (length,):
         raise InvalidInputError(f"{name}: got shape {array.shape}, expected [{length}], one per position")
     return array

@@ -15,6 +15,7 @@ from sglang_topp import CandidateSets
 from sglang_topp.batch import RowSets, collate_rl, collate_sft, pack_loss_mask, reference
 from sglang_topp.errors import InvalidInputError
 from tests.batch.strategies import IDS, rollout_lists, sets_of
+from tests.gpu import gpu
 
 PAD = 7
 
@@ -96,20 +97,23 @@ def test_rl_takes_bfloat16_rewards() -> None:
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
 def test_rl_takes_rows_of_any_device_and_mixes_them() -> None:
     columns = rl()
-    mixed = {
-        "prompts": [torch.tensor(columns["prompts"][0], device="cuda"), columns["prompts"][1]],
-        "responses": [torch.tensor(row, device="cuda") for row in columns["responses"]],
-        "rewards": [torch.tensor(row, device="cuda", requires_grad=True) for row in columns["rewards"]],
-        "loss_masks": [torch.tensor(row, device="cuda", dtype=torch.bool) for row in columns["loss_masks"]],
-        "logprobs": [
-            torch.tensor(columns["logprobs"][0]),
-            torch.tensor(columns["logprobs"][1], device="cuda"),
-        ],
-    }
-    assert_same(collate_rl(**mixed, pad_token_id=PAD), reference.collate_rl(**columns, pad_token_id=PAD))
+    with gpu():
+        mixed = {
+            "prompts": [torch.tensor(columns["prompts"][0], device="cuda"), columns["prompts"][1]],
+            "responses": [torch.tensor(row, device="cuda") for row in columns["responses"]],
+            "rewards": [torch.tensor(row, device="cuda", requires_grad=True) for row in columns["rewards"]],
+            "loss_masks": [
+                torch.tensor(row, device="cuda", dtype=torch.bool) for row in columns["loss_masks"]
+            ],
+            "logprobs": [
+                torch.tensor(columns["logprobs"][0]),
+                torch.tensor(columns["logprobs"][1], device="cuda"),
+            ],
+        }
+        batch = collate_rl(**mixed, pad_token_id=PAD)
+    assert_same(batch, reference.collate_rl(**columns, pad_token_id=PAD))
 
 
 def test_rl_does_not_share_memory_with_its_inputs() -> None:

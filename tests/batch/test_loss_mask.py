@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_topp.batch import PackedLossMask, pack_loss_mask, unpack_loss_masks
 from sglang_topp.errors import InvalidInputError
+from tests.gpu import gpu
 
 FORMS: Any = st.sampled_from(["bits", "int8"])
 MASKS = st.lists(st.integers(0, 1), max_size=70)
@@ -54,10 +55,10 @@ def test_many_at_once(masks: list[tuple[list[int], Any]], dtype: torch.dtype) ->
     assert all(tensor.dtype == dtype for tensor in out)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
 def test_bits_are_unpacked_on_the_device() -> None:
     masks = [[1, 0, 1], [], [1] * 9]
-    out = unpack_loss_masks([pack_loss_mask(mask) for mask in masks], "cuda")
+    with gpu():
+        out = unpack_loss_masks([pack_loss_mask(mask) for mask in masks], "cuda")
     assert [tensor.device.type for tensor in out] == ["cuda"] * 3
     assert [tensor.tolist() for tensor in out] == masks
 
