@@ -202,6 +202,30 @@ class CandidateSets:
 
         return wire.decode_output_sets(meta_info, output_ids, vocab_size=vocab_size)
 
+    def take(self, positions: ArrayLike) -> CandidateSets:
+        """The sets of these positions, in this order; a position may come more than once.
+
+        Args:
+            positions: integers [R], from 0 to T - 1.
+
+        Raises:
+            InvalidInputError: not integers, or out of range.
+        """
+        index = np.asarray(positions)
+        if index.ndim != 1 or (index.dtype.kind not in "iu" and index.size):
+            raise InvalidInputError(
+                f"positions: got {index.dtype} of shape {index.shape}, expected integers [R]"
+            )
+        index = index.astype(np.int64)
+        if (r := _first((index < 0) | (index >= len(self)))) is not None:
+            raise InvalidInputError(f"positions: got {index[r]}, expected 0 to {len(self) - 1}")
+        sizes = self.sizes[index]
+        offsets = _offsets(sizes)
+        entries = np.arange(offsets[-1]) + np.repeat(self.offsets[index] - offsets[:-1], sizes)
+        return CandidateSets._trusted(
+            self.token_ids[entries], self.logprobs[entries], offsets, self.sampled_ids[index]
+        )
+
     def intersect(self, other: CandidateSets) -> CandidateSets:
         """The candidates that are in both, with this value's log-probs.
 

@@ -167,6 +167,29 @@ def test_concat_is_undone_by_slices(parts):
     assert CandidateSets(*whole._arrays()) == whole
 
 
+@given(candidate_sets, st.data())
+def test_take_is_one_position_after_the_other(sets, data):
+    positions = data.draw(st.lists(st.integers(0, len(sets) - 1), max_size=10) if len(sets) else st.just([]))
+    taken = sets.take(positions)
+    assert taken == CandidateSets.concat([sets[t : t + 1] for t in positions])
+    assert sets.take(np.array(positions, np.uint8)) == taken
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([0, 3], "got 3, expected 0 to 2"),
+        ([-1], "got -1, expected 0 to 2"),
+        ([0.0], r"got float64 of shape \(1,\), expected integers"),
+        ([True, False, True], "got bool"),
+        (1, r"of shape \(\), expected integers \[R\]"),
+    ],
+)
+def test_take_refuses(positions, message):
+    with pytest.raises(InvalidInputError, match=f"positions: {message}" if message[:3] == "got" else message):
+        of(A, {}, B).take(positions)
+
+
 def test_intersection_keeps_this_ones_values_and_the_sampled_token():
     top_p, top_k = of(A, {}, B, C), of({5: -0.6, 9: -1.2, 8: -3.0}, {}, B, {1: -0.8})
     both = top_p.intersect(top_k)
