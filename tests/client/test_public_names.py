@@ -6,7 +6,8 @@ import pytest
 
 NAMES = {
     "sglang_topp_client": ["AsyncRolloutClient", "Rollout", "RolloutClient"],
-    "sglang_topp_client.client": ["AsyncRolloutClient", "RolloutClient"],
+    "sglang_topp_client.client": ["AsyncRolloutClient"],
+    "sglang_topp_client.sync_client": ["RolloutClient"],
     "sglang_topp_client.http": ["Connections", "Server"],
     "sglang_topp_client.loop_thread": ["LoopThread"],
     "sglang_topp_client.progress": ["Progress"],
