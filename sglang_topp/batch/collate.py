@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.row_sets import RowSets
-from sglang_topp.batch.rows import Rows, right_align, right_ones, write_row
+from sglang_topp.batch.rows import Rows, as_integer, right_align, right_ones, write_row
 from sglang_topp.batch.samples import check_sets, read_examples, read_rollouts
 from sglang_topp.candidates import CandidateSets
 
@@ -89,8 +89,8 @@ def collate_rl(
     Raises:
         InvalidInputError: any length differs from its response's, a value is of the wrong kind, a prompt
             is empty (nothing would predict the response's first token), a set's sampled token is not
-            the response's token, or a token without a candidate set has a loss. The message names the
-            field and the sample.
+            the response's token, a token without a candidate set has a loss, or `pad_token_id` is no
+            integer. The message names the field and the sample.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
@@ -168,6 +168,7 @@ def collate_sft(
 
 def _padding(lengths: NDArray[np.int64], width: int, pad_token_id: int) -> NDArray[np.int64]:
     """int64 [B, width] with the padding before the last `lengths[i]` columns written, nothing else."""
+    pad_token_id = as_integer("pad_token_id", pad_token_id)
     if pad_token_id == 0:
         return np.zeros((len(lengths), width), np.int64)  # fresh memory is zero: no write at all
     out = np.empty((len(lengths), width), np.int64)

@@ -49,6 +49,8 @@ class PackedLossMask:
                 f"data: got {self.data.dtype} of shape {self.data.shape} for {self.length} tokens,"
                 f" expected uint8 [{-(-self.length // 8)}] or int8 [{self.length}]"
             )
+        if not bits and self.data.view(np.uint8).max(initial=0) > 1:
+            raise InvalidInputError("data: an int8 is neither 0 nor 1")
         if bits and self.length % 8 and self.data[-1] >> (self.length % 8):
             raise InvalidInputError(f"data: bits are set after the last of {self.length} tokens")
 

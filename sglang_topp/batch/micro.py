@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp._tensors import to_numpy
 from sglang_topp.batch.bins import deal_bins
 from sglang_topp.batch.nested import NestedBatch, nest_batch, unnest_batch
+from sglang_topp.batch.rows import as_integers
 from sglang_topp.errors import InvalidInputError
 
 __all__ = ["MicroBatches", "split_micro_batches", "take_batch"]
@@ -41,8 +41,15 @@ class MicroBatches:
 
         Args:
             batch: a dict of tensors, lists and RowSets, a TensorDict, or a NestedBatch, of B rows.
+
+        Raises:
+            InvalidInputError: the batch has another number of rows than the lengths that were split.
         """
-        return (take_batch(batch, rows) for rows in self.rows[rank])
+        nested = batch if isinstance(batch, NestedBatch) else nest_batch(batch, {})
+        num_rows = sum(len(rows) for rank in self.rows for rows in rank)
+        if len(nested) != num_rows:
+            raise InvalidInputError(f"batch: got {len(nested)} rows, expected {num_rows}, one per length")
+        return (_like(batch, nested.take(rows)) for rows in self.rows[rank])
 
     def undo(self, results: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """What the micro-batches gave, in the order of the batch's rows.
@@ -90,12 +97,10 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
     Raises:
         InvalidInputError: no rows, a row longer than `max_tokens`, or `ranks` below 1.
     """
-    tokens = to_numpy(lengths)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
-        raise InvalidInputError(
-            f"lengths: got {tokens.dtype} of shape {tokens.shape}, expected integers, one per row"
-        )
-    shards = deal_bins(tokens.astype(np.int64), max_tokens, ranks)
+    tokens = as_integers("lengths", lengths, "integers, one per row")
+    if not len(tokens):
+        raise InvalidInputError("lengths: got no rows, expected at least one")
+    shards = deal_bins(tokens, max_tokens, ranks)
     return MicroBatches(tuple(tuple(np.sort(np.array(bin_, np.int64)) for bin_ in shard) for shard in shards))
 
 
@@ -103,13 +108,17 @@ def take_batch(batch: Any, rows: ArrayLike) -> Any:
     """These rows of a batch, in this order, candidate sets included; views where they stand side by side.
 
     Args:
-        batch: a dict of tensors, RowSets and lists of B entries, a TensorDict, or a NestedBatch; comes
-            back as the same. An entry that is none of these is one value for all rows, and is kept.
+        batch: a dict, a TensorDict (entries as in `nest_batch`, tensors on any device), or a
+            NestedBatch; comes back as the same. An entry without rows is one value for all, and is kept.
         rows: integers, from 0 to B - 1.
 
     Raises:
         InvalidInputError: entries differ in B, or an index is out of range.
     """
     nested = batch if isinstance(batch, NestedBatch) else nest_batch(batch, {})
-    taken = nested.take(rows)
+    return _like(batch, nested.take(rows))
+
+
+def _like(batch: Any, taken: NestedBatch) -> Any:
+    """`taken` in the form of the batch that it was taken from."""
     return taken if isinstance(batch, NestedBatch) else unnest_batch(taken)

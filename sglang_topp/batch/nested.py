@@ -21,12 +21,14 @@ from sglang_topp.batch.entries import (
     as_bits,
     bits_of,
     count_rows,
+    entries_of,
     has_rows,
     is_plain,
     is_tensordict,
     mask_of,
     pad_bits,
     take_rows,
+    with_columns,
 )
 from sglang_topp.batch.layout import Layout
 from sglang_topp.batch.narrow import narrowed, widened
@@ -72,7 +74,8 @@ class NestedBatch:
 
     Attributes:
         num_rows: B.
-        dense: the tensors with columns that were not compressed: name to shape, dtype and bytes in words.
+        dense: the tensors with columns that were not compressed: name to shape, dtype and bytes in words,
+            in the whole batch. Those inside an inner TensorDict come as `name.inner`.
         outside: the fields that hold something else than their pad value under a mask of 0: name to the
             number of columns that travel for that reason, in the whole batch. Where that is many and
             nobody needs them, the field is a candidate for `droppable`.
@@ -172,9 +175,11 @@ def nest_batch(
     """Compress the padded fields of a batch; `unnest_batch` gives back the same batch to the bit.
 
     Args:
-        batch: names to values: CPU tensors [B, ...], RowSets, lists of B entries, or anything else,
-            which is then one value for all rows. A dict or a `tensordict.TensorDict`.
-        fields: which tensors [B, W, *rest] to compress, and how: a `Nest`, or just the mask's name.
+        batch: names to values: tensors [B, ...] on any device, RowSets, lists, tuples and arrays of B
+            entries, or anything else, which is then one value for all rows. A dict or a
+            `tensordict.TensorDict`; of the latter's non-tensors, RowSets and those that it stacks have
+            rows, and any other is one value for all.
+        fields: which CPU tensors [B, W, *rest] to compress, and how: a `Nest`, or just the mask's name.
             All other entries are left as they are.
         narrow: send integers and floats in a narrower dtype where every value survives it.
         strict: raise where a tensor with columns stays dense.
@@ -185,7 +190,7 @@ def nest_batch(
             or more dimensions is not in `fields` (the message gives its shape, dtype and bytes).
     """
     specs = {name: Nest(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
-    entries = {name: batch[name] for name in batch.keys()}  # noqa: SIM118  a TensorDict iterates over rows
+    entries = entries_of(batch)
     num_rows = count_rows(entries)
     masks = list(dict.fromkeys(spec.mask for spec in specs.values()))
     layouts = [Layout.of(mask_of(entries, mask)) for mask in masks]
@@ -215,12 +220,12 @@ def nest_batch(
     for name, value in entries.items():
         if name in kept:
             continue
-        if not is_plain(value):
+        for path, tensor in with_columns(name, value):
+            dense[path] = f"{list(tensor.shape)} {tensor.dtype} {tensor.nbytes} bytes"
+        if is_plain(value):
+            kept[name] = _Field(as_bits(value), value.dtype, None)
+        else:
             others[name] = value
-            continue
-        kept[name] = _Field(as_bits(value), value.dtype, None)
-        if value.ndim > 1:
-            dense[name] = f"{list(value.shape)} {value.dtype} {value.nbytes} bytes"
     if strict and dense:
         listed = "; ".join(f"{name} {words}" for name, words in dense.items())
         raise InvalidInputError(f"fields: these tensors stayed dense, name them or drop them: {listed}")
@@ -260,8 +265,7 @@ def unnest_batch(nested: NestedBatch) -> Any:
 
     batch = TensorDict(batch_size=[len(nested)])
     for name, value in out.items():
-        tensor_like = isinstance(value, torch.Tensor) or is_tensordict(value)
-        batch[name] = value if tensor_like else NonTensorData(value, batch_size=[len(nested)])
+        batch[name] = NonTensorData(value, batch_size=[len(nested)]) if isinstance(value, RowSets) else value
     return batch
 
 

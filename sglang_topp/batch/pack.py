@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from sglang_topp.batch.bins import deal_bins
 from sglang_topp.batch.row_sets import RowSets
-from sglang_topp.batch.rows import Rows, write_row
+from sglang_topp.batch.rows import Rows, as_integer, write_row
 from sglang_topp.batch.samples import check_sets, read_examples, read_rollouts
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
@@ -109,7 +109,7 @@ class PackedCollator:
             scaling, 32 with MXFP8, 128 with blocks; 1 without FP8. Rows are aligned to it once.
 
     Raises:
-        InvalidInputError: a size below 1, or `max_tokens` below one aligned row.
+        InvalidInputError: not an integer, a size below 1, or `max_tokens` below one aligned row.
     """
 
     max_tokens: int
@@ -121,8 +121,10 @@ class PackedCollator:
     fp8_multiple: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "pad_token_id"):
+            as_integer(name, getattr(self, name))
         for name in ("dp_size", "tp_size", "cp_size", "pp_size", "fp8_multiple"):
-            if (value := getattr(self, name)) < 1:
+            if (value := as_integer(name, getattr(self, name))) < 1:
                 raise InvalidInputError(f"{name}: got {value}, expected 1 or more")
         if self.max_tokens < self.row_multiple:
             raise InvalidInputError(

@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp._tensors import to_numpy
+from sglang_topp.batch.rows import as_integers
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
 from sglang_topp.errors import InvalidInputError
 
@@ -146,10 +146,11 @@ class RowSets:
             shape: (N, W).
 
         Raises:
-            InvalidInputError: a row does not fit its place, overlaps the one before, or is out of order.
+            InvalidInputError: not integers, or a row does not fit its place, overlaps the one before, or
+                is out of order.
         """
         num_rows, width = shape
-        lines, columns = np.asarray(into, np.int64), np.asarray(starts, np.int64)
+        lines, columns = as_integers("into", into, "integers"), as_integers("starts", starts, "integers")
         if lines.shape != (len(self),) or columns.shape != (len(self),):
             raise InvalidInputError(
                 f"into, starts: got shapes {lines.shape} and {columns.shape}, expected ({len(self)},)"
@@ -181,10 +182,7 @@ def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
     Raises:
         InvalidInputError: not 1-D integers, or an index outside 0 to num_rows - 1.
     """
-    index = to_numpy(rows)
-    if index.ndim != 1 or (index.dtype.kind not in "iu" and index.size):
-        raise InvalidInputError(f"rows: got {index.dtype} of shape {index.shape}, expected integers [any]")
-    index = index.astype(np.int64)
+    index = as_integers("rows", rows, "integers [any]")
     if index.size and (index.min() < 0 or index.max() >= num_rows):
         wrong = index[(index < 0) | (index >= num_rows)][0]
         raise InvalidInputError(f"rows: got {wrong}, expected 0 to {num_rows - 1}")

@@ -7,17 +7,30 @@ Shape legend: B samples, L_i tokens of sample i, W columns of a padded field.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+import torch
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from sglang_topp._tensors import to_numpy
 from sglang_topp.batch.host import to_host
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["Rows", "check_lengths", "host_rows", "right_align", "right_ones", "row_lengths", "write_row"]
+__all__ = [
+    "Rows",
+    "as_integer",
+    "as_integers",
+    "check_lengths",
+    "host_rows",
+    "right_align",
+    "right_ones",
+    "row_lengths",
+    "write_row",
+]
 
 Rows: TypeAlias = Sequence[Any]
 """One entry per sample: a list, a 1-D array, or a 1-D tensor on any device."""
@@ -31,16 +44,49 @@ _TAKES = {
 }
 
 
+def as_integer(name: str, value: Any) -> int:
+    """`value`, an integer of any type; NumPy would write 0.5 and "0" into an array of ids as 0.
+
+    Raises:
+        InvalidInputError: `value` is something else (None, of a tokenizer without a padding token), or
+            does not fit int64.
+    """
+    try:
+        return int(np.int64(operator.index(value)))
+    except (TypeError, OverflowError):
+        raise InvalidInputError(f"{name}: got {value!r}, expected an integer that fits int64") from None
+
+
+def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> NDArray[np.int64]:
+    """int64 [k]: integers as callers hold them, checked; an empty list is of any kind.
+
+    Raises:
+        InvalidInputError: not 1-D, or not integers; says what was `expected`.
+    """
+    try:
+        array = to_numpy(values)
+    except ValueError as error:  # lists of several lengths
+        raise InvalidInputError(f"{name}: expected {expected}: {error}") from None
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise InvalidInputError(f"{name}: got {array.dtype} of shape {array.shape}, expected {expected}")
+    return array.astype(np.int64)
+
+
 def row_lengths(name: str, rows: Rows) -> NDArray[np.int64]:
     """int64 [B]: the length of every sample's row.
 
     Raises:
-        InvalidInputError: no samples, or an entry without a length (a number, None); names the sample.
+        InvalidInputError: no samples, no rows at all (None), or an entry without a length (a number,
+            None); names the sample.
     """
-    if not len(rows):
+    try:
+        num_rows = len(rows)
+    except TypeError:
+        raise InvalidInputError(f"{name}: got {rows!r}, expected one row per sample") from None
+    if not num_rows:
         raise InvalidInputError(f"{name}: got no samples, expected at least one")
     try:
-        return np.fromiter(map(len, rows), np.int64, len(rows))
+        return np.fromiter(map(len, rows), np.int64, num_rows)
     except TypeError:
         i = next(i for i, row in enumerate(rows) if not hasattr(row, "__len__") or not np.ndim(row))
         raise InvalidInputError(f"{name}[{i}]: got {rows[i]!r}, expected one value per token") from None
@@ -52,9 +98,9 @@ def check_lengths(name: str, rows: Rows, expected: NDArray[np.int64], of: str) -
     Raises:
         InvalidInputError: another number of samples, or a row of another length; names the sample.
     """
-    if len(rows) != len(expected):
-        raise InvalidInputError(f"{name}: got {len(rows)} samples, expected {len(expected)}, as in {of}")
     lengths = row_lengths(name, rows)
+    if len(lengths) != len(expected):
+        raise InvalidInputError(f"{name}: got {len(lengths)} samples, expected {len(expected)}, as in {of}")
     if (wrong := np.flatnonzero(lengths != expected)).size:
         i = int(wrong[0])
         raise InvalidInputError(

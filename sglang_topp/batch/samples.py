@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp._tensors import to_numpy
 from sglang_topp.batch.loss_mask import mask_rows
 from sglang_topp.batch.row_sets import RowSets
-from sglang_topp.batch.rows import Rows, check_lengths, host_rows, row_lengths
+from sglang_topp.batch.rows import Rows, as_integers, check_lengths, host_rows, row_lengths
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 
@@ -64,14 +63,15 @@ def read_rollouts(
             f"prompts[{empty[0]}]: is empty, so nothing predicts the response's first token; start it with"
             " the tokenizer's first special token"
         )
-    for name, rows in (
-        ("rewards", rewards),
-        ("loss_masks", loss_masks),
-        ("logprobs", logprobs),
-        ("candidates", candidates),
-    ):
-        if rows is not None:
-            check_lengths(name, rows, lengths, "responses")
+    check_lengths("rewards", rewards, lengths, "responses")
+    check_lengths("loss_masks", loss_masks, lengths, "responses")
+    if logprobs is not None:
+        check_lengths("logprobs", logprobs, lengths, "responses")
+    if candidates is not None:
+        check_lengths("candidates", candidates, lengths, "responses")
+        for i, sets in enumerate(candidates):
+            if not isinstance(sets, CandidateSets):
+                raise InvalidInputError(f"candidates[{i}]: got {type(sets).__name__}, expected CandidateSets")
     return Rollouts(
         host_rows("prompts", prompts, np.int64),
         host_rows("responses", responses, np.int64),
@@ -87,12 +87,11 @@ def read_rollouts(
 def read_examples(input_ids: Rows, num_actions: Sequence[int], loss_masks: Rows | None) -> Examples:
     """Check SFT samples; arguments and errors are those of `collate_sft`."""
     lengths = row_lengths("input_ids", input_ids)
-    actions = to_numpy(num_actions)
-    if actions.shape != lengths.shape or actions.dtype.kind not in "iu":
+    actions = as_integers("num_actions", num_actions, f"{len(lengths)} integers")
+    if len(actions) != len(lengths):
         raise InvalidInputError(
-            f"num_actions: got {actions.dtype} of shape {actions.shape}, expected {len(lengths)} integers"
+            f"num_actions: got {len(actions)} of them, expected {len(lengths)} integers, as in input_ids"
         )
-    actions = actions.astype(np.int64)
     if (wrong := np.flatnonzero((actions < 0) | (actions > lengths))).size:
         i = int(wrong[0])
         raise InvalidInputError(

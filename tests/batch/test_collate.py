@@ -195,6 +195,33 @@ def test_rl_refuses_wrong_values_by_name(field: str, row: Any, message: str) -> 
         collate_rl(**columns, pad_token_id=PAD)
 
 
+@pytest.mark.parametrize("field", ["prompts", "responses", "rewards", "loss_masks"])
+@pytest.mark.parametrize("rows", [None, 1.0, torch.tensor(1.0), iter([[1]])])
+def test_rl_refuses_a_field_without_rows(field: str, rows: Any) -> None:
+    with pytest.raises(InvalidInputError, match=rf"{field}: got .*, expected one row per sample"):
+        collate_rl(**{**rl(), field: rows}, pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("pad", [None, 0.5, 1.0, "0", 2**63])
+def test_refuses_a_padding_token_that_is_no_integer(pad: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"pad_token_id: got .*, expected an integer"):
+        collate_rl(**rl(), pad_token_id=pad)
+    with pytest.raises(InvalidInputError, match=r"pad_token_id: got .*, expected an integer"):
+        collate_sft([[1, 2], [3, 4]], [1, 1], pad_token_id=pad)  # though nothing is padded
+
+
+@pytest.mark.parametrize("pad", [np.int32(PAD), torch.tensor(PAD)])
+def test_takes_a_padding_token_of_any_integer_type(pad: Any) -> None:
+    assert_same(collate_rl(**rl(), pad_token_id=pad), reference.collate_rl(**rl(), pad_token_id=PAD))
+
+
+def test_rl_refuses_sets_that_are_none() -> None:
+    columns = rl()
+    sets = [CandidateSets.empty(3), [[[1, 2], [0.1, 0.2]]] * 4]
+    with pytest.raises(InvalidInputError, match=r"candidates\[1\]: got list, expected CandidateSets"):
+        collate_rl(**columns, candidates=sets, pad_token_id=PAD)
+
+
 def test_rl_refuses_no_samples() -> None:
     with pytest.raises(InvalidInputError, match="prompts: got no samples"):
         collate_rl([], [], [], [], pad_token_id=PAD)
@@ -235,6 +262,7 @@ def test_sft_equals_the_loop(data: st.DataObject) -> None:
         ([2, -1], None, r"num_actions\[1\]: got -1"),
         ([2], None, "num_actions: got .* expected 2 integers"),
         ([2.0, 1.0], None, "num_actions: got float64"),
+        ([[2], [1, 1]], None, "num_actions: expected 2 integers"),
         ([2, 2], [[1, 1], [1]], r"loss_masks\[1\]: got 1 values, expected 2, as in num_actions\[1\]"),
         ([2, 2], [[1, 1]], "loss_masks: got 1 samples"),
         ([2, 2], [[1, 1], [1, 3]], r"loss_masks\[1\]: got 3 at token 1"),

@@ -123,6 +123,8 @@ def test_refuses_another_length_and_another_form() -> None:
         (np.zeros(1, np.int64), 1),
         (np.full(1, 0b100, np.uint8), 2),
         (np.zeros((1, 1), np.uint8), 1),
+        (np.array([1, 2], np.int8), 2),
+        (np.array([-1, 0], np.int8), 2),
     ],
 )
 def test_refuses_data_that_is_no_mask_of_that_length(data: Any, length: int) -> None:

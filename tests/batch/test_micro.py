@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from sglang_topp.batch import (
 )
 from sglang_topp.errors import InvalidInputError
 from tests.batch.strategies import sets_of
+from tests.gpu import gpu
 
 
 def batch_of(lengths: list[int], width: int) -> dict[str, Any]:
@@ -82,6 +83,36 @@ def test_rows_side_by_side_are_views() -> None:
     batch = {"x": torch.arange(12).view(4, 3)}
     assert take_batch(batch, [1, 2])["x"].data_ptr() == batch["x"][1:].data_ptr()
     assert take_batch(batch, torch.tensor([2, 1]))["x"].tolist() == [[6, 7, 8], [3, 4, 5]]
+
+
+def test_a_batch_on_its_device_is_cut_there() -> None:
+    with gpu():
+        batch = {"x": torch.arange(12, device="cuda").view(4, 3), "label": torch.arange(4, device="cuda")}
+        plan = split_micro_batches([1, 3, 2, 1], 4, ranks=2)
+        results = [[micro["x"] * 2 for micro in plan.of(batch, rank)] for rank in range(2)]
+        assert take_batch(batch, [3, 1])["label"].tolist() == [3, 1]
+        assert results[0][0].device.type == "cuda"
+        assert plan.undo(results).tolist() == (batch["x"] * 2).tolist()
+        with pytest.raises(InvalidInputError, match="label: got 4 rows, expected 2, as in x"):
+            take_batch({"x": batch["x"][:2], "label": batch["label"]}, [0])
+
+
+class Shape(NamedTuple):
+    rows: int
+    columns: int
+
+
+def test_a_named_tuple_is_one_value_however_many_rows_there_are() -> None:
+    batch = {"x": torch.zeros(2, 3), "shape": Shape(2, 3), "pair": ("a", "b")}
+    assert take_batch(batch, [1])["shape"] == Shape(2, 3)
+    assert take_batch(batch, [1])["pair"] == ("b",)
+
+
+@pytest.mark.parametrize("num_rows", [2, 4])
+def test_refuses_a_batch_of_another_number_of_rows_than_was_split(num_rows: int) -> None:
+    plan = split_micro_batches([5, 5, 5], 10)
+    with pytest.raises(InvalidInputError, match=f"batch: got {num_rows} rows, expected 3"):
+        plan.of({"x": torch.zeros(num_rows)}, 0)
 
 
 @pytest.mark.parametrize("lengths", [[], [[1]], [1.0], "a"])

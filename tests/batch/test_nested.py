@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from sglang_topp import CandidateSets
 from sglang_topp.batch import Nest, NestedBatch, RowSets, nest_batch, reference, unnest_batch
 from sglang_topp.errors import InvalidInputError
+from tests.gpu import gpu
 
 DTYPES = [
     torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float16,
@@ -235,6 +236,21 @@ def test_strict_names_shape_dtype_and_bytes() -> None:
     nest_batch(batch, {"field": "mask", "mask": "mask"}, strict=True)
 
 
+def test_strict_sees_what_cannot_be_nested_too() -> None:
+    mask, field = torch.ones(2, 3), torch.zeros(2, 3)
+    with gpu():
+        with pytest.raises(InvalidInputError, match=r"away \[2, 3\] torch.float32 24 bytes"):
+            nest_batch({"mask": mask, "away": field.to("cuda")}, {"mask": "mask"}, strict=True)
+        with pytest.raises(InvalidInputError, match="away: got 2 rows, expected 1, as in mask"):
+            nest_batch({"mask": mask[:1], "away": field.to("cuda")}, {"mask": "mask"})
+    with pytest.raises(InvalidInputError, match=r"wide \[2, 3\] torch.complex128 96 bytes"):
+        nest_batch({"mask": mask, "wide": field.to(torch.complex128)}, {"mask": "mask"}, strict=True)
+    tensors = TensorDict({"mask": mask, "inner": {"x": {"y": field}, "z": field[:, 0]}}, batch_size=[2])
+    with pytest.raises(InvalidInputError, match=r": inner.x.y \[2, 3\] torch.float32 24 bytes$"):
+        nest_batch(tensors, {"mask": "mask"}, strict=True)
+    assert nest_batch(tensors, {}).dense.keys() == {"mask", "inner.x.y"}
+
+
 def test_the_batch_is_not_changed_and_the_result_does_not_share_padded_fields() -> None:
     batch = small()
     out = unnest_batch(nest_batch(batch, {"field": "mask"}))
@@ -248,6 +264,14 @@ def test_strided_and_grad_fields() -> None:
     out = unnest_batch(nest_batch({"mask": mask, "field": field.T, "other": field.T}, {"field": "mask"}))
     assert same(out["field"], field.T.detach())
     assert same(out["other"], field.T.detach())
+
+
+def test_lazily_conjugated_and_negated_fields() -> None:
+    field = torch.tensor([[1j, 2.0]]).conj()
+    batch = {"mask": torch.ones(1, 2), "field": field, "other": field.imag}
+    out = unnest_batch(nest_batch(batch, {"field": "mask"}))
+    assert same(out["field"], field.resolve_conj())
+    assert same(out["other"], field.imag.resolve_neg())
 
 
 @pytest.mark.parametrize(
@@ -268,6 +292,12 @@ def test_strided_and_grad_fields() -> None:
             {"field": Nest("mask", 300)},
             "pad 300 is no torch.int8",
         ),
+        (
+            {"field": torch.zeros(2, 3, dtype=torch.float16)},
+            {"field": Nest("mask", 70_000)},
+            "pad 70000 is no torch.float16; the nearest is inf",
+        ),
+        ({}, {"field": Nest("mask", "0")}, "pad 0 is no torch.int64"),
         ({"field": torch.zeros(2, 3, device="meta")}, {"field": "mask"}, "on meta, expected a CPU"),
         ({"field": torch.zeros(2, 3).to_sparse()}, {}, "layout torch.sparse_coo"),
     ],
@@ -321,3 +351,19 @@ def test_tensordict_comes_back_as_a_tensordict() -> None:
     assert last.batch_size == torch.Size([1])
     assert last["sets"] == batch["sets"][1:]
     assert last["field"].tolist() == [[7, 0, 0]]
+
+
+def test_a_tensordicts_non_tensors_keep_their_kind() -> None:
+    source = TensorDict({"x": torch.arange(3)}, batch_size=[3])
+    source["names"] = ["a", "b", "c"]  # one for each row: a stack
+    source["stops"] = NonTensorData([7, 8, 9], batch_size=[3])  # one for all rows
+    nested = nest_batch(source, {})
+    out = unnest_batch(pickle.loads(pickle.dumps(nested)))
+    assert list(out["names"]) == ["a", "b", "c"]
+    assert out[1]["names"] == source[1]["names"] == "b"
+    assert out[1]["stops"] == source[1]["stops"] == [7, 8, 9]
+    part = unnest_batch(nested.take([2, 0]))
+    assert list(part["names"]) == ["c", "a"]
+    assert part[0]["names"] == "c"
+    assert part["stops"] == [7, 8, 9]
+    assert list(unnest_batch(nested.take([]))["names"]) == []

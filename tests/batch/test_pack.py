@@ -174,6 +174,10 @@ def test_alignment(sizes: dict[str, int], sequence: int, row: int) -> None:
 def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(InvalidInputError, match="tp_size: got 0"):
         PackedCollator(max_tokens=8, pad_token_id=0, tp_size=0)
+    sizes: dict[str, Any]
+    for sizes in ({"max_tokens": 8.5}, {"pad_token_id": None}, {"pad_token_id": 0.5}, {"cp_size": 2.0}):
+        with pytest.raises(InvalidInputError, match=rf"{next(iter(sizes))}: got .*, expected an integer"):
+            PackedCollator(**{"max_tokens": 8, "pad_token_id": 0, **sizes})
     with pytest.raises(InvalidInputError, match="max_tokens: got 8, expected at least 16"):
         PackedCollator(max_tokens=8, pad_token_id=0, fp8_multiple=16)
     collator = PackedCollator(max_tokens=9, pad_token_id=0, tp_size=2)

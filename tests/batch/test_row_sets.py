@@ -86,14 +86,23 @@ def test_place_refuses_overlaps_disorder_and_overhang(into: list[int], starts: l
         batch.place(into, starts, (2, 5))
 
 
+@pytest.mark.parametrize("wrong", [[0.9, 1.0], ["0", "1"], [False, True], [[0], [0, 1]], [0, None]])
+def test_place_refuses_what_is_no_index(wrong: Any) -> None:
+    batch = RowSets.from_rows([CandidateSets.empty(2), CandidateSets.empty(2)])
+    with pytest.raises(InvalidInputError, match=r"into: .*expected integers"):
+        batch.place(wrong, [0, 0], (2, 5))
+    with pytest.raises(InvalidInputError, match=r"starts: .*expected integers"):
+        batch.place([0, 1], wrong, (2, 5))
+
+
 def test_place_refuses_another_number_of_rows() -> None:
     with pytest.raises(InvalidInputError, match="into, starts"):
         RowSets.from_rows([CandidateSets.empty(2)]).place([0, 1], [0, 0], (2, 5))
 
 
-@pytest.mark.parametrize("rows", [[2], [-1], [0.5], [[0]], "a"])
+@pytest.mark.parametrize("rows", [[2], [-1], [0.5], [[0]], [[0], [0, 1]], "a"])
 def test_take_refuses_what_is_no_row(rows: Any) -> None:
-    with pytest.raises(InvalidInputError, match="rows: got"):
+    with pytest.raises(InvalidInputError, match=r"rows: (got|expected)"):
         RowSets.from_rows([CandidateSets.empty(2), CandidateSets.empty(1)]).take(rows)
 
 
