@@ -49,8 +49,8 @@ def head_logprobs(
         entropy[t]  = -sum over all i of p_i log p_i,   z as in `candidate_logprobs`
 
     Differentiable, once, in `hidden`, `weight` and `bias`, through both values. Memory beyond the
-    gradients is two buffers of `chunk_rows` x V in float32 (float64 for float64), and, where the
-    head is in half precision, its gradient in float32 until it is rounded, once.
+    gradients is two buffers of `chunk_rows` x V in float32 (float64 for float64), three with a soft
+    cap, and, in half precision, the gradients in float32 until they are rounded, once.
 
     Args:
         chunk_rows: positions that go through the head at a time; by default as many as take 256 MiB.
@@ -88,7 +88,7 @@ class _FullHead(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk_rows: int | None,
     ) -> tuple[Tensor, Tensor]:
-        dtype = accumulation_dtype(torch.promote_types(hidden_TH.dtype, weight_VH.dtype))
+        dtype = accumulation_dtype(hidden=hidden_TH, weight=weight_VH)
         ctx.dtype, ctx.temperature, ctx.softcap, ctx.group = dtype, temperature, softcap, group
         ctx.real = shard.real
         ctx.parts = row_parts(

@@ -31,7 +31,7 @@ from sglang_topp.replay.scores import (
     check_temperature,
     score_support,
 )
-from sglang_topp.replay.support import Shard, Support
+from sglang_topp.replay.support import Shard, Support, check_targets
 
 __all__ = ["candidate_logprobs", "check_head"]
 
@@ -121,7 +121,8 @@ def candidate_logprobs(
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
-    """Raise InvalidInputError unless shapes and devices fit each other."""
+    """Raise InvalidInputError unless shapes and devices fit each other, and targets are integers."""
+    check_targets(targets)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise InvalidInputError(
             f"hidden and weight: got shapes {tuple(hidden.shape)} and {tuple(weight.shape)},"
@@ -150,7 +151,7 @@ class _CandidateLogits(torch.autograd.Function):
         chunk: int | None,
         backend: str,
     ) -> Tensor:
-        dtype = accumulation_dtype(torch.promote_types(hidden_TH.dtype, weight_VH.dtype))
+        dtype = accumulation_dtype(hidden=hidden_TH, weight=weight_VH)
         ops, options = _implementation(backend, hidden_TH, weight_VH, dtype, chunk)
         logits_m: Tensor = ops.gathered_dot(
             hidden_TH, support.positions, weight_VH, support.ids, out_dtype=dtype, **options

@@ -26,7 +26,7 @@ from sglang_topp.replay.scores import (
     check_temperature,
     score_support,
 )
-from sglang_topp.replay.support import Shard, Support
+from sglang_topp.replay.support import Shard, Support, check_targets
 from sglang_topp.replay.vocab_softmax import RowSums, local_targets, row_parts, rows_per_chunk, to_gradient
 
 __all__ = ["dense_mask", "full_logprobs", "mask_logits", "masked_logprobs"]
@@ -157,6 +157,7 @@ def mask_logits(logits: Tensor, candidates: CandidateSets, *, vocab_start: int =
 
 
 def _check_logits(logits: Tensor, targets: Tensor) -> None:
+    check_targets(targets)
     if logits.ndim != 2 or len(logits) != len(targets):
         raise InvalidInputError(
             f"logits: got shape {tuple(logits.shape)} for {len(targets)} targets, expected [T, V]"
@@ -180,20 +181,24 @@ class _FromLogits(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk_rows: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        dtype = accumulation_dtype(logits_TV.dtype)
+        dtype = accumulation_dtype(logits=logits_TV)
         picked_m = logits_TV[positions_m, columns_m].to(dtype)
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.real = temperature, shard.real
+        ctx.dtype, ctx.temperature, ctx.real = dtype, temperature, shard.real
+        ctx.shape, ctx.logits_dtype = logits_TV.shape, logits_TV.dtype
         ctx.chunk_rows = rows_per_chunk(chunk_rows, shard.real * dtype.itemsize, _CHUNK_BYTES)
         if targets_T is None:
-            ctx.save_for_backward(logits_TV, positions_m, columns_m)
+            # Without the logits, whose memory can go as soon as the caller lets go of them.
+            ctx.save_for_backward(positions_m, columns_m)
             return picked_m, None, None
         column_T = local_targets(targets_T, shard, group)
         sums = RowSums(len(logits_TV), dtype, logits_TV.device)
-        for part in row_parts(len(logits_TV), ctx.chunk_rows):
-            sums.add(part, _divided(logits_TV[part, : shard.real], temperature, part, dtype), column_T[part])
+        with torch.autocast(logits_TV.device.type, enabled=False):
+            for part in row_parts(len(logits_TV), ctx.chunk_rows):
+                logits_CV = _divided(logits_TV[part, : shard.real], temperature, part, dtype)
+                sums.add(part, logits_CV, column_T[part])
         softmax = sums.finish(group)
-        ctx.save_for_backward(logits_TV, positions_m, columns_m, column_T, softmax.log_total, softmax.entropy)
+        ctx.save_for_backward(positions_m, columns_m, logits_TV, column_T, softmax.log_total, softmax.entropy)
         return picked_m, softmax.logprobs, softmax.entropy
 
     @staticmethod
@@ -201,14 +206,11 @@ class _FromLogits(torch.autograd.Function):
     def backward(
         ctx: Any, grad_m: Tensor | None, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        logits_TV, positions_m, columns_m, *full = ctx.saved_tensors
-        dtype = accumulation_dtype(logits_TV.dtype)
-        if grad_logprobs_T is None and grad_entropy_T is None:
-            grad_TV = torch.zeros_like(logits_TV)
-        else:
-            grad_TV = torch.empty_like(logits_TV)
-            grad_TV[:, ctx.real :] = 0
-            column_T, log_total_T, entropy_T = full
+        positions_m, columns_m, *full = ctx.saved_tensors
+        dtype = ctx.dtype
+        grad_TV = torch.zeros(ctx.shape, dtype=ctx.logits_dtype, device=positions_m.device)
+        if grad_logprobs_T is not None or grad_entropy_T is not None:
+            logits_TV, column_T, log_total_T, entropy_T = full
             for part in row_parts(len(logits_TV), ctx.chunk_rows):
                 logits_CV = _divided(logits_TV[part, : ctx.real], ctx.temperature, part, dtype)
                 grad_CV = to_gradient(

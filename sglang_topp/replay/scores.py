@@ -38,8 +38,8 @@ class Scores:
     With `C_t` the candidate set and `z` the policy's logits (after soft cap and temperature):
     `pi_t(i) = exp(z_i) / sum over j in C_t of exp(z_j)` for `i` in `C_t`.
 
-    Where the set has one candidate every value is exactly 0, and where it is empty (a tool's token)
-    too; neither passes a gradient on.
+    Where the set has one candidate every value over the support is exactly 0, and where it is empty (a
+    tool's token) too; neither passes a gradient on.
     """
 
     logprobs: Tensor
@@ -56,17 +56,19 @@ class Scores:
     """[T]: the entropy over the whole vocabulary, in nats."""
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums run in and results come out in: float32, or float64 for float64.
+def accumulation_dtype(**tensors: Tensor) -> torch.dtype:
+    """The dtype that sums run in and results come out in: float32, or float64 if any of `tensors` is.
 
     Raises:
-        InvalidInputError: the dtype is not float16, bfloat16, float32 or float64.
+        InvalidInputError: one, by its name, is not float16, bfloat16, float32 or float64.
     """
-    if dtype in (torch.float16, torch.bfloat16, torch.float32):
-        return torch.float32
-    if dtype == torch.float64:
-        return dtype
-    raise InvalidInputError(f"got dtype {dtype}, expected float16, bfloat16, float32 or float64")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise InvalidInputError(
+                f"{name}: got dtype {tensor.dtype}, expected float16, bfloat16, float32 or float64"
+            )
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    return torch.float64 if wide else torch.float32
 
 
 def adjust_logits(
@@ -90,7 +92,7 @@ def check_softcap(softcap: float | None) -> None:
 
 
 def check_temperature(temperature: float | Tensor, num_positions: int) -> float | Tensor:
-    """The temperature as a float, or as a tensor with one value per position."""
+    """The temperature as a float, or as a tensor of its own with one value per position."""
     if not isinstance(temperature, Tensor):
         if not 0 < temperature < float("inf"):
             raise InvalidInputError(f"temperature: got {temperature}, expected a positive number")
@@ -106,7 +108,8 @@ def check_temperature(temperature: float | Tensor, num_positions: int) -> float 
         raise InvalidInputError(
             f"temperature: got {float(temperature.reshape(-1)[bad])} at position {bad}, expected above 0"
         )
-    return temperature if temperature.ndim else float(temperature)
+    # The backward reads it again, when the caller may have written the next batch's into it.
+    return temperature.clone() if temperature.ndim else float(temperature)
 
 
 def score_support(
@@ -121,8 +124,8 @@ def score_support(
     """The scores of the support's entries, given their `logits` [m] (float32 or float64).
 
     Under tensor parallelism each rank gives the logits that it holds, and all get the same scores:
-    one reduction of a maximum, one of sums. The backward sends nothing; it expects the same incoming
-    gradient on every rank, which a loss computed alike on every rank gives.
+    one reduction of a maximum, one of sums (one more for `per_candidate`). The backward sends nothing; it
+    expects the same incoming gradient on every rank, which a loss computed alike on every rank gives.
 
     Raises:
         InvalidInputError: a score is NaN (NaN or +inf among the logits, or nothing but -inf), `kl_to`
@@ -246,6 +249,8 @@ class _SupportSoftmax(torch.autograd.Function):
 
 def _normalised(logprobs_n: Tensor, support: Support) -> Tensor:
     """Log-probs over the support, from log-probs over anything that holds it."""
+    # SGLang writes float32's lowest value for a probability of 0.
+    logprobs_n = logprobs_n.masked_fill(logprobs_n <= torch.finfo(torch.float32).min, -torch.inf)
     offsets = support.span_offsets
     sizes = offsets.diff()
 

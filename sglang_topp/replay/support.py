@@ -15,7 +15,7 @@ from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 from sglang_topp.replay.parallel import first_true
 
-__all__ = ["Shard", "Support"]
+__all__ = ["Shard", "Support", "check_targets"]
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,18 @@ class Support:
 
     @classmethod
     def of(cls, candidates: CandidateSets, targets: Tensor, shard: Shard) -> Support:
-        """Check `targets` (integers [T]) against the sets and lay both out on the targets' device.
+        """Check `targets` (integers) against the sets and lay both out on the targets' device.
 
         Raises:
-            InvalidInputError: targets are not T integers, or one is not in its set.
+            InvalidInputError: there are not T targets, or one is not in its set.
             InvalidCandidateSetsError: an id lies outside the vocabulary.
         """
         num_positions = len(candidates)
-        _check_targets(targets, num_positions)
+        if len(targets) != num_positions:
+            raise InvalidInputError(
+                f"candidates: got {num_positions} positions for {len(targets)} targets;"
+                " select both with the same layout.Rows"
+            )
         _check_ids(candidates, shard)
         device = targets.device
         offsets = torch.tensor(candidates.offsets, device=device)
@@ -120,15 +124,11 @@ class Support:
         )
 
 
-def _check_targets(targets: Tensor, num_positions: int) -> None:
+def check_targets(targets: Tensor) -> None:
+    """Raise InvalidInputError unless targets are integers [T]."""
     if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
         raise InvalidInputError(
             f"targets: got shape {tuple(targets.shape)} and dtype {targets.dtype}, expected integers [T]"
-        )
-    if len(targets) != num_positions:
-        raise InvalidInputError(
-            f"candidates: got {num_positions} positions for {len(targets)} targets;"
-            " select both with the same layout.Rows"
         )
 
 

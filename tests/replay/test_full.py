@@ -107,12 +107,31 @@ def test_autocast_changes_nothing():
     assert torch.equal(got, expected)
 
 
+def test_a_temperature_that_is_written_to_before_the_backward():
+    grads = []
+    for write in (False, True):
+        hidden, weight, _ = leaves(*make(torch.float32))
+        temperature = torch.linspace(0.3, 1.7, T)
+        got = head_logprobs(hidden, weight, targets(), temperature=temperature)
+        if write:
+            temperature.fill_(9.0)
+        got.logprobs.sum().backward()
+        grads.append(hidden.grad)
+    assert torch.equal(*grads)
+
+
 def test_errors_say_what_and_where():
     hidden, weight, _ = make(torch.float32)
     with pytest.raises(InvalidInputError, match=r"hidden and weight: got shapes \(11, 18\)"):
         head_logprobs(hidden[:, 1:], weight, targets())
     with pytest.raises(InvalidInputError, match="targets: got 10 for 11 hidden states"):
         head_logprobs(hidden, weight, targets()[1:])
+    with pytest.raises(InvalidInputError, match=r"targets: got shape \(11,\) and dtype torch.float32"):
+        head_logprobs(hidden, weight, targets() + 0.5)
+    with pytest.raises(InvalidInputError, match=r"targets: got shape \(11, 1\)"):
+        head_logprobs(hidden, weight, targets()[:, None])
+    with pytest.raises(InvalidInputError, match=r"weight: got dtype torch\.int8, expected float16"):
+        head_logprobs(hidden, weight.to(torch.int8), targets())
     with pytest.raises(InvalidInputError, match="targets: 61 at position 1 is not in the vocabulary"):
         head_logprobs(hidden, weight, targets().index_fill(0, torch.tensor([1]), V))
     with pytest.raises(InvalidInputError, match="log-prob over the vocabulary at position 7 is NaN"):

@@ -272,6 +272,15 @@ def test_kl_to_itself_is_zero(sets):
     assert candidate_logprobs(hidden, weight, targets, sets, kl_to=own).kl.abs().max() < 1e-14
 
 
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+def test_kl_to_a_rollout_that_gave_its_own_token_no_probability(lowest):
+    """SGLang writes float32's lowest value for it: no finite KL comes of that."""
+    sets = CandidateSets([1, 2, 3], [-0.1, -2.0, lowest], [0, 3], [3])
+    hidden, weight = torch.ones(1, H), torch.ones(V, H)
+    with pytest.raises(InvalidInputError, match="kl_to: the KL at position 0 is inf"):
+        candidate_logprobs(hidden, weight, targets_of(sets), sets, kl_to=torch.tensor(sets.logprobs))
+
+
 def test_autocast_changes_nothing(sets):
     hidden, weight, _ = make(torch.float32)
     expected = candidate_logprobs(hidden, weight, targets_of(sets), sets).logprobs
@@ -368,9 +377,9 @@ ERRORS = {
     "backend: got 'cuda'": lambda a: a | {"backend": "cuda"},
     "vocab_start: got -1": lambda a: a | {"vocab_start": -1},
     "vocab_size: got 0": lambda a: a | {"vocab_size": 0},
-    "got dtype torch.int64, expected float16": lambda a: (
-        a | {"hidden": a["hidden"].long(), "weight": a["weight"].long()}
-    ),
+    "hidden: got dtype torch.int64, expected float16": lambda a: a | {"hidden": a["hidden"].long()},
+    # Quantised without its scale, and nothing that promotes to a float.
+    "weight: got dtype torch.int8, expected float16": lambda a: a | {"weight": a["weight"].to(torch.int8)},
 }
 
 

@@ -152,6 +152,53 @@ def test_minus_infinity_among_the_logits(sets):
     torch.testing.assert_close(leaf.grad, exact_leaf.grad, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("function", [masked_logprobs, full_logprobs])
+def test_autocast_changes_nothing(function, sets):
+    options = {"candidates": sets, "full": True} if function is masked_logprobs else {}
+
+    def run():
+        (leaf,) = leaves(make())
+        got = function(leaf, all_targets(sets), **options)
+        values = [value for value in vars(got).values() if value is not None]
+        sum(value.sum() for value in values).backward()
+        return [*values, leaf.grad]
+
+    expected = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+
+
+def test_logits_are_not_kept_for_the_backward(sets):
+    """Nothing but candidates is: the memory of the logits can go, or be written to, before the backward."""
+    (leaf,), (other,) = leaves(make()), leaves(make())
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        logits = leaf * 1.0
+        saved.clear()
+        got = masked_logprobs(logits, targets_of(sets), sets, entropy=True)
+    assert max(saved) <= sum(SIZES)
+    with torch.no_grad():
+        logits.zero_()
+    (got.logprobs + got.entropy).sum().backward()
+    want = masked_logprobs(other, targets_of(sets), sets, entropy=True)
+    (want.logprobs + want.entropy).sum().backward()
+    assert torch.equal(leaf.grad, other.grad)
+
+
+def test_a_temperature_that_is_written_to_before_the_backward(sets):
+    grads = []
+    for write in (False, True):
+        (leaf,) = leaves(make())
+        temperature = TEMPERATURES["tensor"].clone()
+        got = masked_logprobs(leaf, all_targets(sets), sets, temperature=temperature, full=True)
+        if write:
+            temperature.fill_(9.0)
+        (got.logprobs + got.full_logprobs).sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
 def test_masked_out_nan_does_not_matter(sets):
     """What stands outside the support is not read."""
     logits, targets = make(), targets_of(sets)
@@ -221,6 +268,16 @@ def test_errors_say_what_and_where(message, sets):
     arguments = {"logits": make(), "targets": all_targets(sets), "candidates": sets}
     with pytest.raises(InvalidInputError, match=message):
         masked_logprobs(**ERRORS[message](arguments))
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.zeros(T), torch.zeros(T, dtype=torch.bool), torch.zeros(T, 1).long()]
+)
+def test_targets_are_integers(targets):
+    with pytest.raises(
+        InvalidInputError, match=r"targets: got shape .* and dtype .*, expected integers \[T\]"
+    ):
+        full_logprobs(make(), targets)
 
 
 def test_more_errors(sets):
