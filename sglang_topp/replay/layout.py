@@ -119,7 +119,8 @@ class Layout:
             scored &= mask != 0
         owner, row, num_rows = self._place(prompts + responses, sample[scored], token[scored])
         mine = owner == self.cp_rank
-        return Rows(row[mine], position[scored][mine], num_rows, scored)
+        num_sequences = len(prompts) if self.format == "bshd" else 1
+        return Rows(row[mine], position[scored][mine], num_rows, num_sequences, scored)
 
     def _place(
         self, lengths: Int64Array, sample: Int64Array, token: Int64Array
@@ -172,12 +173,14 @@ class Rows:
         hidden_rows: int64 [R], into the rank's hidden states as `[num_hidden_rows, H]`.
         positions: int64 [R], ascending, into the response positions of the micro-batch.
         num_hidden_rows: what the layout says this rank holds.
+        num_sequences: how many rows of tokens they lie in: B for bshd, 1 for thd.
         scored: bool [response positions], those that some rank scores; the same on every rank.
     """
 
     hidden_rows: Int64Array
     positions: Int64Array
     num_hidden_rows: int
+    num_sequences: int
     scored: NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -185,16 +188,27 @@ class Rows:
         return len(self.positions)
 
     def select(self, hidden: Tensor) -> Tensor:
-        """The rows of `hidden`, [..., H] to [R, H]; differentiable, zeros flow to the rest.
+        """The rows of `hidden` to [R, H]; differentiable, zeros flow to the rest.
+
+        Args:
+            hidden: [num_hidden_rows, H], or with the sequences as an axis of their own: [B, S, H] for bshd,
+                [1, tokens, H] or [tokens, 1, H] for thd.
 
         Raises:
-            InvalidInputError: `hidden` has not as many rows as the layout says.
+            InvalidInputError: `hidden` is not as the layout says.
         """
         flat = hidden.reshape(-1, hidden.shape[-1])
         if len(flat) != self.num_hidden_rows:
             raise InvalidInputError(
                 f"hidden: got shape {tuple(hidden.shape)}, {len(flat)} rows; by the layout this rank holds"
                 f" {self.num_hidden_rows}"
+            )
+        # [S, B, H], which some trainers hold, has as many rows in another order.
+        axes = [length for length in hidden.shape[:-1] if length != 1]
+        if len(axes) > 1 and axes[0] != self.num_sequences:
+            raise InvalidInputError(
+                f"hidden: got shape {tuple(hidden.shape)}; by the layout its first axis counts"
+                f" {self.num_sequences} sequences"
             )
         return flat.index_select(0, torch.tensor(self.hidden_rows, device=hidden.device))
 
@@ -215,13 +229,7 @@ class Rows:
         """
         sets = candidates if isinstance(candidates, CandidateSets) else CandidateSets.concat(candidates)
         self._check_length("candidates", len(sets))
-        sizes = sets.sizes[self.positions]
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        entries = np.arange(offsets[-1]) + np.repeat(sets.offsets[self.positions] - offsets[:-1], sizes)
-        # Whole sets of a valid value are valid.
-        return CandidateSets._trusted(
-            sets.token_ids[entries], sets.logprobs[entries], offsets, sets.sampled_ids[self.positions]
-        )
+        return sets.take(self.positions)
 
     def scatter(self, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
         """Put [R] values at their response positions, zeros elsewhere; with a group, those of all ranks.

@@ -112,7 +112,7 @@ def replay_metrics(
         candidates: the sets of the T positions.
         loss_mask: [T]; positions where it is 0 do not count. Positions with an empty set never do.
         p: the top-p threshold, one number or [T], to tell which sampled tokens were forced in: those
-            with a mass of at least `p` strictly above them.
+            with a mass of at least `p` strictly above them; at 1, those of zero probability.
 
     Raises:
         InvalidInputError: a length is not T.
@@ -131,8 +131,9 @@ def replay_metrics(
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
-    log_ratios = numbers(logprobs) - numbers(old_logprobs)
-    with np.errstate(over="ignore"):  # a sampled token that the rollout gave no probability: inf
+    # A sampled token that the rollout gave no probability: inf, or NaN where the policy gives none either.
+    with np.errstate(over="ignore", invalid="ignore"):
+        log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)
     sizes = candidates.sizes[counts]
     judged = forced = 0.0
@@ -141,7 +142,10 @@ def replay_metrics(
         if thresholds.shape not in ((), (length,)):
             raise InvalidInputError(f"p: got shape {thresholds.shape}, expected one number or [{length}]")
         judged = float(len(sizes))
-        forced = float(np.count_nonzero((_mass_above_sampled(candidates) >= thresholds)[counts]))
+        outside = _mass_above_sampled(candidates) >= thresholds
+        # p = 1 keeps all that is possible, whatever float32 log-probs add up to.
+        possible = candidates.sampled_logprobs > np.finfo(np.float32).min
+        forced = float(np.count_nonzero((outside & ~((thresholds >= 1) & possible))[counts]))
     return ReplayMetrics(
         tokens=float(len(sizes)),
         ratios=float(ratios.sum()),

@@ -138,6 +138,19 @@ def test_bshd_hidden_has_three_axes():
     assert rows.select(hidden)[:, 0].tolist() == [0.0, 2.0, 8.0]
 
 
+def test_sequences_along_the_second_axis_are_refused():
+    """[S, B, H] has as many rows as [B, S, H], in another order."""
+    rows = Layout("bshd").rows([1, 2], [2, 1])
+    with pytest.raises(InvalidInputError, match=r"hidden: got shape \(3, 2, 4\); .* counts 2 sequences"):
+        rows.select(torch.zeros(3, 2, 4))
+    assert rows.select(torch.zeros(6, 4)).shape == (3, 4)
+    packed = Layout().rows([1, 2], [2, 1])
+    for shape in ((6, 4), (1, 6, 4), (6, 1, 4)):
+        assert packed.select(torch.zeros(shape)).shape == (3, 4)
+    with pytest.raises(InvalidInputError, match="counts 1 sequences"):
+        packed.select(torch.zeros(2, 3, 4))
+
+
 def test_nothing_to_score():
     for rows in (
         Layout().rows([], []),

@@ -67,6 +67,17 @@ def test_a_token_that_the_rollout_gave_no_probability():
     sets = CandidateSets([1, 2], [0.0, -np.inf], [0, 2], [2])
     metrics = replay_metrics(torch.zeros(1), replayed_old_logprobs(sets), sets)
     assert metrics.ratios == math.inf
+    # Nor does the policy.
+    assert math.isnan(replay_metrics(torch.tensor([-math.inf]), replayed_old_logprobs(sets), sets).ratios)
+
+
+def test_at_p_1_only_the_impossible_is_forced():
+    """The mass above a rare token rounds to 1 and more; it is in the nucleus all the same."""
+    third = float(np.nextafter(np.float32(math.log(1 / 3)), np.float32(0)))
+    for rare, forced in ((-20.0, 0), (-np.inf, 1), (float(np.finfo(np.float32).min), 1)):
+        sets = CandidateSets([1, 2, 3, 4], [third, third, third, rare], [0, 4], [4])
+        assert np.exp(sets.logprobs[:3], dtype=np.float64).sum() > 1
+        assert replay_metrics(torch.zeros(1), torch.zeros(1), sets, p=1.0).forced_tokens == forced
 
 
 def test_errors_say_what_and_where():
