@@ -60,12 +60,15 @@ def grpo_loss(
     """The mean over tokens of `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`.
 
     `hidden` are the trunk's last hidden states as this rank holds them, `weight` is the LM head,
-    `advantages` has one number per sample, `loss_mask` one entry per response token. The metrics are
-    those of this rank's tokens.
+    `advantages` has one number per sample, `loss_mask` one entry per response token; without it, every
+    token counts that has a candidate set (a tool's has none). The metrics are those of this rank's tokens.
     """
     lengths = [len(sample.output_ids) for sample in samples]
+    recorded = CandidateSets.concat([sample.candidates for sample in samples])
+    if loss_mask is None:
+        loss_mask = torch.from_numpy(recorded.sizes > 0)
     rows = layout.rows([len(sample.prompt_ids) for sample in samples], lengths, loss_mask=loss_mask)
-    sets = rows.take_sets([sample.candidates for sample in samples])
+    sets = rows.take_sets(recorded)
     output_ids = np.concatenate([sample.output_ids for sample in samples])
     targets = rows.take(torch.tensor(output_ids, dtype=torch.int64, device=hidden.device))
     picked = rows.select(hidden)
@@ -78,7 +81,9 @@ def grpo_loss(
 
     per_sample = torch.tensor(lengths, device=hidden.device)
     advantage = rows.take(advantages.to(hidden.device).repeat_interleave(per_sample))
-    ratio = (new.logprobs - old).exp()
+    # A token that the rollout gave no probability would have an infinite ratio, whose gradient is NaN even
+    # where the clip takes its place; the clamp passes none on.
+    ratio = (new.logprobs - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     per_token = -gain - entropy_bonus * new.entropy
     # Every rank sums all ranks' tokens and divides by how many there are, so a loss is one number.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from replay_oracle import entropy_of, error, leaves, random_sets
 
+from sglang_topp import CandidateSets
 from sglang_topp.replay import Layout, replayed_old_logprobs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_loss.py"
@@ -87,6 +88,42 @@ def test_equals_the_plain_formula(example, replay):
     for mine, theirs in zip(ours, plain, strict=True):
         assert error(mine.grad, theirs.grad) < 1e-6
     assert metrics.tokens == len(terms)
+
+
+def one_sample(example, sets, prompt: int = 2):
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(prompt + len(sets), H, generator=rng), torch.randn(V, H, generator=rng)
+    sample = example.Sample(torch.zeros(prompt).int().numpy(), sets.sampled_ids.clip(min=0), sets)
+    return [*leaves(hidden, weight), [sample]]
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_tokens_without_a_set_do_not_count(example, replay):
+    sets = random_sets([3, 0, 4, 0], V)
+    runs = []
+    for mask in (None, torch.tensor([1, 0, 1, 0])):
+        hidden, weight, samples = one_sample(example, sets)
+        loss, _ = example.grpo_loss(
+            hidden, weight, samples, torch.ones(1), layout=Layout(), loss_mask=mask, replay=replay
+        )
+        loss.backward()
+        runs.append((loss.detach(), hidden.grad))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+    assert not runs[0][1][[0, 2, 4, 5]].any()
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_token_that_the_rollout_gave_no_probability(example, advantage):
+    """Its ratio is infinite; the gradients of all others must not become NaN by it."""
+    sets = CandidateSets([1, 2, 3, 4, 5], [-0.1, -2.0, -torch.inf, -0.5, -1.0], [0, 3, 5], [3, 4])
+    hidden, weight, samples = one_sample(example, sets)
+    loss, _ = example.grpo_loss(hidden, weight, samples, torch.tensor([advantage]), layout=Layout())
+    loss.backward()
+    assert loss.isfinite()
+    assert hidden.grad.isfinite().all()
+    assert not hidden.grad[1].any()
+    assert hidden.grad[2].any()
 
 
 def test_advantages_are_centred_in_each_group(example):
