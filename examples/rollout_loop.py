@@ -44,7 +44,7 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         model_path = make_tiny_model(folder, vocab_size=args.vocab_size, logit_std=7.0)
-        with serve(model_path) as url, RolloutClient(url) as client:
+        with serve(model_path) as (sidecar_url, _), RolloutClient(sidecar_url) as client:
             ready = time.monotonic()
             # -- the rollout: what a trainer does every step ------------------------------------------
             rollouts = client.generate(
@@ -80,8 +80,8 @@ def main() -> int:
 
 
 @contextmanager
-def serve(model_path: Path) -> Iterator[str]:
-    """The patched SGLang and its sidecar on free ports; gives the sidecar's URL."""
+def serve(model_path: Path) -> Iterator[tuple[str, str]]:
+    """The patched SGLang and its sidecar on free ports; gives the sidecar's URL and the engine's."""
     command = [sys.executable, "-m", "sglang_topp_server.cli", "serve", "--model-path", str(model_path)]
     command += ["--port", "0", "--engine-port", "0"]
     command += ["--", "--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
@@ -94,7 +94,7 @@ def serve(model_path: Path) -> Iterator[str]:
             if "sidecar" not in words:
                 log.seek(0)
                 raise SystemExit(f"{log.read()[-4000:]}\nthe server did not start")
-            yield words[words.index("sidecar") + 1]
+            yield words[words.index("sidecar") + 1], words[words.index("engine") + 1]
         finally:
             process.terminate()
             process.communicate()

@@ -114,7 +114,7 @@ async def test_many_rollouts_as_they_finish(served: Served, where: str) -> None:
 
 def test_the_readmes_rollout_loop(served: Served) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (program,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    program, *_ = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert "http://127.0.0.1:30010" in program
     names: dict[str, object] = {}
     exec(program.replace("http://127.0.0.1:30010", served.sidecar), names)

@@ -42,8 +42,8 @@ def test_the_exit_status_is_that_of_the_ratios(
     rollout = Rollout(0, 0, "r", ids, ids, "", sets.sampled_logprobs, sets, "length", "default", 0, 0.1)
 
     @contextmanager
-    def serve(model_path: Path) -> Iterator[str]:
-        yield "http://127.0.0.1:1"
+    def serve(model_path: Path) -> Iterator[tuple[str, str]]:
+        yield "http://127.0.0.1:1", "http://127.0.0.1:2"
 
     class Client:
         def __init__(self, url: str) -> None: ...

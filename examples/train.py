@@ -1,0 +1,156 @@
+"""Train on the real engine: roll out at top-p, score the tokens over their candidate sets, step, push.
+
+The whole cycle with every part of this project in its place. The model is small, random and made on the
+spot, and its reward is the share of even token ids, which a policy can learn: the reward rises, and
+every step starts with importance ratios of 1.
+
+    python examples/train.py                    # a minute to start SGLang, seconds a step
+    python examples/train.py --without-replay   # scored over the whole vocabulary: the ratios are biased
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx
+import numpy as np
+import torch
+from rollout_loop import serve
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from sglang_topp.batch import RLBatch, collate_rl, split_micro_batches
+from sglang_topp.replay import (
+    ReplayMetrics,
+    candidate_logprobs,
+    head_logprobs,
+    replay_metrics,
+    replayed_old_logprobs,
+)
+from sglang_topp_client import Rollout, RolloutClient
+from sglang_topp_server.tiny_model import make_tiny_model
+
+PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
+GROUP = 8  # samples of each prompt
+MICRO_BATCH_TOKENS = 512
+CLIP = 0.2
+
+
+def train(
+    model_path: Path,
+    rollout_url: str,
+    engine_url: str,
+    *,
+    steps: int,
+    top_p: float = 0.8,
+    replay: bool = True,
+) -> list[dict[str, float]]:
+    """Train the model that the engine serves; each step's mean reward and metrics before its update.
+
+    The engine is left with the last step's weights, as `weight_version` `str(steps)`.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    sampling = {"top_p": top_p, "temperature": 1.0, "n": GROUP, "max_new_tokens": 32, "ignore_eos": True}
+    history = []
+    with RolloutClient(rollout_url) as client, tempfile.TemporaryDirectory() as folder:
+        for step in range(steps):
+            rollouts = client.generate(PROMPTS, sampling, top_logprobs_p=top_p)
+            assert step == 0 or {rollout.weight_version for rollout in rollouts} == {str(step)}
+            rewards = np.array([np.mean(rollout.output_ids % 2 == 0) for rollout in rollouts])
+            optimizer.zero_grad()
+            metrics = accumulate(model, collate(rollouts, advantages(rewards)), replay=replay)
+            optimizer.step()
+            push(model, engine_url, Path(folder), version=str(step + 1))
+            history.append({"reward": float(rewards.mean())} | metrics.summary())
+    return history
+
+
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """[B] rewards, the samples of a prompt side by side -> centred and scaled within each prompt's group."""
+    grouped = rewards.reshape(-1, GROUP)
+    centred = grouped - grouped.mean(1, keepdims=True)
+    return (centred / (grouped.std(1, keepdims=True) + 1e-6)).ravel()
+
+
+def collate(rollouts: list[Rollout], advantages: np.ndarray) -> RLBatch:
+    """One batch of left-padded sequences, with the advantage of a sample on each of its tokens."""
+    lengths = [len(rollout.output_ids) for rollout in rollouts]
+    return collate_rl(
+        prompts=[rollout.prompt_ids for rollout in rollouts],
+        responses=[rollout.output_ids for rollout in rollouts],
+        rewards=[np.full(n, advantage) for n, advantage in zip(lengths, advantages, strict=True)],
+        loss_masks=[np.ones(n, np.int8) for n in lengths],
+        candidates=[rollout.candidates for rollout in rollouts if rollout.candidates is not None],
+        pad_token_id=0,
+    )
+
+
+def accumulate(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> ReplayMetrics:
+    """Add the gradient of the batch's loss, micro-batch by micro-batch."""
+    num_tokens = int(batch["response_mask"].sum())
+    plan = split_micro_batches(batch["attention_mask"].sum(1), MICRO_BATCH_TOKENS)
+    metrics = ReplayMetrics()
+    for micro in plan.of(batch, rank=0):
+        loss, of_these = loss_sum(model, micro, replay=replay)
+        (loss / num_tokens).backward()
+        metrics += of_these
+    return metrics
+
+
+def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[Tensor, ReplayMetrics]:
+    """The sum over tokens of PPO's clipped loss."""
+    attention_mask = batch["attention_mask"]
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    hidden = model.model(batch["sequences"], attention_mask, positions).last_hidden_state
+
+    # The state before a token scores it. Rows of responses, one after the other, are the sets' order.
+    scored = batch["response_mask"].bool()
+    width = scored.shape[1]
+    states, targets = hidden[:, -width - 1 : -1][scored], batch["sequences"][:, -width:][scored]
+    sets, weight = batch["candidates"].sets, model.lm_head.weight
+    if replay:
+        new = candidate_logprobs(states, weight, targets, sets).logprobs
+    else:
+        new = head_logprobs(states, weight, targets).logprobs
+    old = replayed_old_logprobs(sets, output_ids=targets)
+
+    advantage, ratio = batch["rewards"][scored], (new - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+    return -gain.sum(), replay_metrics(new, old, sets)
+
+
+def push(model: PreTrainedModel, engine_url: str, folder: Path, version: str) -> None:
+    """Give the engine the model's weights, through a folder that both can read."""
+    model.save_pretrained(folder)
+    order = {"model_path": str(folder), "weight_version": version}
+    httpx.post(f"{engine_url}/update_weights_from_disk", json=order, timeout=60).raise_for_status()
+
+
+def main() -> int:
+    """Run it; 0 where the reward rose."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8, help="%(default)s")
+    parser.add_argument("--top-p", type=float, default=0.8, help="%(default)s")
+    parser.add_argument("--without-replay", action="store_true", help="score over the whole vocabulary")
+    args = parser.parse_args()
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        model_path = make_tiny_model(folder)
+        with serve(model_path) as urls:
+            history = train(
+                model_path, *urls, steps=args.steps, top_p=args.top_p, replay=not args.without_replay
+            )
+    print(f"{'step':>4}{'reward':>9}{'mean ratio':>13}{'off by over 10 %':>19}")
+    for step, row in enumerate(history):
+        ratio, off = row["replay/ratio_mean"], row["replay/ratio_off_by_10_percent_share"]
+        print(f"{step:>4}{row['reward']:>9.3f}{ratio:>13.4f}{off:>19.1%}")
+    return 0 if history[-1]["reward"] > history[0]["reward"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The training example against the real engine: rollouts, replay, steps, new weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.engine.running import Engine
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # it imports the example beside it, as when it is run
+    spec = importlib.util.spec_from_file_location("train", EXAMPLES / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.delitem(sys.modules, "rollout_loop")
+    return module
+
+
+def test_the_readme_shows_its_lines() -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    _, shown = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert textwrap.indent(shown, "    ") in (EXAMPLES / "train.py").read_text()
+
+
+@pytest.fixture
+def weights_for_others(engine: Engine, model_path: Path) -> Iterator[None]:
+    """The engine is shared: afterwards it serves what it served before."""
+    yield
+    order = {"model_path": str(model_path), "weight_version": "default"}
+    answer = engine.http.post("/update_weights_from_disk", json=order)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.usefixtures("weights_for_others")
+def test_the_reward_rises_and_every_step_starts_at_a_ratio_of_one(
+    example: ModuleType, engine: Engine, model_path: Path
+) -> None:
+    history = example.train(model_path, engine.url, engine.url, steps=5)
+    for step in history:
+        assert step["replay/tokens"] == len(example.PROMPTS) * example.GROUP * 32
+        assert step["replay/ratio_mean"] == pytest.approx(1, abs=1e-4)
+        assert step["replay/ratio_off_by_10_percent_share"] == 0
+    assert history[-1]["reward"] > history[0]["reward"] + 0.1
+
+
+@pytest.mark.usefixtures("weights_for_others")
+def test_without_replay_the_ratios_are_the_kept_mass(
+    example: ModuleType, engine: Engine, model_path: Path
+) -> None:
+    (step,) = example.train(model_path, engine.url, engine.url, steps=1, replay=False)
+    assert step["replay/ratio_mean"] == pytest.approx(step["replay/kept_mass_mean"], abs=1e-4)
+    assert step["replay/ratio_mean"] < 0.99
