@@ -64,9 +64,9 @@ def grpo_loss(
     token counts that has a candidate set (a tool's has none). The metrics are those of this rank's tokens.
     """
     lengths = [len(sample.output_ids) for sample in samples]
-    recorded = CandidateSets.concat([sample.candidates for sample in samples])
+    recorded = [sample.candidates for sample in samples]
     if loss_mask is None:
-        loss_mask = torch.from_numpy(recorded.sizes > 0)
+        loss_mask = torch.from_numpy(CandidateSets.concat(recorded).sizes > 0)
     rows = layout.rows([len(sample.prompt_ids) for sample in samples], lengths, loss_mask=loss_mask)
     sets = rows.take_sets(recorded)
     output_ids = np.concatenate([sample.output_ids for sample in samples])

@@ -26,7 +26,7 @@ from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.parallel import reduce_sum
 
-__all__ = ["Layout", "Rows"]
+__all__ = ["Layout", "Rows", "counted"]
 
 Int64Array: TypeAlias = NDArray[np.int64]
 
@@ -92,8 +92,8 @@ class Layout:
                 are left out.
 
         Raises:
-            InvalidInputError: lengths are negative or of different number, the mask's length is not
-                their sum, or `padded_length` does not hold them or does not divide.
+            InvalidInputError: lengths are negative or of different number, the mask is not numbers or
+                its length is not their sum, or `padded_length` does not hold them or does not divide.
         """
         prompts, responses = (
             _lengths("prompt_lengths", prompt_lengths),
@@ -111,16 +111,11 @@ class Layout:
 
         scored = token >= 0
         if loss_mask is not None:
-            mask = to_numpy(loss_mask)
-            if mask.shape != (num_positions,):
-                raise InvalidInputError(
-                    f"loss_mask: got shape {mask.shape}, expected [{num_positions}], as response_lengths say"
-                )
-            scored &= mask != 0
+            scored &= counted(loss_mask, num_positions)
         owner, row, num_rows = self._place(prompts + responses, sample[scored], token[scored])
         mine = owner == self.cp_rank
         num_sequences = len(prompts) if self.format == "bshd" else 1
-        return Rows(row[mine], position[scored][mine], num_rows, num_sequences, scored)
+        return Rows(row[mine], position[scored][mine], num_rows, num_sequences, responses, scored)
 
     def _place(
         self, lengths: Int64Array, sample: Int64Array, token: Int64Array
@@ -174,6 +169,7 @@ class Rows:
         positions: int64 [R], ascending, into the response positions of the micro-batch.
         num_hidden_rows: what the layout says this rank holds.
         num_sequences: how many rows of tokens they lie in: B for bshd, 1 for thd.
+        response_lengths: int64 [B], what the response positions are cut into.
         scored: bool [response positions], those that some rank scores; the same on every rank.
     """
 
@@ -181,6 +177,7 @@ class Rows:
     positions: Int64Array
     num_hidden_rows: int
     num_sequences: int
+    response_lengths: Int64Array
     scored: NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -225,11 +222,13 @@ class Rows:
         """This rank's part of the candidate sets, given whole or sample by sample.
 
         Raises:
-            InvalidInputError: there is not one set per response position.
+            InvalidInputError: there is not one set per response position, of each sample.
         """
-        sets = candidates if isinstance(candidates, CandidateSets) else CandidateSets.concat(candidates)
-        self._check_length("candidates", len(sets))
-        return sets.take(self.positions)
+        if not isinstance(candidates, CandidateSets):
+            self._check_samples(candidates)
+            candidates = CandidateSets.concat(candidates)
+        self._check_length("candidates", len(candidates))
+        return candidates.take(self.positions)
 
     def scatter(self, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
         """Put [R] values at their response positions, zeros elsewhere; with a group, those of all ranks.
@@ -245,6 +244,17 @@ class Rows:
         index = torch.tensor(self.positions, device=values.device)
         result: Tensor = _Scatter.apply(values, index, len(self.scored), cp_group)
         return result
+
+    def _check_samples(self, candidates: Sequence[CandidateSets]) -> None:
+        if len(candidates) != len(self.response_lengths):
+            raise InvalidInputError(
+                f"candidates: got {len(candidates)} samples, expected {len(self.response_lengths)}"
+            )
+        for sample, (sets, length) in enumerate(zip(candidates, self.response_lengths, strict=True)):
+            if len(sets) != length:
+                raise InvalidInputError(
+                    f"candidates: got {len(sets)} positions for sample {sample}, whose response has {length}"
+                )
 
     def _check_length(self, name: str, length: int) -> None:
         if length != len(self.scored):
@@ -266,6 +276,23 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (index_R,) = ctx.saved_tensors
         return grad.index_select(0, index_R), None, None, None
+
+
+def counted(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
+    """bool [num_positions]: where the mask is not 0 or False.
+
+    Raises:
+        InvalidInputError: the mask is not one number per position.
+    """
+    mask: NDArray[Any] = to_numpy(loss_mask)
+    if mask.shape != (num_positions,):
+        raise InvalidInputError(
+            f"loss_mask: got shape {mask.shape}, expected [{num_positions}], one per response position"
+        )
+    # Anything else is "not 0": None, NaN, the text "0".
+    if mask.size and (mask.dtype.kind not in "biuf" or np.isnan(mask).any()):
+        raise InvalidInputError(f"loss_mask: got dtype {mask.dtype} or a NaN, expected numbers")
+    return mask.astype(np.bool_)
 
 
 def _lengths(name: str, lengths: ArrayLike) -> Int64Array:

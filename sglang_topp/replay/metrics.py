@@ -17,6 +17,7 @@ from torch import Tensor
 from sglang_topp._tensors import to_numpy
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay.layout import counted
 from sglang_topp.replay.parallel import reduce_max, reduce_sum
 
 __all__ = ["ReplayMetrics", "replay_metrics"]
@@ -115,7 +116,7 @@ def replay_metrics(
             with a mass of at least `p` strictly above them; at 1, those of zero probability.
 
     Raises:
-        InvalidInputError: a length is not T.
+        InvalidInputError: a length is not T, or `p` is not above 0 and at most 1.
     """
     length = len(candidates)
     for name, values in (("logprobs", logprobs), ("old_logprobs", old_logprobs)):
@@ -123,10 +124,7 @@ def replay_metrics(
             raise InvalidInputError(f"{name}: got shape {tuple(values.shape)}, expected [{length}]")
     counts = candidates.sizes > 0
     if loss_mask is not None:
-        mask = to_numpy(loss_mask)
-        if mask.shape != (length,):
-            raise InvalidInputError(f"loss_mask: got shape {mask.shape}, expected [{length}]")
-        counts &= mask != 0
+        counts &= counted(loss_mask, length)
 
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
@@ -141,6 +139,8 @@ def replay_metrics(
         thresholds = to_numpy(p).astype(np.float64)
         if thresholds.shape not in ((), (length,)):
             raise InvalidInputError(f"p: got shape {thresholds.shape}, expected one number or [{length}]")
+        if (wrong := ~((thresholds > 0) & (thresholds <= 1))).any():
+            raise InvalidInputError(f"p: got {thresholds[wrong][0]}, expected above 0 and at most 1")
         judged = float(len(sizes))
         outside = _mass_above_sampled(candidates) >= thresholds
         # p = 1 keeps all that is possible, whatever float32 log-probs add up to.

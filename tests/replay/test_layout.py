@@ -182,6 +182,14 @@ def test_errors_say_what_and_where():
         ),
         "values: got 3, expected one per response position, 4": lambda: rows.take(torch.zeros(3)),
         "candidates: got 3, expected one": lambda: rows.take_sets(CandidateSets.empty(3)),
+        # As many in all, so that nothing else would tell.
+        "candidates: got 1 positions for sample 0, whose response has 2": lambda: rows.take_sets(
+            [CandidateSets.empty(1), CandidateSets.empty(3)]
+        ),
+        "candidates: got 1 samples, expected 2": lambda: rows.take_sets([CandidateSets.empty(4)]),
+        "loss_mask: got dtype float64 or a NaN": lambda: Layout().rows([1], [2], loss_mask=[1.0, np.nan]),
+        "loss_mask: got dtype <U1": lambda: Layout().rows([1], [2], loss_mask=["1", "0"]),
+        "loss_mask: got dtype object": lambda: Layout().rows([1], [2], loss_mask=[None, 1]),
         "values: got shape \\(3,\\), expected \\[4\\]": lambda: rows.scatter(torch.zeros(3)),
     }
     for message, call in cases.items():

@@ -91,3 +91,8 @@ def test_errors_say_what_and_where():
         replay_metrics(good, good, sets, loss_mask=[1])
     with pytest.raises(InvalidInputError, match=r"^p: got shape \(3,\)"):
         replay_metrics(good, good, sets, p=[1, 1, 1])
+    with pytest.raises(InvalidInputError, match=r"^loss_mask: got dtype float64 or a NaN"):
+        replay_metrics(good, good, sets, loss_mask=[1, math.nan])
+    for p in (0, 97, math.nan, [0.9, -1]):
+        with pytest.raises(InvalidInputError, match=r"^p: got .*, expected above 0 and at most 1"):
+            replay_metrics(good, good, sets, p=p)
