@@ -97,11 +97,18 @@ def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[i
 
 
 def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """`bins`, the fullest of those with two samples or more split in two until there are `count`."""
+    """`bins`, the fullest of those with two samples or more split in two until there are `count`.
+
+    There always is one to split: were there a bin for every sample, none would be overfull.
+    """
     out = list(bins)
+    fullest = [(-_load(members, sizes), at) for at, members in enumerate(out) if len(members) > 1]
+    heapq.heapify(fullest)
     while len(out) < count:
-        at = max(range(len(out)), key=lambda at: (len(out[at]) > 1, _load(out[at], sizes)))
-        if len(out[at]) < 2:
-            return out + [[] for _ in range(count - len(out))]
-        out[at : at + 1] = _spread(out[at], sizes, 2)
+        _, at = heapq.heappop(fullest)
+        out[at], rest = _spread(out[at], sizes, 2)
+        out.append(rest)
+        for half in (at, len(out) - 1):
+            if len(out[half]) > 1:
+                heapq.heappush(fullest, (-_load(out[half], sizes), half))
     return out

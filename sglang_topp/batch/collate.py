@@ -79,9 +79,9 @@ def collate_rl(
         prompts: B rows of token ids, none empty. A row is a list, a 1-D array, or a 1-D tensor on any
             device, with or without grad; so are all rows below.
         responses: B rows of token ids.
-        rewards: per token, R_i numbers in row i.
+        rewards: per token, R_i numbers in row i; rounded to float32, where what is too large is infinite.
         loss_masks: per token, R_i values in row i, each 0 or 1; a row may be a `PackedLossMask`.
-        logprobs: per token, R_i numbers in row i, or None.
+        logprobs: as `rewards`, or None.
         candidates: per sample, the CandidateSets of its R_i positions, or None.
         pad_token_id: fills `sequences` before the prompt.
         max_seq_len: where some P_i + R_i is larger, warn; nothing is cut.

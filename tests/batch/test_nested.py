@@ -14,6 +14,7 @@ from tensordict import NonTensorData, TensorDict
 
 from sglang_topp import CandidateSets
 from sglang_topp.batch import Nest, NestedBatch, RowSets, nest_batch, reference, unnest_batch
+from sglang_topp.batch.layout import _BLOCK_BYTES
 from sglang_topp.errors import InvalidInputError
 from tests.gpu import gpu
 
@@ -121,6 +122,22 @@ def test_what_a_droppable_field_loses_is_what_its_mask_hides(mask: torch.Tensor,
     nested = nest_batch({"mask": mask, "field": field}, {"field": Nest("mask", pad, droppable=True)})
     assert unnest_batch(nested)["field"].equal(torch.where(mask != 0, field, pad))
     assert nested.outside == {}
+
+
+@pytest.mark.parametrize("fill", [0.5, 0.001])  # kept as bits, and as runs
+def test_a_batch_that_is_worked_on_in_many_blocks(fill: float) -> None:
+    rng = np.random.default_rng(0)
+    mask = torch.from_numpy(rng.random((300, 9000)) < fill)
+    field = torch.from_numpy(rng.integers(1, 99, mask.shape).astype(np.int16)) * mask
+    field[299, 1] = field[150, 2] = 7
+    assert min(mask.nbytes, field.nbytes) > 2 * _BLOCK_BYTES
+    nested = nest_batch({"mask": mask, "field": field}, {"mask": "mask", "field": "mask"})
+    assert (nested._layouts[0].runs is None) == (fill == 0.5)
+    order = rng.permutation(300)
+    for part, rows in ((nested, np.arange(300)), (nested.take(order), order)):
+        out = unnest_batch(part)
+        assert out["mask"].equal(mask[rows])
+        assert out["field"].equal(field[rows])
 
 
 def test_tool_tokens_survive_a_mask_that_is_0_on_them() -> None:
