@@ -54,7 +54,7 @@ def run() -> None:
             "unnest": lambda: unnest_batch(plain),
             "nest + unnest": lambda: unnest_batch(nest_batch(batch, fields, narrow=False)),
         },
-        rounds=5,
+        rounds=9,
         target=0.5,
     )
     mask, width = batch["response_mask"], batch["response_mask"].shape[1]
@@ -66,5 +66,5 @@ def run() -> None:
             ],
             "nest_batch, unnest_batch": lambda: unnest_batch(nest_batch(batch, fields, narrow=False)),
         },
-        rounds=3,
+        rounds=7,
     )

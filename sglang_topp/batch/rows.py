@@ -37,6 +37,8 @@ Rows: TypeAlias = Sequence[Any]
 
 _INTEGERS = frozenset("bhilqBHI")
 _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
+# What rows may be held as; a tuple, for a union would be built again for every row.
+_HELD = (list, tuple, np.ndarray)
 # By the dtype that rows are written as: which dtypes it takes, their name in words, and its `struct` code.
 _TAKES = {
     np.dtype(np.int64): (_INTEGERS, "integers that fit int64", "q"),
@@ -119,7 +121,7 @@ def host_rows(name: str, rows: Rows, dtype: DTypeLike) -> list[Any]:
             sample.
     """
     accepted, expected, _ = _TAKES[np.dtype(dtype)]
-    out = [row if isinstance(row, list | tuple | np.ndarray) else np.asarray(row) for row in to_host(rows)]
+    out = [row if isinstance(row, _HELD) else np.asarray(row) for row in to_host(rows)]
     kinds = {(row.ndim, row.dtype.char) for row in out if isinstance(row, np.ndarray)}
     if all(ndim == 1 and char in accepted for ndim, char in kinds):
         return out
