@@ -119,7 +119,8 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
         new = head_logprobs(states, weight, targets).logprobs
     old = replayed_old_logprobs(sets, output_ids=targets)
 
-    advantage, ratio = batch["rewards"][scored], (new - old).exp()
+    # An infinite ratio (a token that the rollout gave no probability) would make every gradient NaN.
+    advantage, ratio = batch["rewards"][scored], (new - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return -gain.sum(), replay_metrics(new, old, sets)
 

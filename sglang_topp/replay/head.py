@@ -169,16 +169,25 @@ class _CandidateLogits(torch.autograd.Function):
         hidden_TH, weight_VH = ctx.saved_tensors
         support: Support = ctx.support
         grad_hidden = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            # The ranks' parts are summed before they are rounded.
-            parallel = ctx.group is not None
+        if ctx.needs_input_grad[0] and ctx.group is None:
+            grad_hidden = ctx.ops.gathered_sum(
+                weight_VH,
+                support.ids,
+                grad_m,
+                support.positions,
+                len(hidden_TH),
+                out_dtype=hidden_TH.dtype,
+                **ctx.options,
+            )
+        elif ctx.needs_input_grad[0]:
+            # Only positions with a choice are sent, and the ranks' parts are summed before they are rounded.
             grad_AH = ctx.ops.gathered_sum(
                 weight_VH,
                 support.ids,
                 grad_m,
                 support.segment,
                 len(support.rows),
-                out_dtype=grad_m.dtype if parallel else hidden_TH.dtype,
+                out_dtype=grad_m.dtype,
                 **ctx.options,
             )
             reduce_sum(grad_AH, ctx.group)

@@ -30,19 +30,20 @@ def gathered_dot(
     num_entries, width = len(left_rows), left.shape[1]
     out_m = torch.empty(num_entries, dtype=out_dtype, device=left.device)
     if num_entries:
-        _dot_kernel[(triton.cdiv(num_entries, _DOT_ENTRIES),)](
-            left,
-            left_rows,
-            right,
-            right_rows,
-            out_m,
-            num_entries,
-            width,
-            left.stride(0),
-            right.stride(0),
-            ENTRIES=_DOT_ENTRIES,
-            BLOCK=_block(width),
-        )
+        with torch.cuda.device(left.get_device()):  # Triton launches on the current one
+            _dot_kernel[(triton.cdiv(num_entries, _DOT_ENTRIES),)](
+                left,
+                left_rows,
+                right,
+                right_rows,
+                out_m,
+                num_entries,
+                width,
+                left.stride(0),
+                right.stride(0),
+                ENTRIES=_DOT_ENTRIES,
+                BLOCK=_block(width),
+            )
     return out_m
 
 
@@ -75,29 +76,30 @@ def gathered_sum(
     partial_PH = torch.empty((2 * max_long, width), dtype=torch.float32, device=device)
     block = _block(width)
     blocks = triton.cdiv(width, block)
-    _piece_kernel[(max_pieces, blocks)](
-        source,
-        source_rows,
-        weights,
-        piece_segment_P,
-        start_S1,
-        pieces_S,
-        piece_end_S,
-        partial_end_S,
-        out_SH,
-        partial_PH,
-        num_segments,
-        width,
-        source.stride(0),
-        PIECE=_PIECE,
-        BLOCK=block,
-    )
-    if max_long:
-        long_S = (pieces_S > 1).cumsum(0)
-        long_segment = torch.searchsorted(long_S, torch.arange(1, max_long + 1, device=device))
-        _join_kernel[(max_long, blocks)](
-            partial_PH, long_segment, pieces_S, partial_end_S, out_SH, num_segments, width, BLOCK=block
+    with torch.cuda.device(source.get_device()):
+        _piece_kernel[(max_pieces, blocks)](
+            source,
+            source_rows,
+            weights,
+            piece_segment_P,
+            start_S1,
+            pieces_S,
+            piece_end_S,
+            partial_end_S,
+            out_SH,
+            partial_PH,
+            num_segments,
+            width,
+            source.stride(0),
+            PIECE=_PIECE,
+            BLOCK=block,
         )
+        if max_long:
+            long_S = (pieces_S > 1).cumsum(0)
+            long_segment = torch.searchsorted(long_S, torch.arange(1, max_long + 1, device=device))
+            _join_kernel[(max_long, blocks)](
+                partial_PH, long_segment, pieces_S, partial_end_S, out_SH, num_segments, width, BLOCK=block
+            )
     return out_SH
 
 

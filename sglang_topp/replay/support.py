@@ -100,7 +100,7 @@ class Support:
         _check_ids(candidates, shard)
         device = targets.device
         offsets = torch.tensor(candidates.offsets, device=device)
-        token_ids = torch.tensor(candidates.token_ids, dtype=torch.int64, device=device)
+        token_ids = torch.tensor(candidates.token_ids, device=device)  # int32: half of what is to be sent
         sizes = offsets.diff()
         position = torch.repeat_interleave(sizes, output_size=len(token_ids))
         is_target = token_ids == targets[position]
@@ -117,7 +117,7 @@ class Support:
             rows=rows,
             sizes=sizes[rows],
             segment=segment,
-            ids=token_ids[entries] - shard.start,
+            ids=token_ids[entries].long() - shard.start,
             entries=entries,
             offsets=torch.searchsorted(segment, torch.arange(len(rows) + 1, device=device)),
             is_target=is_target[entries],
