@@ -76,8 +76,16 @@ class RowSums:
         self.peak_T, self.total_T, self.moment_T, self.target_T = zeros(), zeros(), zeros(), zeros()
         self.peak_T.fill_(-torch.inf)
 
+    @property
+    def subtracted_T(self) -> Tensor:
+        """[T]: what `add` subtracts from each row of logits: its highest on this rank."""
+        return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
+
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
-        """Take in the rows `part`; `logits_CV` is overwritten."""
+        """Take in the rows `part`; what is left in `logits_CV` is less by `subtracted_T`.
+
+        Entries far below a row's highest, whose probability is 0, are left as just another such number.
+        """
         if logits_CV.shape[1] == 0:
             return
         held_C = target_column_C >= 0
@@ -85,7 +93,7 @@ class RowSums:
         self.target_T[part] = torch.where(held_C, target_C, 0.0)
         peak_C = logits_CV.amax(dim=1)
         self.peak_T[part] = peak_C
-        logits_CV -= torch.where(peak_C.isneginf(), 0.0, peak_C)[:, None]
+        logits_CV -= self.subtracted_T[part, None]
         weight_CV = logits_CV.exp()
         self.total_T[part] = weight_CV.sum(dim=1)
         self.moment_T[part] = torch.linalg.vecdot(weight_CV, logits_CV.clamp_(min=_LOWEST))

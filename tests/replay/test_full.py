@@ -31,9 +31,10 @@ def targets() -> torch.Tensor:
     return torch.arange(T) * 7 % V
 
 
+@pytest.mark.parametrize("chunk_rows", [4, T])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, case):
+def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, case, chunk_rows):
     options = dict(CASES[case])
     inputs = make(dtype, bias=options.pop("bias", False))
     weights = torch.linspace(-1, 2, T, dtype=torch.float64)
@@ -43,7 +44,7 @@ def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, case):
     (exact[0] * weights - exact[1] * weights**2).sum().backward()
 
     ours = leaves(*inputs)
-    got = head_logprobs(ours[0], ours[1], targets(), bias=ours[2], chunk_rows=4, **options)
+    got = head_logprobs(ours[0], ours[1], targets(), bias=ours[2], chunk_rows=chunk_rows, **options)
     (got.logprobs * weights - got.entropy * weights**2).sum().backward()
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -55,6 +56,20 @@ def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, case):
         if leaf is not None:
             assert leaf.grad.dtype == dtype
             assert error(leaf.grad, exact_leaf.grad) < bound
+
+
+def test_a_second_backward_computes_the_logits_again():
+    hidden, weight, bias = leaves(*make(torch.float64, bias=True))
+    with torch.no_grad():
+        bias[::3] = -torch.inf  # what cannot be drawn has neither value nor gradient
+    got = head_logprobs(hidden, weight, torch.arange(T) * 3 + 1, bias=bias, temperature=0.01)
+    loss = (got.logprobs + got.entropy).sum()
+    first = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight, bias))
+    for one, other in zip(first, second, strict=True):
+        assert one.isfinite().all()
+        assert error(one, other) < 1e-12
+    assert not first[2][::3].any()
 
 
 @pytest.mark.parametrize("what", ["logprobs", "entropy"])
