@@ -167,6 +167,8 @@ def _cut(
     mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
     torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
     stop_R = torch.searchsorted(mass_before, mass_before[start_R] + asked.limit_R)
+    # The highest is inside whatever p is; a p below the sum's rounding would end before it.
+    stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
         short_R &= bound_R > lowest  # else nothing below it could be a candidate

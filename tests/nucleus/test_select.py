@@ -93,6 +93,17 @@ def test_from_flat_to_peaked(implementation, p, std):
     assert_parity(implementation, logprobs, away(logprobs, p), [0, 70_000, 35_000])
 
 
+@pytest.mark.parametrize("vocab", [50, 20_000])
+@pytest.mark.parametrize("p", [5e-324, 1e-300, 1e-16, 1e-12])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_highest_is_kept_however_small_p_is(implementation, p, vocab):
+    # Smaller than a rounding of the masses of the rows before; where std is 30, entries weigh less still.
+    logprobs = torch.cat([model_like(2, vocab, std=std) for std in (30.0, 1.0, 30.0)])
+    logprobs[3] = logprobs[3].round()
+    assert_parity(implementation, logprobs, p)
+    assert_parity(implementation, logprobs, p, [3] * 6)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_one_batch_that_end_in_different_stages(implementation):
     logprobs = torch.cat([model_like(1, 70_001, std=std, seed=9) for std in (0.1, 7, 0.0, 2.5, 7, 1.0)])
