@@ -28,6 +28,8 @@ NO_TOKEN = -1
 
 # Log-probs come out of float32 softmaxes and may round to just above 0.
 _MAX_LOGPROB = 1e-3
+# At or below it, a log-prob stands for probability 0.
+_LOWEST = np.finfo(np.float32).min
 # Candidates that are checked together.
 _CHECKED_AT_ONCE = 1 << 16
 
@@ -216,9 +218,9 @@ class CandidateSets:
             raise InvalidInputError(
                 f"positions: got {index.dtype} of shape {index.shape}, expected integers [R]"
             )
-        index = index.astype(np.int64)
         if (r := _first((index < 0) | (index >= len(self)))) is not None:
-            raise InvalidInputError(f"positions: got {index[r]}, expected 0 to {len(self) - 1}")
+            raise InvalidInputError(f"positions: got {index[r]}, expected 0 or more, below {len(self)}")
+        index = index.astype(np.int64)
         sizes = self.sizes[index]
         offsets = _offsets(sizes)
         entries = np.arange(offsets[-1]) + np.repeat(self.offsets[index] - offsets[:-1], sizes)
@@ -233,7 +235,8 @@ class CandidateSets:
         the result is that of the smaller sets.
 
         Raises:
-            InvalidInputError: the two differ in positions, sampled tokens, or in which spans are empty.
+            InvalidInputError: the two differ in positions, sampled tokens, or in which spans are empty;
+                or all they share somewhere is a sampled token of zero probability.
         """
         if len(self) != len(other):
             raise InvalidInputError(f"other: got {len(other)} positions, expected {len(self)}")
@@ -244,13 +247,15 @@ class CandidateSets:
             if (t := _first(mine != theirs)) is not None:
                 raise InvalidInputError(f"other: {what} differ at position {t}: {theirs[t]} and {mine[t]}")
         kept = np.isin(_row_keys(self), _row_keys(other), assume_unique=True)
-        rows = _rows(self)[kept]
-        return CandidateSets._trusted(
-            self.token_ids[kept],
-            self.logprobs[kept],
-            _offsets(np.bincount(rows, minlength=len(self))),
-            self.sampled_ids,
+        sizes = np.bincount(_rows(self)[kept], minlength=len(self))
+        both = CandidateSets._trusted(
+            self.token_ids[kept], self.logprobs[kept], _offsets(sizes), self.sampled_ids
         )
+        if (t := _impossible(both)) is not None:
+            raise InvalidInputError(
+                f"other: shares nothing but a sampled token of zero probability at position {t}"
+            )
+        return both
 
     def to_lists(self) -> tuple[list[list[int]], list[list[float]]]:
         """`(token_ids, logprobs)` as plain nested lists, one inner list per position."""
@@ -261,7 +266,7 @@ class CandidateSets:
     # -- a value among values ----------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Equal to the last bit in all four arrays."""
+        """Equal in every entry of all four arrays."""
         if not isinstance(other, CandidateSets):
             return NotImplemented
         return (
@@ -366,15 +371,25 @@ def _check_spans(sets: CandidateSets, first: int) -> None:
             "sampled_ids", f"got {sampled[t]} at position {first + t}, expected a token id"
         )
 
-    if len(ids) and np.isneginf(logprobs.min()):
-        if (impossible := _first(np.isneginf(logprobs) & ~is_sampled)) is not None:
+    if len(ids) and logprobs.min() <= _LOWEST:
+        if (e := _first((logprobs <= _LOWEST) & ~is_sampled)) is not None:
             raise InvalidCandidateSetsError(
                 "logprobs",
-                f"got -inf at position {first + rows[impossible]} for a token that was not sampled; it has no"
+                f"got {logprobs[e]} at position {first + rows[e]} for a token that was not sampled; it has no"
                 " place in the set",
             )
-        if np.isneginf(logprobs[offsets[:-1][sets.sizes > 0]]).any():
-            raise InvalidCandidateSetsError("logprobs", "a set holds nothing but a token of zero probability")
+        if (t := _impossible(sets)) is not None:
+            raise InvalidCandidateSetsError(
+                "logprobs", f"nothing but a token of zero probability at position {first + t}"
+            )
+
+
+def _impossible(sets: CandidateSets) -> int | None:
+    """The first position whose set has no mass, or None."""
+    filled = np.flatnonzero(sets.sizes)
+    # The first of a span is its highest.
+    t = _first(sets.logprobs[sets.offsets[filled]] <= _LOWEST)
+    return None if t is None else int(filled[t])
 
 
 def _rows(sets: CandidateSets) -> Int32Array:
@@ -442,8 +457,8 @@ def _as_float32(name: str, values: ArrayLike) -> Float32Array:
 def _as_array(name: str, values: ArrayLike) -> NDArray[Any]:
     try:
         array = np.asarray(values)
-    except ValueError as error:
-        raise InvalidCandidateSetsError(name, f"not one number per entry: {error}") from None
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or a tensor that NumPy cannot read
+        raise InvalidCandidateSetsError(name, f"cannot be read as one number per entry: {error}") from None
     if array.ndim != 1:
         raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")
     return array

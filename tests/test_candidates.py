@@ -32,13 +32,16 @@ def of(*spans, sampled=None):
 @st.composite
 def spans_and_sampled(draw, max_positions=8):
     """`[{token_id: logprob}]` in contract order, and one sampled id of each (NO_TOKEN where empty)."""
-    logprob = st.floats(-50, 0, width=32) | st.sampled_from([0.0, -1.0, -2.0, float(LOWEST)])
+    logprob = st.floats(-50, 0, width=32) | st.sampled_from([0.0, -1.0, -2.0])
     span = st.dictionaries(st.integers(0, 300_000) | st.integers(0, 9), logprob, max_size=12)
     spans, sampled = [], []
     for entries in draw(st.lists(span, max_size=max_positions)):
         ordered = dict(sorted(entries.items(), key=lambda entry: (-entry[1], entry[0])))
+        drawn = draw(st.sampled_from(list(ordered))) if ordered else NO_TOKEN
+        if len(ordered) > 1 and drawn == list(ordered)[-1]:
+            ordered[drawn] = draw(st.sampled_from([ordered[drawn], float(LOWEST), -np.inf]))
         spans.append(ordered)
-        sampled.append(draw(st.sampled_from(list(ordered))) if ordered else NO_TOKEN)
+        sampled.append(drawn)
     return spans, sampled
 
 
@@ -178,8 +181,9 @@ def test_take_is_one_position_after_the_other(sets, data):
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        ([0, 3], "got 3, expected 0 to 2"),
-        ([-1], "got -1, expected 0 to 2"),
+        ([0, 3], "got 3, expected 0 or more, below 3"),
+        ([-1], "got -1, expected 0 or more, below 3"),
+        (np.array([2**63], np.uint64), f"got {2**63}, expected 0 or more, below 3"),
         ([0.0], r"got float64 of shape \(1,\), expected integers"),
         ([True, False, True], "got bool"),
         (1, r"of shape \(\), expected integers \[R\]"),
@@ -198,13 +202,23 @@ def test_intersection_keeps_this_ones_values_and_the_sampled_token():
     assert CandidateSets.empty(2).intersect(CandidateSets.empty(2)) == CandidateSets.empty(2)
 
 
+@pytest.mark.parametrize("lowest", [-np.inf, LOWEST])
+def test_an_intersection_without_mass_is_refused(lowest):
+    mine, theirs = ({token: -0.5, 4: lowest} for token in (1, 2))
+    mine, theirs = of(B, {}, mine, sampled=[7, -1, 4]), of(B, {}, theirs, sampled=[7, -1, 4])
+    assert mine.intersect(mine) == mine
+    with pytest.raises(InvalidInputError, match="other: .* zero probability at position 2"):
+        mine.intersect(theirs)
+
+
 @given(spans_and_sampled(), st.randoms(use_true_random=False))
 def test_intersection_is_that_of_sets(made, random):
     spans, sampled = made
-    other = [
-        {i: logprob for i, logprob in span.items() if i == s or random.random() < 0.6}
-        for span, s in zip(spans, sampled, strict=True)
-    ]
+    other = []
+    for span, s in zip(spans, sampled, strict=True):
+        # Beside a sampled token of zero probability, the highest: else there is no mass.
+        keep = {s, next(iter(span))} if span and span[s] <= LOWEST else {s}
+        other.append({i: logprob for i, logprob in span.items() if i in keep or random.random() < 0.6})
     one, two = of(*spans, sampled=sampled), of(*other, sampled=sampled)
     assert one.intersect(two) == two
     assert two.intersect(one) == two
@@ -288,7 +302,7 @@ WRAPPING = 2**63 - 1
         ("token_ids", {"token_ids": [5, 2, 2, 7]}, "2 then 2 .* at position 0"),
         ("token_ids", {"token_ids": [9, 2, 9, 7]}, "9 stands twice at position 0"),
         ("token_ids", {"token_ids": [[5, 2, 9, 7]]}, "got 2 dimensions"),
-        ("token_ids", {"token_ids": [[5], [2, 9]]}, "not one number per entry"),
+        ("token_ids", {"token_ids": [[5], [2, 9]]}, "one number per entry"),
         ("token_ids", {"token_ids": [5.0, 2.0, 9.0, 7.0]}, "got dtype float64, expected integers"),
         ("token_ids", {"token_ids": [5, 2, 2**31, 7]}, "got values outside int32"),
         ("token_ids", {"token_ids": np.array([5, 2, 2**63, 7], np.uint64)}, "got values outside int32"),
@@ -304,7 +318,13 @@ WRAPPING = 2**63 - 1
             {"logprobs": [-0.5, -1.0, -np.inf, -1.0]},
             "got -inf at position 0 for a token that was",
         ),
+        (
+            "logprobs",
+            {"logprobs": [-0.5, -1.0, LOWEST, -1.0]},
+            "at position 0 for a token that was not sampled",
+        ),
         ("logprobs", {"logprobs": [-0.5, -1.0, -1.0, -np.inf]}, "nothing but a token of zero probability"),
+        ("logprobs", {"logprobs": [-0.5, -1.0, -1.0, LOWEST]}, "zero probability at position 2"),
         ("logprobs", {"logprobs": [-0.5, -1.0, -1e39, -1.0]}, "got -1e.39, expected values that float32"),
         ("logprobs", {"logprobs": [-1, -1, -1, -1]}, "got dtype int64, expected floats"),
         ("logprobs", {"logprobs": 0.5}, "got 0 dimensions"),
@@ -330,6 +350,15 @@ def test_invalid_arrays_are_named(field, change, message):
         CandidateSets(**(GOOD | change))
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: ")
+
+
+def test_tensors_that_numpy_cannot_read_are_named():
+    torch = pytest.importorskip("torch")
+    logprobs = torch.tensor([-0.5, -1.0, -1.0, -0.25])
+    assert CandidateSets(**(GOOD | {"logprobs": logprobs})) == CandidateSets(**GOOD)
+    for unreadable in (logprobs.bfloat16(), logprobs.clone().requires_grad_(), logprobs.to("meta")):
+        with pytest.raises(InvalidCandidateSetsError, match="logprobs: cannot be read"):
+            CandidateSets(**(GOOD | {"logprobs": unreadable}))
 
 
 def test_logprobs_that_round_to_just_above_zero_are_taken():

@@ -24,7 +24,7 @@ LISTS = "output_top_p_logprobs"
 @st.composite
 def candidate_sets(draw, *, empty_spans=False):
     """Valid sets; ids up to int32's end, ties, float32's lowest value, and every size from 1 on."""
-    logprob = st.floats(-60, 0, width=32) | st.sampled_from([0.0, -1.0, float(np.finfo(np.float32).min)])
+    logprob = st.floats(-60, 0, width=32) | st.sampled_from([0.0, -1.0])
     token = st.integers(0, 2**31 - 1) | st.integers(0, 9)
     span = st.dictionaries(token, logprob, min_size=0 if empty_spans else 1, max_size=10)
     spans = [
@@ -32,6 +32,9 @@ def candidate_sets(draw, *, empty_spans=False):
         for entries in draw(st.lists(span, max_size=8))
     ]
     sampled = [draw(st.sampled_from(span))[0] if span else 0 for span in spans]
+    for span, drawn in zip(spans, sampled, strict=True):
+        if len(span) > 1 and drawn == span[-1][0] and draw(st.booleans()):
+            span[-1] = (drawn, float(np.finfo(np.float32).min))
     return CandidateSets(
         [token for span in spans for token, _ in span],
         np.array([logprob for span in spans for _, logprob in span], np.float32),
