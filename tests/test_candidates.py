@@ -207,7 +207,7 @@ def test_an_intersection_without_mass_is_refused(lowest):
     mine, theirs = ({token: -0.5, 4: lowest} for token in (1, 2))
     mine, theirs = of(B, {}, mine, sampled=[7, -1, 4]), of(B, {}, theirs, sampled=[7, -1, 4])
     assert mine.intersect(mine) == mine
-    with pytest.raises(InvalidInputError, match="other: .* zero probability at position 2"):
+    with pytest.raises(InvalidInputError, match=r"other: .* zero probability at position 2"):
         mine.intersect(theirs)
 
 
