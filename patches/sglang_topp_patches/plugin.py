@@ -52,6 +52,7 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         "AFTER",
         prefill.is_sent_once,
     ),
+    ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER", prefill.forget_rows),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", mode.note_server_args),
     (f"{_TOKENIZER_MANAGER}._handle_batch_output", "BEFORE", tokenizer_manager.receive_entries),
     (f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info", "AFTER", tokenizer_manager.write_meta_info),

@@ -18,7 +18,7 @@ from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Span
 from sglang_topp_patches.rows import rows_of
 
-__all__ = ["PromptSets", "compute_logprobs_only", "forward", "is_sent_once"]
+__all__ = ["PromptSets", "compute_logprobs_only", "forget_rows", "forward", "is_sent_once"]
 
 
 def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -78,6 +78,15 @@ def is_sent_once(result: bool, self: Any, key: str) -> bool:
     return result or key == PROMPT_KEY
 
 
+def forget_rows(result: None, self: Any) -> None:
+    """AFTER hook on `Req.reset_for_retract`: rows of a prompt that was scored in part go, as SGLang's do.
+
+    Once a token is visible the prompt's rows are whole, and stay.
+    """
+    if self.customized_info and not self.customized_info.get(KEY):
+        self.customized_info.pop(PROMPT_KEY, None)
+
+
 @dataclass(frozen=True)
 class PromptSets:
     """The prompt rows of one pass, on the device and then on the host.
@@ -111,7 +120,8 @@ class PromptSets:
         ):
             own = spans[start : start + count]
             start += count
-            if not p or not own or req.rid != request_id:
+            # A request that was retracted since the pass began will be scored again, from its start.
+            if not p or not own or req.rid != request_id or req.is_retracted:
                 continue
             info = req.customized_info = req.customized_info or {}
             # After a retraction the prompt is scored again, but its rows are here already.

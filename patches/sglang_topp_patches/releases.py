@@ -118,6 +118,11 @@ _SGLANG_0_5_23 = (
         "the prompt's sets go out once per request",
     ),
     Seam(
+        "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
+        ("self",),
+        "a prompt that is scored again after a retraction is not counted twice",
+    ),
+    Seam(
         "sglang.srt.managers.auxiliary_output.append_auxiliary_output",
         ("current", "output"),
         "the sets travel to the host with SGLang's own copy",

@@ -106,6 +106,8 @@ class GeneratedSets:
             if req.customized_info is None:
                 req.customized_info = {}
             entries = req.customized_info.setdefault(KEY, [])
+            # SGLang starts a retracted request over where its prompt came as embeddings.
+            del entries[commit.output_index :]
             while len(entries) < commit.output_index:
                 entries.append(Entry(None, "a token became visible without passing through the sampler"))
             problem = self._problem(row, req.rid, commit.token_ids, spans)

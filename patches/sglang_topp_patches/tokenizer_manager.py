@@ -27,11 +27,15 @@ class _Received:
     """All that has arrived for one request so far."""
 
     def __init__(self) -> None:
+        self.num_tokens = 0
         self.generated: list[Span | None] = []
         self.prompt: list[Span | None] = []
         self.problem = ""
 
-    def add(self, entries: Sequence[Entry | None], prompt_rows: Sequence[Span | None]) -> None:
+    def add(
+        self, token_ids: Sequence[int], entries: Sequence[Entry | None], prompt_rows: Sequence[Span | None]
+    ) -> None:
+        self.num_tokens += len(token_ids)
         for entry in entries:
             if entry is None or entry.candidates is None:
                 cause = entry.problem if entry else "the scheduler sent none"
@@ -42,12 +46,12 @@ class _Received:
             # last row the first generated token was drawn.
             self.prompt = [None, *prompt_rows[:-1]]
 
-    def check(self, num_generated: int, num_prompt: int) -> str:
+    def check(self, num_prompt: int) -> str:
         """Why there is not one set for each visible token, or nothing."""
         if self.problem:
             return self.problem
-        if len(self.generated) != num_generated:
-            return f"{len(self.generated)} candidate sets for {num_generated} generated tokens"
+        if len(self.generated) != self.num_tokens:
+            return f"{len(self.generated)} candidate sets for {self.num_tokens} generated tokens"
         if len(self.prompt) != num_prompt:
             return f"{len(self.prompt)} candidate sets for {num_prompt} prompt tokens"
         if None in self.prompt[1:]:
@@ -62,15 +66,14 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
     """
     from sglang.srt.managers.io_struct import unwrap_from_pickle
 
-    info = unwrap_from_pickle(getattr(recv_obj, "customized_info", None))
-    arrived: dict[str, tuple[Sequence[Entry | None], Sequence[Span | None]]] = {}
-    if info and not info.keys().isdisjoint((KEY, PROMPT_KEY)):
-        nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
-        ours = zip(info.pop(KEY, nothing), info.pop(PROMPT_KEY, nothing), strict=True)
-        arrived = dict(zip(recv_obj.rids, ours, strict=True))
+    nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
+    info = unwrap_from_pickle(getattr(recv_obj, "customized_info", None)) or {}
+    entries, prompt_rows = info.pop(KEY, nothing), info.pop(PROMPT_KEY, nothing)
+    if entries is not nothing or prompt_rows is not nothing:
         recv_obj.customized_info = info or None
+    ours = zip(getattr(recv_obj, "output_ids", nothing), entries, prompt_rows, strict=True)
     # One loop handles one batch at a time.
-    setattr(self, _ARRIVED, arrived)
+    setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
 
 
 def write_meta_info(
@@ -97,10 +100,12 @@ def write_meta_info(
         return
 
     received: _Received = state.__dict__.setdefault(_RECEIVED, _Received())
-    received.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), ())))
+    received.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), (), ())))
     if not shown:
         return
-    if problem := received.check(len(state.output_token_logprobs_val), len(state.input_token_logprobs_val)):
+    # Visible tokens are counted, not log-probs: SGLang may report that of a token which `max_new_tokens` 0
+    # keeps from being one.
+    if problem := received.check(len(state.input_token_logprobs_val)):
         if finished:
             _fail(meta_info, problem)
         return

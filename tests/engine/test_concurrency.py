@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import httpx
+import numpy as np
 
 from sglang_topp import wire
 from tests.engine.checks import checked_sets
@@ -78,3 +79,51 @@ async def test_mixed_requests(engine: Engine) -> None:
     assert outcomes.count("with sets") > 20
     assert outcomes.count("without") > 4
     assert outcomes.count("aborted") > 0
+
+
+async def test_parallel_samples_beside_other_requests(engine: Engine) -> None:
+    """SGLang first computes their prompt by a request for no tokens, in one pass with the others."""
+
+    async def send(http: httpx.AsyncClient, n: int) -> None:
+        body = {
+            "text": "hello",
+            "sampling_params": {"max_new_tokens": 6, "ignore_eos": True, "n": n},
+            "return_logprob": True,
+            "top_logprobs_p": 0.9,
+        }
+        answer = await http.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        for sample in answer.json() if n > 1 else [answer.json()]:
+            assert len(checked_sets(sample, 0.9)) == 6
+
+    async with httpx.AsyncClient(base_url=engine.url, timeout=300) as http:
+        await asyncio.gather(*(send(http, 1 + 2 * (i % 2)) for i in range(24)))
+
+
+async def test_prompts_whose_scoring_is_interrupted(engine: Engine) -> None:
+    """A pause in mid-prefill, as trainers do it to push weights, makes SGLang score the prompt again."""
+
+    async def send(http: httpx.AsyncClient, i: int) -> int:
+        body = {
+            "text": chr(97 + i) * 2000,
+            "sampling_params": {"max_new_tokens": 40, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_p": 0.9,
+            "return_logprobs_in_base64": True,
+        }
+        answer = (await http.post("/generate", json=body)).json()
+        checked_sets(answer, 0.9)
+        reported = answer["meta_info"]["input_token_logprobs"]
+        sets = wire.decode_input_sets(answer["meta_info"], [token_id for _, token_id, _ in reported])
+        expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
+        np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
+        return int(answer["meta_info"]["num_retractions"])
+
+    async with httpx.AsyncClient(base_url=engine.url, timeout=300) as http:
+        sending = asyncio.gather(*(send(http, i) for i in range(4)))
+        for _ in range(4):
+            await asyncio.sleep(0.15)
+            await http.post("/pause_generation", json={"mode": "retract"})
+            await http.post("/continue_generation", json={})
+        assert sum(await sending) > 0

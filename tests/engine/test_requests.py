@@ -99,6 +99,22 @@ def test_input_ids_and_parallel_samples(engine: Engine) -> None:
     assert len({tuple(answer["output_ids"]) for answer in answers[:3]}) > 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_only_scored_beside_others(engine: Engine, stream: bool) -> None:
+    """In one pass with others SGLang samples for it too, and may report that token's log-prob."""
+    sampling = [{**SAMPLING, "max_new_tokens": 3 * (i % 2)} for i in range(8)]
+    request = {"text": list("abcdefgh"), "sampling_params": sampling, "logprob_start_len": 0, **WANTED}
+    if stream:
+        last = {chunk["index"]: chunk for chunk in engine.stream(**request)}
+        answers = [last[i] for i in range(8)]
+    else:
+        answers = engine.generate(**request)
+    for answer, params in zip(answers, sampling, strict=True):
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+        sets = CandidateSets.from_meta_info(answer["meta_info"], answer["output_ids"])
+        assert len(sets) == params["max_new_tokens"]
+
+
 def test_streaming_is_cumulative(engine: Engine) -> None:
     chunks = engine.stream(text=PROMPT, sampling_params=SAMPLING, **WANTED)
     assert len(chunks) > 5

@@ -12,7 +12,7 @@ from sglang_topp import CandidateSets
 from sglang_topp_patches import mode, tokenizer_manager
 from sglang_topp_patches.extract import extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, join
-from sglang_topp_patches.prefill import PromptSets
+from sglang_topp_patches.prefill import PromptSets, forget_rows
 from sglang_topp_patches.rows import Rows
 from sglang_topp_patches.sampler import GeneratedSets
 
@@ -25,7 +25,7 @@ def logprobs() -> torch.Tensor:
 
 
 def request(rid: str) -> SimpleNamespace:
-    return SimpleNamespace(rid=rid, customized_info=None)
+    return SimpleNamespace(rid=rid, customized_info=None, is_retracted=False)
 
 
 def commit(index: int, *token_ids: int) -> SimpleNamespace:
@@ -90,16 +90,38 @@ def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch
     assert len(req.customized_info[PROMPT_KEY]) == 3
 
 
+def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
+    sets = PromptSets(("a",), (0.9,), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),))
+    req = request("a")
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    forget_rows(None, req)
+    # The pass that was under way when the request was retracted.
+    req.is_retracted = True
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    req.is_retracted = False
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    assert len(req.customized_info[PROMPT_KEY]) == 3
+
+
+def test_a_request_that_starts_over_has_the_sets_of_its_last_run(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    req = request("a")
+    req.customized_info = {KEY: entries_of(logprobs, sampled)}
+    batch = SimpleNamespace(reqs=[req, request("b"), request("c")])
+    generated(logprobs.flip(0), sampled[::-1]).consume(batch, [commit(0, sampled[2]), None, None])
+    assert req.customized_info[KEY] == entries_of(logprobs, sampled)[2:]
+
+
 class Answer:
     """One request on its way through the HTTP process, with what SGLang itself would have written."""
 
     def __init__(self, tokens: list[int], prompt_tokens: int = 0, **fields: Any) -> None:
         obj = SimpleNamespace(top_logprobs_p=0.9, return_logprobs_in_base64=True, stream=False, **fields)
         self.manager = SimpleNamespace(incremental_streaming_output=False)
+        self.tokens = tokens
         self.state = SimpleNamespace(
             obj=obj,
             last_output_offset=0,
-            output_token_logprobs_val=[-1.0] * len(tokens),
             input_token_logprobs_val=[-1.0] * prompt_tokens,
         )
         self.meta_info: dict[str, Any] = {"id": "a", "finish_reason": {"type": "length"}}
@@ -110,7 +132,7 @@ class Answer:
             info[KEY] = [entries]
         if prompt:
             info[PROMPT_KEY] = [prompt]
-        recv_obj = SimpleNamespace(rids=["a"], customized_info=info)
+        recv_obj = SimpleNamespace(rids=["a"], output_ids=[self.tokens], customized_info=info)
         tokenizer_manager.receive_entries(self.manager, recv_obj)
         assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
         tokenizer_manager.write_meta_info(
