@@ -50,8 +50,8 @@ def head_logprobs(
         entropy[t]  = -sum over all i of p_i log p_i,   z as in `candidate_logprobs`
 
     Differentiable, once, in `hidden`, `weight` and `bias`, through both values. Memory beyond the
-    gradients is two buffers of `chunk_rows` x V in float32 (float64 for float64), three with a soft
-    cap, and, in half precision, the gradients in float32 until they are rounded, once.
+    gradients is one buffer of `chunk_rows` x V in float32 (float64 for float64), two with a soft cap,
+    and, in half precision, the gradients in float32 until they are rounded, once.
 
     Args:
         chunk_rows: positions that go through the head at a time; by default as many as take 256 MiB.

@@ -23,6 +23,9 @@ __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk",
 # exp of anything below is 0 in float32 and float64, so nothing that counts is cut; and unlike -inf it
 # may be multiplied by that 0.
 _LOWEST = -1.0e4
+# Exponentials that are held at one time: a CPU's cache; on a GPU, enough to make up for the launches.
+_EXP_BYTES_CPU = 1 << 21
+_EXP_BYTES = 1 << 26
 
 
 def row_parts(num_rows: int, chunk_rows: int) -> list[slice]:
@@ -37,6 +40,14 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
     if chunk_rows < 1:
         raise InvalidInputError(f"chunk_rows: got {chunk_rows}, expected 1 or more")
     return chunk_rows
+
+
+def _some_rows(logits_CV: Tensor) -> list[slice]:
+    """The slices of rows whose exponentials are held at one time."""
+    row_bytes = logits_CV.shape[1] * logits_CV.itemsize
+    return row_parts(
+        len(logits_CV), rows_per_chunk(None, row_bytes, _EXP_BYTES_CPU if logits_CV.is_cpu else _EXP_BYTES)
+    )
 
 
 def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
@@ -91,12 +102,13 @@ class RowSums:
         held_C = target_column_C >= 0
         target_C = logits_CV.gather(1, target_column_C.clamp(min=0)[:, None]).squeeze(1)
         self.target_T[part] = torch.where(held_C, target_C, 0.0)
-        peak_C = logits_CV.amax(dim=1)
-        self.peak_T[part] = peak_C
-        logits_CV -= self.subtracted_T[part, None]
-        weight_CV = logits_CV.exp()
-        self.total_T[part] = weight_CV.sum(dim=1)
-        self.moment_T[part] = torch.linalg.vecdot(weight_CV, logits_CV.clamp_(min=_LOWEST))
+        for rows in _some_rows(logits_CV):
+            here = slice(part.start + rows.start, part.start + rows.stop)
+            self.peak_T[here] = logits_CV[rows].amax(dim=1)
+            shifted = logits_CV[rows].sub_(self.subtracted_T[here, None])
+            weight = shifted.exp()
+            self.total_T[here] = weight.sum(dim=1)
+            self.moment_T[here] = torch.linalg.vecdot(weight, shifted.clamp_(min=_LOWEST))
 
     def finish(self, group: dist.ProcessGroup | None) -> Softmax:
         """The softmax over all ranks.
@@ -141,15 +153,17 @@ def to_gradient(
     """
     if logits_CV.shape[1] == 0:
         return logits_CV
-    logits_CV -= log_total_T[part, None]
-    probability_CV = logits_CV.exp()
-    if grad_entropy_T is None:
-        logits_CV.zero_()
-    else:
-        logits_CV.clamp_(min=_LOWEST).add_(entropy_T[part, None]).mul_(grad_entropy_T[part, None])
-    if grad_logprobs_T is not None:
-        logits_CV += grad_logprobs_T[part, None]
-    logits_CV *= probability_CV.neg_()
+    for rows in _some_rows(logits_CV):
+        here = slice(part.start + rows.start, part.start + rows.stop)
+        values = logits_CV[rows].sub_(log_total_T[here, None])
+        probability = values.exp()
+        if grad_entropy_T is None:
+            values.zero_()
+        else:
+            values.clamp_(min=_LOWEST).add_(entropy_T[here, None]).mul_(grad_entropy_T[here, None])
+        if grad_logprobs_T is not None:
+            values += grad_logprobs_T[here, None]
+        values *= probability.neg_()
     if grad_logprobs_T is not None:
         held_C = (target_column_C >= 0).nonzero().squeeze(1)
         logits_CV[held_C, target_column_C[held_C]] += grad_logprobs_T[part][held_C]
