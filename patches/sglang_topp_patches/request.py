@@ -74,6 +74,8 @@ def normalize(original: Callable[[Any], None], self: Any) -> None:
         setattr(self, THRESHOLD, asked.thresholds[0])
         setattr(self, BASE64, asked.base64[0])
         if asked.thresholds[0]:
+            if isinstance(self.sampling_params, list):
+                raise InvalidInputError("sampling_params: got a list for one prompt, expected an object")
             self.sampling_params = _with_threshold(self.sampling_params, asked.thresholds[0])
         return
     # With n > 1 SGLang repeats the whole list of prompts.
@@ -120,40 +122,48 @@ class _Asked:
 
     @classmethod
     def of(
-        cls, threshold: Any, base64: Any, sampling_params: Any, return_logprob: Any, num_prompts: int | None
+        cls, threshold: Any, base64: Any, sampling_params: Any, return_logprob: Any, num_prompts: int
     ) -> _Asked:
         """Check the fields of one request.
 
         Args:
             threshold, base64, sampling_params, return_logprob: the request's fields as they came.
-            num_prompts: the number of prompts, or None where it cannot be told yet.
+            num_prompts: the number of prompts.
 
         Raises:
             InvalidInputError: a sentence naming the field, what it got and what it takes.
         """
-        count = num_prompts if num_prompts is not None else 1
-        per_prompt = _spread(THRESHOLD, threshold, num_prompts, count)
+        per_prompt = _spread(THRESHOLD, threshold, num_prompts)
         thresholds = [_threshold(THRESHOLD, value) for value in per_prompt]
-        flags = [_flag(BASE64, base64)] * count
+        flags = [_flag(BASE64, base64)] * num_prompts
 
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * count
-        if len(params) == count:  # SGLang itself refuses any other length
-            for i, item in enumerate(params):
-                custom = item.get("custom_params") if isinstance(item, Mapping) else None
-                if not isinstance(custom, Mapping):
-                    continue
-                where = "sampling_params.custom_params."
-                inner = _threshold(where + THRESHOLD, custom.get(THRESHOLD))
-                if inner and thresholds[i] and inner != thresholds[i]:
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * num_prompts
+        customs = [item.get("custom_params") if isinstance(item, Mapping) else None for item in params]
+        is_used = any(thresholds) or any(isinstance(each, Mapping) and THRESHOLD in each for each in customs)
+        if is_used and len(params) != num_prompts:
+            raise InvalidInputError(
+                f"sampling_params: got {len(params)} for {num_prompts} prompts, expected one per prompt"
+            )
+        for i, custom in enumerate(customs[:num_prompts]):
+            if not isinstance(custom, Mapping):
+                if custom is not None and thresholds[i]:
                     raise InvalidInputError(
-                        f"{THRESHOLD}: got {thresholds[i]} and {inner} in sampling_params.custom_params;"
-                        " expected it in one place, or the same in both"
+                        f"sampling_params.custom_params: got {custom!r}, expected an object:"
+                        f" {THRESHOLD} goes to the scheduler in it"
                     )
-                thresholds[i] = inner or thresholds[i]
-                flags[i] = flags[i] or _flag(where + BASE64, custom.get(BASE64, False))
+                continue
+            where = "sampling_params.custom_params."
+            inner = _threshold(where + THRESHOLD, custom.get(THRESHOLD))
+            if inner and thresholds[i] and inner != thresholds[i]:
+                raise InvalidInputError(
+                    f"{THRESHOLD}: got {thresholds[i]} and {inner} in sampling_params.custom_params;"
+                    " expected it in one place, or the same in both"
+                )
+            thresholds[i] = inner or thresholds[i]
+            flags[i] = flags[i] or _flag(where + BASE64, custom.get(BASE64, False))
 
         if any(thresholds):
-            logprobs = return_logprob if isinstance(return_logprob, list) else [return_logprob] * count
+            logprobs = return_logprob if isinstance(return_logprob, list) else [return_logprob] * num_prompts
             if not all(wanted for wanted, p in zip(logprobs, thresholds, strict=False) if p):
                 raise InvalidInputError(
                     f"{THRESHOLD}: needs return_logprob to be true, got {return_logprob!r}"
@@ -167,10 +177,10 @@ class _Asked:
         return cls(thresholds, flags)
 
 
-def _spread(name: str, value: Any, num_prompts: int | None, count: int) -> list[Any]:
+def _spread(name: str, value: Any, num_prompts: int) -> list[Any]:
     if not isinstance(value, list):
-        return [value] * count
-    if num_prompts is not None and len(value) != num_prompts:
+        return [value] * num_prompts
+    if len(value) != num_prompts:
         raise InvalidInputError(
             f"{name}: got {len(value)} values for {num_prompts} prompts, expected one per prompt"
         )
@@ -205,12 +215,13 @@ def _with_threshold(sampling_params: Mapping[str, Any], p: float) -> dict[str, A
     return {**sampling_params, "custom_params": {**custom, THRESHOLD: p}}
 
 
-def _num_prompts(body: Mapping[str, Any]) -> int | None:
-    text, ids = body.get("text"), body.get("input_ids")
+def _num_prompts(body: Mapping[str, Any]) -> int:
+    text, ids, embeds = body.get("text"), body.get("input_ids"), body.get("input_embeds")
     if isinstance(text, list):
         return len(text)
-    if isinstance(text, str):
-        return 1
-    if isinstance(ids, list):
-        return len(ids) if ids and isinstance(ids[0], list) else 1
-    return None
+    if text is None and isinstance(ids, list) and ids and isinstance(ids[0], list):
+        return len(ids)
+    # One prompt of embeddings is a list of lists itself.
+    if text is None and ids is None and isinstance(embeds, list) and embeds and isinstance(embeds[0], list):
+        return len(embeds) if embeds[0] and isinstance(embeds[0][0], list) else 1
+    return 1

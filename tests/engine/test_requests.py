@@ -258,7 +258,20 @@ def test_fixed_k_arrays_replace_the_lists(engine: Engine) -> None:
         ({"return_logprobs_in_base64": "yes"}, "return_logprobs_in_base64"),
         ({"sampling_params": {"custom_params": {"top_logprobs_p": 2}}}, "custom_params.top_logprobs_p"),
         ({"sampling_params": {"custom_params": {"top_logprobs_p": 0.3}}}, "one place"),
+        ({"sampling_params": {"custom_params": "mine"}}, "custom_params"),
+        ({"sampling_params": {"custom_params": [1]}}, "custom_params"),
+        ({"text": ["a", "b"], "sampling_params": [SAMPLING] * 3}, "sampling_params"),
+        (
+            {
+                "text": ["a", "b"],
+                "top_logprobs_p": None,
+                "sampling_params": [{"custom_params": {"top_logprobs_p": 0.5}}] * 3,
+            },
+            "sampling_params",
+        ),
         ({"sampling_params": {"beam_width": 4}}, "beam"),
+        ({"text": None, "input_embeds": [[0.5] * 64], "top_logprobs_p": []}, "top_logprobs_p"),
+        ({"text": None, "input_embeds": [[[0.5] * 64]] * 2, "top_logprobs_p": [0.5] * 3}, "top_logprobs_p"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -270,6 +283,12 @@ def test_bad_input_is_a_400_that_names_the_field(
     )
     assert answer.status_code == 400, answer.text
     assert field in answer.json()["error"]
+
+
+def test_sampling_params_in_a_list_for_one_prompt(engine: Engine) -> None:
+    answer = engine.post(text=PROMPT, sampling_params=[SAMPLING], **WANTED)
+    assert answer.status_code == 400, answer.text
+    assert "sampling_params" in answer.text
 
 
 def test_nan_is_no_json(engine: Engine) -> None:
