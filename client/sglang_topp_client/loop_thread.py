@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -24,7 +24,8 @@ class LoopThread:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # The collector may end a generator, which asks again, while this thread holds it.
+        self._lock = threading.RLock()
         self._running: _Running | None = None
         self._pid = os.getpid()
 
@@ -34,7 +35,6 @@ class LoopThread:
         An exception that arrives meanwhile (KeyboardInterrupt) cancels it and waits for it to end, so
         that its clean-up has been done.
         """
-        loop = self._start().loop
         result: Future[_T] = Future()
         tasks: list[asyncio.Task[_T]] = []
 
@@ -47,10 +47,10 @@ class LoopThread:
                 result.set_result(task.result())
 
         def begin() -> None:
-            tasks.append(loop.create_task(coroutine))
+            tasks.append(asyncio.get_running_loop().create_task(coroutine))
             tasks[0].add_done_callback(settle)
 
-        loop.call_soon_threadsafe(begin)
+        loop = self._call(begin)
         try:
             return result.result()
         except BaseException:
@@ -59,24 +59,43 @@ class LoopThread:
                 result.exception()
             raise
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether the thread runs, and is not this one: what waits on a loop for itself waits forever."""
+        running = self._running
+        return (
+            running is not None
+            and self._pid == os.getpid()
+            and not running.loop.is_closed()
+            and threading.current_thread() is not running.thread
+        )
+
     def stop(self) -> None:
         """End the thread; the next `run` starts another."""
         with self._lock:
             running, self._running = self._running, None
-        if running is not None:
-            running.stop()
+            if running is None:
+                return
+            running.end()
+        running.finalizer.detach()
+        running.join()
 
-    def _start(self) -> _Running:
+    def _call(self, callback: Callable[[], None]) -> asyncio.AbstractEventLoop:
+        """Have the loop call `callback`; returns the loop."""
+        # A loop that was told to end before would never answer; one that is told after cancels it.
         with self._lock:
             if self._running is None or self._pid != os.getpid():
                 self._pid = os.getpid()
                 self._running = _Running()
-                weakref.finalize(self, self._running.stop)
-            return self._running
+                self._running.finalizer = weakref.finalize(self, self._running.stop)
+            self._running.loop.call_soon_threadsafe(callback)
+            return self._running.loop
 
 
 class _Running:
     """The thread and its loop; knows nothing of who uses it, so that its owner can be collected."""
+
+    finalizer: weakref.finalize[..., LoopThread]
 
     def __init__(self) -> None:
         ready: Future[asyncio.AbstractEventLoop] = Future()
@@ -86,15 +105,21 @@ class _Running:
             ready.set_result(asyncio.get_running_loop())
             await self._end.wait()
 
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=lambda: asyncio.run(main()), name="sglang-topp-client", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
         self.loop = ready.result()
 
     def stop(self) -> None:
         """Let the loop finish its clean-up and end the thread."""
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._end.set)
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+            self.end()
+            self.join()
+
+    def end(self) -> None:
+        self.loop.call_soon_threadsafe(self._end.set)
+
+    def join(self) -> None:
+        if threading.current_thread() is not self.thread:
+            self.thread.join()

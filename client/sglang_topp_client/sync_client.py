@@ -102,7 +102,9 @@ class RolloutClient:
             while (rollout := self._thread.run(following())) is not None:
                 yield rollout
         finally:
-            self._thread.run(rollouts.aclose())
+            # Where waiting is no use the loop closes it: one that ends, or drops it, closes its generators.
+            if self._thread.can_wait:
+                self._thread.run(rollouts.aclose())
 
     def abort(self, request_id: str) -> None:
         """See `AsyncRolloutClient.abort`; call it from another thread."""

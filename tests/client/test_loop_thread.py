@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import threading
+import weakref
 
 import pytest
 
@@ -52,6 +53,28 @@ def test_the_thread_goes_with_its_owner():
     del runner
     gc.collect()
     assert threads() == []
+
+
+def test_stopped_threads_leave_nothing_behind():
+    runner = LoopThread()
+    before = len(weakref.finalize._registry)
+    for _ in range(5):
+        runner.run(double(1))
+        runner.stop()
+    assert len(weakref.finalize._registry) == before
+
+
+async def test_what_its_own_thread_cannot_wait_for():
+    runner = LoopThread()
+    assert not runner.can_wait
+
+    async def inside():
+        return runner.can_wait
+
+    assert runner.run(inside()) is False
+    assert runner.can_wait
+    runner.stop()
+    assert not runner.can_wait
 
 
 def test_a_stop_ends_whoever_waits():

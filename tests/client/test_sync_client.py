@@ -1,6 +1,7 @@
 """The synchronous face: what is its own. What the core does is tested in test_client.py."""
 
 import asyncio
+import gc
 import inspect
 import pickle
 import signal
@@ -120,6 +121,30 @@ def test_usable_after_close(client):
     assert len(client.generate([5])) == 1
 
 
+def test_a_stream_that_the_collector_ends_on_the_loop_itself(engine, client, hang, fakes):
+    engine.script += [fakes.answer_generate, hang]
+    rollouts = client.stream([[5], [6]])
+    next(rollouts)
+    until(lambda: len(engine.calls) == 2)
+    cycle = [rollouts]
+    cycle.append(cycle)
+
+    async def collect():
+        gc.collect()
+
+    gc.disable()
+    try:
+        del rollouts, cycle
+        caller = threading.Thread(target=lambda: client._thread.run(collect()), daemon=True)
+        caller.start()
+        caller.join(10)
+        assert not caller.is_alive()
+    finally:
+        gc.enable()
+    until(lambda: engine.hang_ups == 1)
+    assert engine.aborted == [engine.calls[1]["rid"]]
+
+
 # A process that a shell put into the background inherits that SIGINT is ignored.
 SCRIPT = """
 import os, signal, sys
@@ -153,8 +178,11 @@ def test_after_a_fork(engine):
     assert len(engine.calls) == 3
 
 
-def test_an_interpreter_that_just_ends(engine):
-    code = f"{SCRIPT}print(len(client.generate([5])))"
+@pytest.mark.parametrize(
+    "use", ["print(len(client.generate([5])))", "left = client.stream([[5], [5]])\nprint(len([next(left)]))"]
+)
+def test_an_interpreter_that_just_ends(engine, use):
+    code = f"{SCRIPT}{use}"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, engine.url],
         timeout=60,
