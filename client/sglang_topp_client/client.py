@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -173,8 +175,10 @@ class AsyncRolloutClient:
         delivered twice; after a connection broke, only samples that had not finished are generated
         again.
         """
-        if timeout_s is not None and not timeout_s > 0:
-            raise InvalidInputError(f"timeout_s: got {timeout_s}, expected more than 0, or None")
+        if timeout_s is not None:
+            if not isinstance(timeout_s, Real) or not 0 < timeout_s < math.inf:
+                raise InvalidInputError(f"timeout_s: got {timeout_s!r}, expected seconds above 0, or None")
+            timeout_s = float(timeout_s)
         if request_id == "":
             raise InvalidInputError("request_id: got an empty string")
         wanted = plan(prompts, sampling_params, top_logprobs_p)
@@ -229,8 +233,13 @@ class AsyncRolloutClient:
         here = self._here()
         finished: asyncio.Queue[Rollout | None] = asyncio.Queue()
         worker = asyncio.create_task(self._run(here, wanted, finished.put_nowait, timeout_s, request_id))
-        worker.add_done_callback(lambda _: finished.put_nowait(None))
         here.running[worker] = request_id
+
+        def end(_: asyncio.Task[None]) -> None:
+            del here.running[worker]
+            finished.put_nowait(None)
+
+        worker.add_done_callback(end)
         try:
             with Progress(sum(len(one.samples) for one in wanted), progress) as bar:
                 while (rollout := await finished.get()) is not None:
@@ -241,7 +250,6 @@ class AsyncRolloutClient:
             worker.result()
         finally:
             await _stop([worker])
-            del here.running[worker]
 
     async def _run(
         self,
@@ -293,9 +301,9 @@ class AsyncRolloutClient:
             try:
                 async with here.slots:
                     await self._exchange(here, make(left), take)
-            except TransportError:
+            except SglangToppError as error:
                 # What broke off behind the last sample took nothing with it.
-                if missing:
+                if missing or not is_retryable(error):
                     raise
 
         await self._retrying(attempt)

@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -59,7 +58,8 @@ class Server:
     Proxies from the environment are not used: rollouts stay inside a cluster.
 
     Raises:
-        InvalidInputError: `base_url` is no http(s) address, or a limit is no positive number.
+        InvalidInputError: `base_url` is no http(s) address, `api_key` cannot stand in a header, or a
+            limit is no positive number.
     """
 
     base_url: str
@@ -67,10 +67,24 @@ class Server:
     api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            url = httpx.URL(self.base_url)
+        except (httpx.InvalidURL, TypeError) as error:
+            raise InvalidInputError(f"base_url: got {self.base_url!r}: {error}") from None
+        is_address = (
+            url.scheme in ("http", "https") and url.host and (url.port is None or 0 < url.port < 1 << 16)
+        )
+        if not is_address or url.query or url.fragment:
             raise InvalidInputError(
-                f"base_url: got {self.base_url!r}, expected http://host:port or https://…"
+                f"base_url: got {self.base_url!r}, expected http://host:port or https://…, without a query"
+            )
+        key = self.api_key
+        if key is not None and not (
+            isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key != ""
+        ):
+            # Without showing it.
+            raise InvalidInputError(
+                "api_key: expected printable ASCII text without a space or line end around it"
             )
         if self.max_connections < 1:
             raise InvalidInputError(f"max_connections: got {self.max_connections}, expected 1 or more")
@@ -153,7 +167,7 @@ class Connections:
             return None
         try:
             return response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WireError(path, f"the answer is no JSON: {error}") from None
 
 
@@ -284,7 +298,7 @@ def _reported(raw: bytes) -> dict[str, Any]:
     """What an error body says, whichever server wrote it: `{"error": {...}}`, `{"error": "..."}`, or flat."""
     try:
         body = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     if isinstance(body, dict) and "error" in body:
         body = body["error"]
@@ -302,5 +316,5 @@ def _retry_after_s(value: str | None) -> float | None:
         pass
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -126,8 +126,8 @@ def check_sets(
         t = int(wrong[0])
         raise WireError(
             field,
-            f"gives the sampled token at position {t} the log-prob {candidates.sampled_logprobs[t]!r};"
-            f" the engine reports {logprobs[t]!r} ({len(wrong)} of {len(logprobs)} positions differ)",
+            f"gives the sampled token at position {t} the log-prob {candidates.sampled_logprobs[t]};"
+            f" the engine reports {logprobs[t]} ({len(wrong)} of {len(logprobs)} positions differ)",
         )
 
 

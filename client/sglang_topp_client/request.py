@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError
 
@@ -83,10 +84,13 @@ def plan(
 def _prompts(prompts: Any) -> list[str | list[int]]:
     if isinstance(prompts, str):
         return [_text("prompts", prompts)]
-    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
-        raise InvalidInputError(
-            f"prompts: got {type(prompts).__name__}, expected text, texts, token ids, or lists of token ids"
-        )
+    if not isinstance(prompts, Sequence):
+        array = _array("prompts", prompts) if hasattr(prompts, "__array__") else None
+        if array is None or not array.ndim:
+            raise InvalidInputError(
+                f"prompts: got {type(prompts).__name__}, expected text, texts, token ids, or lists of these"
+            )
+        prompts = array
     items = list(prompts)
     if not items:
         raise InvalidInputError("prompts: got none, expected at least one, of at least one token")
@@ -109,10 +113,7 @@ def _token_ids(name: str, values: Any) -> list[int]:
     # NumPy reads booleans among integers as 0 and 1.
     if isinstance(values, list | tuple) and bool in set(map(type, values)):
         raise InvalidInputError(f"{name}: got a boolean, expected token ids")
-    try:
-        ids = np.asarray(values)
-    except ValueError:
-        raise InvalidInputError(f"{name}: got a ragged nesting, expected token ids") from None
+    ids = _array(name, values)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         raise InvalidInputError(
             f"{name}: got {ids.dtype} of shape {list(ids.shape)}, expected one or more token ids"
@@ -123,6 +124,15 @@ def _token_ids(name: str, values: Any) -> list[int]:
         )
     plain: list[int] = ids.tolist()
     return plain
+
+
+def _array(name: str, values: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise InvalidInputError(f"{name}: got a ragged nesting, expected token ids") from None
+    except (TypeError, RuntimeError) as error:  # a tensor that NumPy cannot read
+        raise InvalidInputError(f"{name}: cannot be read as token ids: {error}") from None
 
 
 def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
@@ -152,8 +162,12 @@ def _threshold(name: str, given: Any) -> float | None:
 
 
 def _one_each(name: str, values: Any, count: int) -> Sequence[Any]:
-    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+    try:
+        given = None if isinstance(values, str | bytes) else len(values)
+    except TypeError:  # an iterator, or an array of no dimension
+        given = None
+    if given is None:
         raise InvalidInputError(f"{name}: got {type(values).__name__}, expected one value, or one per prompt")
-    if len(values) != count:
-        raise InvalidInputError(f"{name}: got {len(values)} values for {count} prompts")
+    if given != count:
+        raise InvalidInputError(f"{name}: got {given} values for {count} prompts")
     return list(values)

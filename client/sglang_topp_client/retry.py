@@ -29,7 +29,7 @@ def is_retryable(error: SglangToppError) -> bool:
 def delay_s(retry: int, error: SglangToppError) -> float:
     """Seconds to wait before retry number `retry`, from 1.
 
-    The server's Retry-After where it sent one (at most a minute, with up to a quarter on top, so that
+    A 429's Retry-After where it has one (at most a minute, with up to a quarter on top, so that
     a crowd does not come back at once); else 0.5, 1, 2, 4, 8, 8, … seconds, less up to a half.
     """
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:

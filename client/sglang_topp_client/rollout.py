@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
+from sglang_topp.errors import InvalidInputError
 
 __all__ = ["Rollout"]
 
@@ -49,6 +50,6 @@ class Rollout:
     def masked_logprobs(self) -> NDArray[np.float32]:
         """float32 [T]: each token's log-prob under its candidate set, `logprobs - logprob_sum`."""
         if self.candidates is None:
-            raise ValueError("this rollout was made without top_logprobs_p: it has no candidate sets")
+            raise InvalidInputError("this rollout was made without top_logprobs_p: it has no candidate sets")
         masked: NDArray[np.float32] = self.logprobs - self.candidates.logprob_sum
         return masked

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -116,7 +117,7 @@ class GenerateExchange:
             return []
         try:
             chunk = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WireError("stream", f"got {line[:200]!r}: {error}") from None
         if not isinstance(chunk, dict):
             raise WireError("stream", f"got {type(chunk).__name__}, expected an object")
@@ -181,7 +182,7 @@ class GenerateExchange:
             request_id=meta_info["id"],
             prompt_ids=prompt_ids,
             output_ids=output_ids,
-            text="".join(chunk.get("text") or "" for chunk in chunks),
+            text="".join(_field(chunk, "text", (str, NoneType)) or "" for chunk in chunks),
             logprobs=logprobs,
             candidates=candidates,
             finish_reason=meta_info["finish_reason"]["type"],
@@ -228,11 +229,13 @@ def _sampled_logprobs(entries: list[Any], output_ids: NDArray[np.int32]) -> NDAr
     if len(entries) != len(output_ids):
         raise WireError(field, f"got {len(entries)} entries for {len(output_ids)} output_ids")
     try:
-        columns = [(entry[0], entry[1]) for entry in entries]
-        logprobs = np.array([logprob for logprob, _ in columns], np.float64).astype(np.float32)
-        ids = np.array([token_id for _, token_id in columns], np.int64)
-    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+        given, token_ids = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        if not set(map(type, given)) <= {float, int, NoneType}:
+            raise TypeError("a log-prob is no number")
+        logprobs = np.array(given, np.float64).astype(np.float32)
+    except (TypeError, KeyError, IndexError, OverflowError) as error:
         raise WireError(field, f"expected [logprob, token_id, text] per token: {error}") from None
+    ids = _token_ids(field, token_ids)
     if np.isnan(logprobs).any():
         raise WireError(field, f"no log-prob at position {int(np.isnan(logprobs).argmax())}")
     if len(wrong := np.flatnonzero(ids != output_ids)):
@@ -243,15 +246,20 @@ def _sampled_logprobs(entries: list[Any], output_ids: NDArray[np.int32]) -> NDAr
 
 def _token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
     if not set(map(type, values)) <= {int}:
-        raise WireError(name, "expected a list of integers")
+        raise WireError(name, "expected integers as token ids")
     try:
-        return np.array(values, np.int32)
+        ids = np.array(values, np.int32)
     except OverflowError:
         raise WireError(name, "got an id outside int32") from None
+    if len(ids) and ids.min() < 0:
+        raise WireError(name, f"got {ids.min()}, expected token ids of 0 or more")
+    return ids
 
 
 def _field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
     value = record.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise WireError(name, f"got {type(value).__name__ if name in record else 'nothing'}")
+        got = type(value).__name__ if name in record else "nothing"
+        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise WireError(name, f"got {got}, expected {expected}")
     return value

@@ -84,7 +84,7 @@ class RolloutsExchange:
             return []
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WireError("stream", f"got {line[:200]!r}: {error}") from None
         if not isinstance(record, dict):
             raise WireError("stream", f"got {type(record).__name__}, expected an object")

@@ -121,7 +121,7 @@ async def test_wrong_arguments_send_nothing(engine, client):
         await client.generate([1], {"n": 0})
     with pytest.raises(errors.InvalidInputError):
         client.stream([1], top_logprobs_p=1.5)
-    for timeout_s in (0, -1.0, float("nan")):
+    for timeout_s in (0, -1.0, float("nan"), float("inf"), "5"):
         with pytest.raises(errors.InvalidInputError, match="timeout_s"):
             client.stream([1], timeout_s=timeout_s)
     with pytest.raises(errors.InvalidInputError, match="request_id"):
@@ -136,14 +136,25 @@ async def test_wrong_arguments_send_nothing(engine, client):
     [
         {"base_url": "localhost:30000"},
         {"base_url": "ftp://h"},
+        {"base_url": "http://h:99999"},
+        {"base_url": "http://h:abc"},
+        {"base_url": "http://[::1"},
+        {"base_url": "http://h:1\n"},
+        {"base_url": " http://h:1"},
+        {"base_url": "http://h:1?a=b"},
+        {"base_url": None},
+        {"api_key": "s3cret\n"},
+        {"api_key": "s3crét"},
+        {"api_key": ""},
         {"kind": "vllm"},
         {"max_connections": 0},
         {"max_retries": -1},
     ],
 )
 def test_wrong_configuration(changes):
-    with pytest.raises(errors.InvalidInputError, match=next(iter(changes))):
+    with pytest.raises(errors.InvalidInputError, match=next(iter(changes))) as caught:
         AsyncRolloutClient(**({"base_url": "http://127.0.0.1:1"} | changes))
+    assert "s3cr" not in str(caught.value)
 
 
 # -- retries ---------------------------------------------------------------------------------------
@@ -221,7 +232,7 @@ async def test_retry_after_reaches_the_delay(engine, client, monkeypatch):
     engine.script += [
         status(429, Retry_After="7"),
         status(429, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"),
-        status(429, Retry_After="soon"),
+        status(429, Retry_After="Wed, 21 Oct 2015 07:28:00 +99999999999999999999"),
         status(429),
     ]
     await client.generate([5, 6])
@@ -275,6 +286,33 @@ async def test_a_refusal_inside_the_answer(engine, client):
     with pytest.raises(errors.BadRequestError, match="scripted"):
         await client.generate([5, 6])
     assert len(engine.calls) == 2
+
+
+@pytest.mark.parametrize("code", [429, 500])
+async def test_a_failure_behind_the_last_sample_costs_nothing(engine, client, fakes, code):
+    async def fail_late(asked, reply):
+        await reply.start()
+        for index in range(2):
+            await reply.event(fakes.chunk(fakes.sample([5, 6], index)))
+        await reply.event({"error": {"message": "scripted", "code": code}})
+        await reply.end()
+
+    engine.script.append(fail_late)
+    assert len(await client.generate([5, 6], {"n": 2}, top_logprobs_p=0.9)) == 2
+    assert len(engine.calls) == 1
+
+
+async def test_nesting_without_end_is_an_error_like_any_other(engine, client):
+    async def nested(asked, reply):
+        await reply.start(asked.body["input_ids"][0])
+        await reply.write(b"data: " + b"[" * 60_000 + b"\n\n")
+        await reply.end()
+
+    engine.script += [nested, nested]
+    with pytest.raises(errors.BadRequestError):
+        await client.generate([400])
+    with pytest.raises(errors.WireError, match="stream"):
+        await client.generate([200])
 
 
 async def test_an_inexact_answer_is_not_retried(engine, client, fakes):
@@ -381,6 +419,26 @@ async def test_one_failure_ends_the_rest(engine, client, hang):
     with pytest.raises(errors.BadRequestError):
         await client.generate([[5], [6], [7]])
     assert sorted(engine.aborted) == sorted(body["rid"] for body in (engine.calls[0], engine.calls[2]))
+
+
+async def test_cancelling_twice_leaves_nothing_behind(engine, client, hang):
+    asked_to_abort = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def slow(asked, reply):
+        loop.call_soon_threadsafe(asked_to_abort.set)
+        await reply.hung_up()
+
+    engine.paths["/abort_request"] = slow
+    engine.script.append(hang)
+    task = asyncio.create_task(client.generate([5]))
+    await until(lambda: engine.in_flight == 1)
+    task.cancel()
+    await asked_to_abort.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not client._here().running)
 
 
 async def test_closing_ends_what_is_in_flight_and_leaves_a_usable_client(engine, client, hang):
@@ -623,7 +681,7 @@ async def test_hanging_up_is_the_abort(sidecar, sidecar_client):
 
 
 async def test_the_time_limit_is_passed_on(sidecar, sidecar_client):
-    await sidecar_client.generate([5], timeout_s=30.0)
+    await sidecar_client.generate([5], timeout_s=np.float32(30.0))
     assert 29 < sidecar.calls[0]["timeout_s"] <= 30
     await sidecar_client.generate([5])
     assert sidecar.calls[1]["timeout_s"] is None

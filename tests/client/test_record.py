@@ -32,7 +32,7 @@ def test_round_trip_is_exact(rollout):
 def test_without_sets(rollout):
     back = from_record(to_record(replace(rollout, candidates=None)))
     assert back.candidates is None
-    with pytest.raises(ValueError, match="without top_logprobs_p"):
+    with pytest.raises(errors.InvalidInputError, match="without top_logprobs_p"):
         _ = back.masked_logprobs
 
 

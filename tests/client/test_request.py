@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client.request import plan
@@ -17,6 +18,9 @@ from sglang_topp_client.request import plan
         (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
         ([np.array([1, 2], np.int32)], [[1, 2]]),
         ([np.int64(1), np.int32(2)], [[1, 2]]),
+        (torch.tensor([1, 2]), [[1, 2]]),
+        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([torch.tensor([1, 2])], [[1, 2]]),
     ],
 )
 def test_every_form_of_prompts(prompts, expected):
@@ -123,3 +127,14 @@ def test_wrong_thresholds_are_named(p):
 def test_booleans_are_no_token_ids(prompts):
     with pytest.raises(InvalidInputError, match="got a boolean, expected token ids"):
         plan(prompts, None, None)
+
+
+@pytest.mark.parametrize("prompts", [np.array(5), torch.tensor(5), torch.zeros(2, device="meta")])
+def test_arrays_that_are_no_prompts(prompts):
+    with pytest.raises(InvalidInputError, match="prompts: "):
+        plan(prompts, None, None)
+
+
+def test_a_threshold_of_no_dimension_is_named():
+    with pytest.raises(InvalidInputError, match="top_logprobs_p: got ndarray, expected one value"):
+        plan([1], None, np.array(0.9))

@@ -108,6 +108,7 @@ def finished(fakes, **changes):
         ("output_ids", [1, 2]),
         ("output_ids", None),
         ("output_ids", [1, 2, "3"]),
+        ("text", 5),
         ("meta_info", None),
         ("meta_info", []),
         ("index", 1),
@@ -134,6 +135,25 @@ def finished(fakes, **changes):
 def test_what_is_not_exact_is_an_error(fakes, name, value):
     with pytest.raises(errors.WireError):
         exchange().read(finished(fakes, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("column", "change"), [(1, lambda x: x + 0.5), (1, str), (0, str), (0, lambda x: [x])]
+)
+def test_numbers_of_the_wrong_kind_are_not_read_as_numbers(fakes, column, change):
+    entries = fakes.chunk(fakes.sample([5, 6], 0))["meta_info"]["output_token_logprobs"]
+    entries[1][column] = change(entries[1][column])
+    with pytest.raises(errors.WireError, match="output_token_logprobs"):
+        exchange(p=None).read(finished(fakes, output_token_logprobs=entries))
+
+
+def test_negative_ids_are_none(fakes):
+    entries = fakes.chunk(fakes.sample([5, 6], 0))["meta_info"]["output_token_logprobs"]
+    for entry in entries:
+        entry[1] = -1
+    line = finished(fakes, output_token_logprobs=entries, output_ids=[-1] * len(entries))
+    with pytest.raises(errors.WireError, match="got -1"):
+        exchange(p=None).read(line)
 
 
 def test_the_untouched_answer_is_none(fakes):
