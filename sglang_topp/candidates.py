@@ -372,15 +372,15 @@ def _check_spans(sets: CandidateSets, first: int) -> None:
         )
 
     if len(ids) and logprobs.min() <= _LOWEST:
-        if (e := _first((logprobs <= _LOWEST) & ~is_sampled)) is not None:
+        if (stray := _first((logprobs <= _LOWEST) & ~is_sampled)) is not None:
             raise InvalidCandidateSetsError(
                 "logprobs",
-                f"got {logprobs[e]} at position {first + rows[e]} for a token that was not sampled; it has no"
-                " place in the set",
+                f"got {logprobs[stray]} at position {first + rows[stray]} for a token that was not sampled; it has"
+                " no place in the set",
             )
-        if (t := _impossible(sets)) is not None:
+        if (impossible := _impossible(sets)) is not None:
             raise InvalidCandidateSetsError(
-                "logprobs", f"nothing but a token of zero probability at position {first + t}"
+                "logprobs", f"nothing but a token of zero probability at position {first + impossible}"
             )
 
 
