@@ -375,8 +375,8 @@ def _check_spans(sets: CandidateSets, first: int) -> None:
         if (stray := _first((logprobs <= _LOWEST) & ~is_sampled)) is not None:
             raise InvalidCandidateSetsError(
                 "logprobs",
-                f"got {logprobs[stray]} at position {first + rows[stray]} for a token that was not sampled; it has"
-                " no place in the set",
+                f"got {logprobs[stray]} at position {first + rows[stray]} for a token that was not"
+                " sampled; it has no place in the set",
             )
         if (impossible := _impossible(sets)) is not None:
             raise InvalidCandidateSetsError(
