@@ -41,6 +41,8 @@ def extend_request_class(cls: type[Any]) -> None:
     cls.__annotations__ |= {THRESHOLD: Any, BASE64: Any}
     setattr(cls, THRESHOLD, None)
     setattr(cls, BASE64, False)
+    # `dataclasses.dataclass` leaves an `__init__` alone that is there already.
+    del cls.__init__
     dataclasses.dataclass(cls)
 
 

@@ -291,6 +291,16 @@ def test_sampling_params_in_a_list_for_one_prompt(engine: Engine) -> None:
     assert "sampling_params" in answer.text
 
 
+def test_a_route_that_builds_the_request_itself(engine: Engine) -> None:
+    answer = engine.http.post(
+        "/vertex_generate",
+        json={"instances": [{"text": PROMPT}], "parameters": {"sampling_params": SAMPLING, **WANTED}},
+    )
+    assert answer.status_code == 200, answer.text
+    (prediction,) = answer.json()["predictions"]
+    checked_sets(prediction, 0.8)
+
+
 def test_nan_is_no_json(engine: Engine) -> None:
     body = json.dumps({"text": PROMPT, **WANTED, "top_logprobs_p": float("nan")})
     answer = engine.http.post("/generate", content=body, headers={"Content-Type": "application/json"})
