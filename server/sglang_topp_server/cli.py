@@ -136,6 +136,8 @@ def _serve(args: argparse.Namespace) -> int:
     from sglang_topp_server import launch
 
     port = launch.check_free(args.engine_host, args.engine_port)
+    if (args.host, args.port) == (args.engine_host, port):
+        return _fail(f"--port and --engine-port: got {port} for both, expected two", _USAGE)
     settings = _settings(args, launch.url_of(args.engine_host, port), ready_timeout_s=args.ready_timeout_s)
     command = launch.engine_command(
         args.model_path, args.engine_host, port, settings.engine_api_key, args.sglang_args
@@ -191,6 +193,8 @@ def _key(name: str) -> str | None:
     key = os.environ.get(name)
     if key is not None and not key.strip():
         raise InvalidInputError(f"{name} is set and empty; unset it to ask for no key")
+    if key is not None and key != key.strip():
+        raise InvalidInputError(f"{name} begins or ends with white space, which no HTTP header carries")
     return key
 
 

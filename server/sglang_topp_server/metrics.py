@@ -62,7 +62,8 @@ class Metrics:
             sent to the engine), `aborted` (the caller hung up).
         errors: answers and lines that are errors, by `type` and `status`.
         in_flight: requests between their headers and their last byte.
-        request_seconds: from the headers of an admitted request to the last byte of its answer.
+        request_seconds: from a request's headers to the last byte of its answer, whatever that is; not of
+            those that get a 401 or a 429.
         samples: finished samples.
         tokens: of finished samples, by kind: `prompt`, `cached` (a part of `prompt`), `completion`.
         candidates: sizes of candidate sets, one per generated token.

@@ -112,6 +112,21 @@ def test_an_empty_key_is_an_error_not_an_open_door(runs, monkeypatch, capsys, na
     monkeypatch.setenv(name, " ")
     assert cli.main(["sidecar", "--engine-url", "http://e:1"]) == 1
     assert f"{name} is set and empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["SGLANG_TOPP_API_KEY", "SGLANG_TOPP_ENGINE_API_KEY"])
+def test_a_key_that_no_header_can_carry_is_refused(runs, monkeypatch, capsys, name):
+    monkeypatch.setenv(name, "a secret from a file\n")
+    assert cli.main(["sidecar", "--engine-url", "http://e:1"]) == 1
+    assert name in capsys.readouterr().err
+    assert not runs
+
+
+def test_one_port_for_both_is_refused(runs, capsys):
+    port = str(launch.check_free("127.0.0.1", 0))
+    assert cli.main(["serve", "--model-path", "m", "--port", port, "--engine-port", port]) == 2
+    assert "--engine-port" in capsys.readouterr().err
+    assert not runs
     assert runs == []
 
 
