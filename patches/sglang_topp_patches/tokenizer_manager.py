@@ -103,6 +103,10 @@ def write_meta_info(
     received.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), (), ())))
     if not shown:
         return
+    if stream and not self.incremental_streaming_output:
+        # SGLang goes on writing into these lists until the chunk is sent; ours hold what is there now.
+        state.output_ids = state.output_ids.copy()
+        meta_info["output_token_logprobs"] = meta_info["output_token_logprobs"].copy()
     # Visible tokens are counted, not log-probs: SGLang may report that of a token which `max_new_tokens` 0
     # keeps from being one.
     if problem := received.check(len(state.input_token_logprobs_val)):

@@ -153,6 +153,27 @@ def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
     assert len(CandidateSets.from_meta_info(meta_info, sampled)) == 3
 
 
+def test_a_chunk_that_is_not_sent_yet_does_not_grow(logprobs: torch.Tensor) -> None:
+    """SGLang puts its own lists into a chunk, and goes on writing into them until the chunk is sent."""
+    sampled = logprobs.argmax(1).tolist()
+    answer = Answer(sampled[:1])
+    answer.state.obj.stream = True
+    reported = answer.meta_info["output_token_logprobs"] = [[-1.0, sampled[0], None]]
+    answer.state.output_ids = []
+    answer.receive(entries_of(logprobs, sampled)[:1], finished=False)
+    answer.state.output_ids.extend(sampled[:1])
+    waiting = {"output_ids": answer.state.output_ids, "meta_info": answer.meta_info}
+
+    answer.meta_info = {"id": "a", "finish_reason": None, "output_token_logprobs": reported}
+    reported.append([-1.0, sampled[1], None])
+    answer.tokens = sampled[1:2]
+    answer.receive(entries_of(logprobs, sampled)[1:2], finished=False)
+    answer.state.output_ids.extend(sampled[1:2])
+    assert len(waiting["meta_info"]["output_token_logprobs"]) == 1
+    assert len(CandidateSets.from_meta_info(waiting["meta_info"], waiting["output_ids"])) == 1
+    assert len(CandidateSets.from_meta_info(answer.meta_info, answer.state.output_ids)) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
