@@ -32,7 +32,14 @@ from sglang_topp import CandidateSets, SglangToppError, errors, wire
 from sglang_topp.errors import ResponseError, ServerError, WireError
 from sglang_topp_client.rollout import Rollout
 
-__all__ = ["check_sets", "error_from_record", "error_to_record", "from_record", "to_record"]
+__all__ = [
+    "check_kept_mass",
+    "check_sets",
+    "error_from_record",
+    "error_to_record",
+    "from_record",
+    "to_record",
+]
 
 _FLOAT32 = np.dtype("<f4")
 _T = TypeVar("_T")
@@ -128,6 +135,27 @@ def check_sets(
             field,
             f"gives the sampled token at position {t} the log-prob {candidates.sampled_logprobs[t]};"
             f" the engine reports {logprobs[t]} ({len(wrong)} of {len(logprobs)} positions differ)",
+        )
+
+
+def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
+    """Raise WireError where a set keeps less than the `p` that was asked for: sets of another threshold.
+
+    A hundredth less is let pass: where the engine computes log-probs in half precision, their masses are
+    off by that much. (The cut itself was made by the very numbers in the sets.)
+
+    Args:
+        candidates: T positions.
+        p: the threshold that the request asked for, in (0, 1].
+        field: the name that the message gives the sets.
+    """
+    kept = np.exp(candidates.logprob_sum)
+    if len(wrong := np.flatnonzero(kept < p - 0.01)):
+        t = int(wrong[0])
+        raise WireError(
+            field,
+            f"the set at position {t} keeps a mass of {kept[t]:.4f}, and top_logprobs_p {p:g} was asked for;"
+            f" something between here and the engine changed it ({len(wrong)} of {len(kept)} positions)",
         )
 
 

@@ -33,7 +33,7 @@ from sglang_topp.errors import (
     ServerError,
     WireError,
 )
-from sglang_topp_client.record import check_sets
+from sglang_topp_client.record import check_kept_mass, check_sets
 from sglang_topp_client.request import SampleRequest
 from sglang_topp_client.rollout import Rollout
 
@@ -165,6 +165,7 @@ class GenerateExchange:
                 ]
             )
             check_sets(candidates, output_ids, logprobs, field="output_top_p_logprobs")
+            check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
 
         if isinstance(wanted.prompt, str):
             prompt_ids = _token_ids("prompt_token_ids", _field(last, "prompt_token_ids", list))

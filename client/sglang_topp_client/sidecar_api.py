@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError
-from sglang_topp_client.record import error_from_record, from_record
+from sglang_topp_client.record import check_kept_mass, error_from_record, from_record
 from sglang_topp_client.request import SampleRequest
 from sglang_topp_client.rollout import Rollout
 
@@ -112,10 +112,12 @@ class RolloutsExchange:
             raise WireError("sample_index", f"got {at[1]} of prompt {at[0]} twice, or beyond the samples")
         if rollout.finish_reason not in ("stop", "length"):
             raise RolloutError(f"a sample finished with {rollout.finish_reason!r}")
-        if wanted.top_logprobs_p is not None and rollout.candidates is None:
-            raise MissingCandidateSetsError(
-                "candidates", "the response holds none, though they were asked for"
-            )
+        if wanted.top_logprobs_p is not None:
+            if rollout.candidates is None:
+                raise MissingCandidateSetsError(
+                    "candidates", "the response holds none, though they were asked for"
+                )
+            check_kept_mass(rollout.candidates, wanted.top_logprobs_p, field="candidates")
         if not isinstance(wanted.prompt, str) and rollout.prompt_ids.tolist() != wanted.prompt:
             raise WireError("prompt_ids", f"are not those of prompt {at[0]}")
         self._finished.add(at)

@@ -685,3 +685,11 @@ async def test_the_time_limit_is_passed_on(sidecar, sidecar_client):
     assert 29 < sidecar.calls[0]["timeout_s"] <= 30
     await sidecar_client.generate([5])
     assert sidecar.calls[1]["timeout_s"] is None
+
+
+async def test_sets_of_a_smaller_threshold_are_refused(client, sidecar_client):
+    for each in (client, sidecar_client):
+        (rollout,) = await each.generate([5], top_logprobs_p=0.9)
+        assert rollout.candidates is not None
+        with pytest.raises(errors.WireError, match=r"top_logprobs_p 0\.99 was asked for"):
+            await each.generate([5], top_logprobs_p=0.99)

@@ -12,6 +12,7 @@ NAMES = {
     "sglang_topp_client.loop_thread": ["LoopThread"],
     "sglang_topp_client.progress": ["Progress"],
     "sglang_topp_client.record": [
+        "check_kept_mass",
         "check_sets",
         "error_from_record",
         "error_to_record",

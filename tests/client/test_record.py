@@ -7,7 +7,14 @@ import pybase64
 import pytest
 
 from sglang_topp import CandidateSets, errors, wire
-from sglang_topp_client.record import check_sets, error_from_record, error_to_record, from_record, to_record
+from sglang_topp_client.record import (
+    check_kept_mass,
+    check_sets,
+    error_from_record,
+    error_to_record,
+    from_record,
+    to_record,
+)
 
 
 @pytest.fixture
@@ -158,3 +165,13 @@ def test_an_error_without_a_known_type_is_the_servers(body):
 @pytest.mark.parametrize("name", ["annotations", "__all__", "_rebuild"])
 def test_a_type_is_one_of_the_errors(name):
     assert type(error_from_record({"type": name, "message": "x"})) is errors.ServerError
+
+
+def test_sets_of_another_threshold_are_refused(rollout):
+    kept = np.exp(rollout.candidates.logprob_sum)
+    check_kept_mass(rollout.candidates, float(kept.min()), field="candidates")
+    check_kept_mass(rollout.candidates, float(kept.min()) + 0.009, field="candidates")
+    with pytest.raises(
+        errors.WireError, match=r"keeps a mass of 0\.\d+, and top_logprobs_p 0\.99 was asked for"
+    ):
+        check_kept_mass(rollout.candidates, 0.99, field="candidates")

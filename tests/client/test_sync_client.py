@@ -141,7 +141,7 @@ def test_a_stream_that_the_collector_ends_on_the_loop_itself(engine, client, han
         assert not caller.is_alive()
     finally:
         gc.enable()
-    until(lambda: engine.hang_ups == 1)
+    until(lambda: engine.hang_ups == 1 and engine.aborted)
     assert engine.aborted == [engine.calls[1]["rid"]]
 
 

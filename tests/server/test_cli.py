@@ -181,3 +181,8 @@ def test_demo_runs_the_demo(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang_topp_server.demo", demo)
 
     assert cli.main(["demo"]) == 5
+
+
+def test_an_engine_at_no_address_is_refused_at_the_start(capsys):
+    assert cli.main(["sidecar", "--engine-url", "http://x:99999", "--port", "0"]) == 1
+    assert "got 'http://x:99999', expected http://host:port" in capsys.readouterr().err

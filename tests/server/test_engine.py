@@ -185,12 +185,11 @@ def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, stream):
     assert "KeyError: 'a fault of our own'" in error["message"]
 
 
-@pytest.mark.parametrize("url", ["http://x:99999", "http://a b"])
-def test_an_address_that_cannot_be_does_not_end_the_watch(start, url):
-    sidecar = start(url, wait=False)
+def test_an_address_that_cannot_be_does_not_end_the_watch(start):
+    sidecar = start("http://a b", wait=False)
 
     assert sidecar.rollouts("a").status_code == 503
-    assert url in sidecar.http.get("/readyz").json()["error"]["message"]
+    assert "http://a b" in sidecar.http.get("/readyz").json()["error"]["message"]
 
 
 def test_an_engine_that_was_ready_and_is_busy_is_asked_all_the_same(engine, start, eventually):
