@@ -14,7 +14,8 @@ settings.load_profile("untimed")
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[ModuleType]:
     """A real Ray of one CPU on this machine."""
-    ray = pytest.importorskip("ray")
+    import ray
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

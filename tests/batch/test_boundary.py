@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from sglang_topp.batch import (
@@ -17,9 +18,6 @@ from sglang_topp.batch import (
     unpack_loss_masks,
 )
 from tests.batch.strategies import sets_of
-
-ray = pytest.importorskip("ray")
-
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
