@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang_topp_patches import mode
+from sglang_topp_patches.budget import budget
 from sglang_topp_patches.seams import status
 
 __all__ = ["report"]
@@ -17,8 +19,9 @@ def report() -> tuple[bool, list[str]]:
     for check in found.checks:
         lines.append(f"  {'FAILS' if check.problem else 'holds'}  {check.seam.target}")
         lines.append(f"         {check.problem or check.seam.purpose}")
-    lines += [f"problem: {problem}" for problem in found.problems]
-    lines.append(
-        "the patch set holds" if found.active else "the patch set does NOT hold: requests are refused"
-    )
-    return found.active, lines
+    problems = [*found.problems, *mode.environment_refusals()]
+    lines += [f"problem: {problem}" for problem in problems]
+    lines += [f"note: {note}" for note in mode.environment_notes()]
+    lines += [f"{name}: {limit}" for name, limit in budget().to_dict().items()]
+    lines.append("the patch set does NOT hold: requests are refused" if problems else "the patch set holds")
+    return not problems, lines

@@ -1,10 +1,23 @@
-"""Server modes in which candidate sets cannot be exact: there the feature is refused, with the reason."""
+"""Modes and settings of the server in which candidate sets cannot be exact: there the feature is refused,
+with the reason."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-__all__ = ["note_server_args", "refusals"]
+from sglang_topp_patches import routes
+
+__all__ = [
+    "environment_notes",
+    "environment_refusals",
+    "note_server_args",
+    "refusals",
+    "refusals_of",
+    "temperature_refusal",
+]
+
+_TRUE = ("1", "true", "yes", "y", "on", "t")
 
 _refusals: tuple[str, ...] = ()
 
@@ -14,9 +27,8 @@ def refusals() -> tuple[str, ...]:
     return _refusals
 
 
-def note_server_args(result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `TokenizerManager.__init__`."""
-    global _refusals
+def refusals_of(server_args: Any) -> tuple[str, ...]:
+    """The same for given server arguments and this process's environment."""
     reasons = {
         "speculative decoding (--speculative-algorithm): an accepted token is not drawn from one nucleus": (
             getattr(server_args, "speculative_algorithm", None)
@@ -31,4 +43,47 @@ def note_server_args(result: None, self: Any, server_args: Any, *args: Any, **kw
             getattr(server_args, "disaggregation_mode", "null") not in (None, "null")
         ),
     }
-    _refusals = tuple(reason for reason, applies in reasons.items() if applies)
+    return environment_refusals() + tuple(reason for reason, applies in reasons.items() if applies)
+
+
+def environment_refusals() -> tuple[str, ...]:
+    """Why this process's environment rules candidate sets out."""
+    if _is_set("SGLANG_RUST_SERVER"):
+        return ("SGLANG_RUST_SERVER: that HTTP server passes the field over and cannot be patched; unset it",)
+    return ()
+
+
+def environment_notes() -> tuple[str, ...]:
+    """What this process's environment rules out for some requests."""
+    if _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        return (f"requests at a temperature other than 1 are refused: {_ORIGINAL_LOGPROB}",)
+    return ()
+
+
+def temperature_refusal(temperature: Any) -> str:
+    """Why a request at this temperature cannot have sets here, or nothing.
+
+    A greedy one can (SGLang reads 0 as temperature 1 with one candidate); what is no number is SGLang's
+    to refuse.
+    """
+    if not _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB") or temperature in (None, 0, 1):
+        return ""
+    return f"got {temperature!r} where only temperature 1 has exact sets: {_ORIGINAL_LOGPROB}"
+
+
+_ORIGINAL_LOGPROB = (
+    "with SGLANG_RETURN_ORIGINAL_LOGPROB the log-probs are those before temperature, another distribution"
+    " than the one that is sampled from"
+)
+
+
+def note_server_args(result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `TokenizerManager.__init__`."""
+    global _refusals
+    _refusals = refusals_of(server_args)
+    routes.guard_served_app()
+
+
+def _is_set(name: str) -> bool:
+    """As SGLang reads a flag of its environment."""
+    return os.environ.get(name, "").strip().lower() in _TRUE

@@ -10,7 +10,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_topp_patches import mode, prefill, request, rows, sampler, server_info, tokenizer_manager
+from sglang_topp_patches import (
+    admission,
+    http_app,
+    mode,
+    prefill,
+    request,
+    rows,
+    sampler,
+    server_info,
+    tokenizer_manager,
+)
 from sglang_topp_patches.seams import check_seams
 
 __all__ = ["register"]
@@ -21,11 +31,8 @@ _REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
 # target, kind of hook, hook
 _REFUSE_AND_REPORT: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("sglang.srt.entrypoints.api_contract.generate_contract_error", "AFTER", request.check_body),
-    (
-        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
-        "AROUND",
-        request.refuse_openai,
-    ),
+    (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", mode.note_server_args),
+    ("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", "BEFORE", admission.check_request),
     (f"{_TOKENIZER_MANAGER}.get_internal_state", "AROUND", server_info.note_scheduler_states),
     ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "AFTER", server_info.report_state),
     ("sglang.srt.utils.common.build_server_info", "AFTER", server_info.add_status),
@@ -53,10 +60,10 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         prefill.is_sent_once,
     ),
     ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER", prefill.forget_rows),
-    (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", mode.note_server_args),
     (f"{_TOKENIZER_MANAGER}._handle_batch_output", "BEFORE", tokenizer_manager.receive_entries),
     (f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info", "AFTER", tokenizer_manager.write_meta_info),
     (f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks", "AFTER", tokenizer_manager.merge_chunks),
+    (f"{_TOKENIZER_MANAGER}._stream_one_response", "AROUND", tokenizer_manager.write_sets),
 )
 
 
@@ -64,6 +71,7 @@ def register() -> None:
     """Check every seam and register the hooks; SGLang puts them in place when this returns."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    http_app.install()
     found = check_seams()
     hooks = _REFUSE_AND_REPORT
     if found.active:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sglang_topp_patches.budget import charge
 from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Span
 from sglang_topp_patches.rows import rows_of
@@ -84,7 +85,8 @@ def forget_rows(result: None, self: Any) -> None:
     Once a token is visible the prompt's rows are whole, and stay.
     """
     if self.customized_info and not self.customized_info.get(KEY):
-        self.customized_info.pop(PROMPT_KEY, None)
+        rows = self.customized_info.pop(PROMPT_KEY, [])
+        charge(self, -_num_candidates(rows), -len(rows))
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class PromptSets:
             # After a retraction the prompt is scored again, but its rows are here already.
             if not info.get(KEY):
                 info.setdefault(PROMPT_KEY, []).extend(own)
+                charge(req, _num_candidates(own), len(own))
 
 
 def _logprobs(processor: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -138,6 +141,10 @@ def _logprobs(processor: Any, logits: torch.Tensor) -> torch.Tensor:
     row_max, row_log_sum = compute_row_log_normalizer(logits)
     logprobs: torch.Tensor = (logits.float() - row_max[:, None]) - row_log_sum[:, None]
     return logprobs
+
+
+def _num_candidates(spans: Sequence[Span | None]) -> int:
+    return sum(len(each[0]) // 4 for each in spans if each is not None)
 
 
 def _no_sets(count: int, device: torch.device) -> RowSets:

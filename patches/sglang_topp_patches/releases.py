@@ -56,9 +56,21 @@ _SGLANG_0_5_23 = (
         "bad input is answered with HTTP 400 before a stream begins",
     ),
     Seam(
-        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
-        ("self", "request", "raw_request"),
-        "routes that cannot carry candidate sets refuse the request",
+        "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
+        ("self", "req"),
+        "a threshold that came past the checks ends its request",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
+        ("self", "error_msg"),
+        "a request is refused in the scheduler",
+        hooked=False,
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.FINISH_ABORT",
+        ("message", "status_code", "err_type"),
+        "a request whose sets grow beyond the budget ends with an error",
+        hooked=False,
     ),
     Seam(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
@@ -158,9 +170,20 @@ _SGLANG_0_5_23 = (
         "streamed chunks that SGLang merges keep all their sets",
     ),
     Seam(
+        f"{_TOKENIZER_MANAGER}._stream_one_response",
+        ("self", "obj", "state", "request"),
+        "the sets are written into a chunk when it is sent",
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.abort_request",
+        ("self", "rid"),
+        "a call whose sets do not fit is ended",
+        hooked=False,
+    ),
+    Seam(
         f"{_TOKENIZER_MANAGER}.__init__",
         ("self", "server_args"),
-        "modes in which the sets cannot be exact refuse the request",
+        "modes in which the sets cannot be exact refuse the request; routes without sets are guarded",
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}.get_internal_state",

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches import mode
+from sglang_topp_patches import routes
+from sglang_topp_patches.budget import LIST_FORM_COST
+from sglang_topp_patches.mode import refusals, temperature_refusal
+from sglang_topp_patches.payload import KEY
 from sglang_topp_patches.seams import status
 
 __all__ = [
@@ -22,7 +25,6 @@ __all__ = [
     "extend_request_class",
     "get_item",
     "normalize",
-    "refuse_openai",
 ]
 
 THRESHOLD = "top_logprobs_p"
@@ -78,17 +80,18 @@ def normalize(original: Callable[[Any], None], self: Any) -> None:
         if asked.thresholds[0]:
             if isinstance(self.sampling_params, list):
                 raise InvalidInputError("sampling_params: got a list for one prompt, expected an object")
-            self.sampling_params = _with_threshold(self.sampling_params, asked.thresholds[0])
+            self.sampling_params = _with_threshold(self.sampling_params, asked.thresholds[0], asked.base64[0])
         return
     # With n > 1 SGLang repeats the whole list of prompts.
     count = len(self.sampling_params)
     thresholds = [asked.thresholds[i % self.batch_size] for i in range(count)]
+    base64 = [asked.base64[i % self.batch_size] for i in range(count)]
     setattr(self, THRESHOLD, thresholds)
-    setattr(self, BASE64, [asked.base64[i % self.batch_size] for i in range(count)])
+    setattr(self, BASE64, base64)
     if any(thresholds):
         self.sampling_params = [
-            _with_threshold(params, p) if p else params
-            for params, p in zip(self.sampling_params, thresholds, strict=True)
+            _with_threshold(params, p, flag) if p else params
+            for params, p, flag in zip(self.sampling_params, thresholds, base64, strict=True)
         ]
 
 
@@ -98,21 +101,6 @@ def get_item(item: Any, self: Any, i: int) -> Any:
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)
     return item
-
-
-async def refuse_openai(
-    original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any
-) -> Any:
-    """AROUND hook on `OpenAIServingBase.handle_request`: those answers have no room for sets."""
-    places = [getattr(request, "custom_params", None)]
-    # The routes' own models drop fields that they do not know; uploads (audio) are no JSON.
-    if "json" in raw_request.headers.get("content-type", ""):
-        places.append(await raw_request.json())
-    if any(isinstance(place, Mapping) and place.get(THRESHOLD) for place in places):
-        return self.create_error_response(
-            f"{THRESHOLD}: this route cannot return candidate sets; send the request to /generate"
-        )
-    return await original(self, request, raw_request)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +160,10 @@ class _Asked:
                 )
             if any(isinstance(item, Mapping) and (item.get("beam_width") or 1) > 1 for item in params):
                 raise InvalidInputError(f"{THRESHOLD}: beam search (beam_width > 1) has no candidate sets")
-            if problems := (*status().problems, *mode.refusals()):
+            for item, p in zip(params, thresholds, strict=False):
+                if p and isinstance(item, Mapping) and (why := temperature_refusal(item.get("temperature"))):
+                    raise InvalidInputError(f"sampling_params.temperature, with {THRESHOLD}: {why}")
+            if problems := (*status().problems, *refusals(), *routes.refusals()):
                 raise InvalidInputError(
                     f"{THRESHOLD}: candidate sets are not served here: {'; '.join(problems)}"
                 )
@@ -212,9 +203,16 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _with_threshold(sampling_params: Mapping[str, Any], p: float) -> dict[str, Any]:
+def _with_threshold(sampling_params: Mapping[str, Any], p: float, base64: bool) -> dict[str, Any]:
+    """With what goes to the scheduler: the threshold, and what one candidate costs (`budget.charge`).
+
+    The latter also shows there that the request came through these checks (`admission`).
+    """
     custom = sampling_params.get("custom_params") or {}
-    return {**sampling_params, "custom_params": {**custom, THRESHOLD: p}}
+    return {
+        **sampling_params,
+        "custom_params": {**custom, THRESHOLD: p, KEY: 1 if base64 else LIST_FORM_COST},
+    }
 
 
 def _num_prompts(body: Mapping[str, Any]) -> int:

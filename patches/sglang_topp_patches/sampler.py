@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_topp_patches.budget import charge
 from sglang_topp_patches.extract import RowSets, extract
-from sglang_topp_patches.payload import KEY, Entry
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry
 from sglang_topp_patches.rows import Rows, rows_of
 
 __all__ = ["compute_logprobs", "sample"]
@@ -110,8 +111,10 @@ class GeneratedSets:
             del entries[commit.output_index :]
             while len(entries) < commit.output_index:
                 entries.append(Entry(None, "a token became visible without passing through the sampler"))
+            _let_go_of_what_was_sent(req, entries)
             problem = self._problem(row, req.rid, commit.token_ids, spans)
             entries.append(Entry(None, problem) if problem else Entry(spans[row]))
+            charge(req, 0 if problem else len(spans[row][0]) // 4)
 
     def _problem(self, row: int, request_id: str, token_ids: tuple[int, ...], spans: Sequence[Any]) -> str:
         if self.sets is None:
@@ -125,3 +128,13 @@ class GeneratedSets:
         if token_ids[0] not in np.frombuffer(spans[row][0], np.int32):
             return f"token {token_ids[0]} replaced the sampled one after its set was taken"
         return ""
+
+
+def _let_go_of_what_was_sent(req: Any, entries: list[Entry | None]) -> None:
+    """SGLang sends the values from `send_token_offset` on, and keeps all of them until the request ends."""
+    last = min(req.send_token_offset, len(entries)) - 1
+    while last >= 0 and entries[last] is not None:
+        entries[last] = None
+        last -= 1
+    if req.stream and req.send_token_offset:
+        req.customized_info.pop(PROMPT_KEY, None)

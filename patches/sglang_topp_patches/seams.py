@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from sglang_topp_patches.budget import budget_problem
 from sglang_topp_patches.releases import RELEASES, Seam
 
 __all__ = ["SeamCheck", "Status", "check_seams", "status"]
@@ -66,7 +67,8 @@ def check_seams() -> Status:
         supported = ", ".join(RELEASES)
         return Status(installed, (), (f"SGLang {installed} is not supported; supported: {supported}",))
     checks = tuple(SeamCheck(seam, _problem(seam)) for seam in seams)
-    return Status(installed, checks, tuple(f"{c.seam.target}: {c.problem}" for c in checks if c.problem))
+    problems = [f"{c.seam.target}: {c.problem}" for c in checks if c.problem]
+    return Status(installed, checks, tuple(filter(None, [*problems, budget_problem()])))
 
 
 @functools.cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sglang_topp_patches import mode
+from sglang_topp_patches import mode, routes
+from sglang_topp_patches.budget import budget, in_flight
 from sglang_topp_patches.payload import KEY
 from sglang_topp_patches.seams import status
 
@@ -25,17 +26,30 @@ async def note_scheduler_states(original: Callable[[Any], Awaitable[list[Any]]],
 def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) -> dict[str, Any]:
     """AFTER hook on `build_server_info`: `{"sglang_topp": {"active": ..., "problems": [...], ...}}`."""
     report = status().to_dict()
-    problems = [*report["problems"], *mode.refusals()]
+    problems = [*report["problems"], *mode.refusals(), *routes.refusals()]
     for rank, state in enumerate(_scheduler_states):
         if state is None:
             problems.append(f"scheduler {rank} runs without the patch set")
         else:
             problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
-    result[KEY] = {**report, "active": not problems, "problems": problems}
+    result[KEY] = {
+        **report,
+        "active": not problems,
+        "problems": problems,
+        "notes": list(mode.environment_notes()),
+        "budget": {**budget().to_dict(), "candidates_in_flight": in_flight().total},
+    }
     return result
 
 
 def report_state(result: Any, self: Any, recv_req: Any) -> Any:
     """AFTER hook on `Scheduler.get_internal_state`: a scheduler's own status, under the same key."""
-    result.internal_state[KEY] = status().to_dict()
+    report = status().to_dict()
+    problems = [*report["problems"], *mode.refusals_of(self.server_args)]
+    result.internal_state[KEY] = {
+        **report,
+        "active": not problems,
+        "problems": problems,
+        "candidates_in_flight": in_flight().total,
+    }
     return result

@@ -1,36 +1,50 @@
 """The response side, in the HTTP process: entries from the scheduler -> fields of `meta_info`.
 
 `_handle_batch_output` delivers the scheduler's entries. `add_logprob_to_meta_info` runs within it for
-every request, and on its own for one that is aborted while it waits. A request that asked for sets and
+every request, and on its own for one that is aborted while it waits. It notes which positions a chunk
+shows; `_stream_one_response`, which sends it, has their sets written. A request that asked for sets and
 did not get one for each visible token ends as an error (finish reason `abort`, status 500): it never
 looks like an answer without the feature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from itertools import islice
 from typing import Any
 
 from sglang_topp import wire
+from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, Positions, Span, join
 from sglang_topp_patches.request import BASE64, THRESHOLD
+from sglang_topp_patches.routes import Call, current_call
 
-__all__ = ["merge_chunks", "receive_entries", "write_meta_info"]
+__all__ = ["merge_chunks", "receive_entries", "write_meta_info", "write_sets"]
 
 _ARRIVED = "_sglang_topp_arrived"
 _RECEIVED = "_sglang_topp_received"
 
 
-class _Received:
-    """All that has arrived for one request so far."""
+class _EndedError(ValueError):
+    """The call was ended: SGLang answers with the status, or, in a stream, with an event that holds it."""
 
-    def __init__(self) -> None:
+    status_code = HTTPStatus.TOO_MANY_REQUESTS
+
+
+class _Received:
+    """All that has arrived for one sample so far, and is not sent for good."""
+
+    def __init__(self, cost: int) -> None:
         self.num_tokens = 0
         self.generated: list[Span | None] = []
         self.prompt: list[Span | None] = []
         self.problem = ""
+        self._cost = cost
+        self._candidates = self._positions = 0
+        self._call: Call | None = None
 
     def add(
         self, token_ids: Sequence[int], entries: Sequence[Entry | None], prompt_rows: Sequence[Span | None]
@@ -45,6 +59,42 @@ class _Received:
             # A row is the distribution of the next token: the first position has none, and from the
             # last row the first generated token was drawn.
             self.prompt = [None, *prompt_rows[:-1]]
+        new = [*(entry.candidates for entry in entries if entry), *prompt_rows]
+        self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(prompt_rows))
+
+    def belongs_to(self, call: Call | None, abort: Callable[[], None]) -> None:
+        """Say whose it is; `abort` stops the sample in the scheduler."""
+        if call is not None and self._call is None:
+            self._call = call
+            call.at_end(self._let_go)
+            call.at_end(abort)
+            candidates, positions = self._candidates, self._positions
+            self._candidates = self._positions = 0
+            self._count(candidates, positions)
+
+    def check_call(self) -> None:
+        """Raise where the call was ended: what was held is gone."""
+        if self._call is not None and self._call.problem:
+            raise _EndedError(f"{THRESHOLD}: {self._call.problem}")
+
+    def forget(self, stop: int) -> None:
+        """Let go of the positions before `stop`, which have been written for the last time."""
+        gone = [span for span in self.generated[:stop] if span]
+        self.generated[:stop] = [None] * stop
+        self._count(-sum(len(span[0]) // 4 for span in gone), -len(gone))
+
+    def _count(self, candidates: int, positions: int) -> None:
+        self._candidates += candidates
+        self._positions += positions
+        if self._call is not None:
+            if self._call.problem:
+                self._let_go()
+            else:
+                self._call.account.add(candidates * self._cost, positions)
+
+    def _let_go(self) -> None:
+        self.generated = [None] * len(self.generated)
+        self.prompt = [None] * len(self.prompt)
 
     def check(self, num_prompt: int) -> str:
         """Why there is not one set for each visible token, or nothing."""
@@ -99,29 +149,77 @@ def write_meta_info(
     if not wanted:
         return
 
-    received: _Received = state.__dict__.setdefault(_RECEIVED, _Received())
+    received = _received(state)
     received.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), (), ())))
     if not shown:
         return
-    if stream and not self.incremental_streaming_output:
-        # SGLang goes on writing into these lists until the chunk is sent; ours hold what is there now.
-        state.output_ids = state.output_ids.copy()
-        meta_info["output_token_logprobs"] = meta_info["output_token_logprobs"].copy()
     # Visible tokens are counted, not log-probs: SGLang may report that of a token which `max_new_tokens` 0
     # keeps from being one.
     if problem := received.check(len(state.input_token_logprobs_val)):
         if finished:
             _fail(meta_info, problem)
         return
-    sides: list[tuple[wire.Side, Positions]] = [("output", join(islice(received.generated, start, None)))]
+    meta_info[KEY] = [start, received.num_tokens]
+
+
+def write_sets(
+    original: Callable[..., AsyncGenerator[dict[str, Any], None]],
+    self: Any,
+    *,
+    obj: Any,
+    state: Any,
+    request: Any = None,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """AROUND hook on `TokenizerManager._stream_one_response`: sets are written into what is sent, as it is.
+
+    A reader that is slower than the engine is sent some of the chunks only: the others cost nothing.
+    """
+    chunks = original(self, obj=obj, state=state, request=request)
+    if not getattr(obj, THRESHOLD, None):
+        return chunks
+    return _with_sets(chunks, self, state)
+
+
+async def _with_sets(
+    chunks: AsyncGenerator[dict[str, Any], None], self: Any, state: Any
+) -> AsyncGenerator[dict[str, Any], None]:
+    received = _received(state)
+    received.belongs_to(current_call.get(), partial(self.abort_request, state.obj.rid))
+    async with aclosing(chunks):
+        async for out in chunks:
+            received.check_call()
+            if KEY in out["meta_info"]:
+                _write_sets(self, out, state, received)
+            yield out
+
+
+def _write_sets(self: Any, out: dict[str, Any], state: Any, received: _Received) -> None:
+    meta_info, obj = out["meta_info"], state.obj
+    start, stop = meta_info.pop(KEY)
+    incremental = getattr(obj, "stream", False) and self.incremental_streaming_output
+    if not incremental:
+        # SGLang goes on writing into these lists until the chunk is sent.
+        if "output_ids" in out:
+            out["output_ids"] = out["output_ids"][:stop]
+        meta_info["output_token_logprobs"] = meta_info["output_token_logprobs"][: max(stop, 1)]
+    sides: list[tuple[wire.Side, Positions]] = [("output", join(islice(received.generated, start, stop)))]
     if received.prompt:
         sides.append(("input", join(received.prompt)))
     for side, positions in sides:
-        if base64:
+        if getattr(obj, BASE64, False):
             fields = wire.encode_sets(side, positions.token_ids, positions.logprobs, positions.lengths)
         else:
-            fields = _list_form(self, side, positions, return_text_in_logprobs)
+            with_text = obj.return_text_in_logprobs and not self.skip_tokenizer_init
+            fields = _list_form(self, side, positions, with_text)
         meta_info.update(fields)
+    if incremental:
+        received.forget(stop)
+
+
+def _received(state: Any) -> _Received:
+    cost = 1 if getattr(state.obj, BASE64, False) else LIST_FORM_COST
+    received: _Received = state.__dict__.setdefault(_RECEIVED, _Received(cost))
+    return received
 
 
 def merge_chunks(
@@ -129,7 +227,10 @@ def merge_chunks(
 ) -> dict[str, Any]:
     """AFTER hook on `TokenizerManager._coalesce_streaming_chunks`: merged chunks keep all their sets."""
     if "meta_info" in result:
-        result["meta_info"].update(wire.merge_output_fields([chunk["meta_info"] for chunk in out_list]))
+        parts = [chunk["meta_info"] for chunk in out_list]
+        result["meta_info"].update(wire.merge_output_fields(parts))
+        if all(KEY in part for part in parts):
+            result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
     return result
 
 

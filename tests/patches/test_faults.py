@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from sglang_topp import CandidateSets
-from sglang_topp_patches import mode, tokenizer_manager
+from sglang_topp_patches import routes, tokenizer_manager
 from sglang_topp_patches.extract import extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, join
 from sglang_topp_patches.prefill import PromptSets, forget_rows
@@ -24,8 +26,16 @@ def logprobs() -> torch.Tensor:
     return torch.log_softmax(torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)) * 3, -1)
 
 
-def request(rid: str) -> SimpleNamespace:
-    return SimpleNamespace(rid=rid, customized_info=None, is_retracted=False)
+class Req:
+    """As much of SGLang's `Req` as the hooks use."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid, self.customized_info, self.is_retracted = rid, None, False
+        self.stream, self.send_token_offset = False, 0
+        self.sampling_params = SimpleNamespace(custom_params=None)
+
+    def finished(self) -> bool:
+        return False
 
 
 def commit(index: int, *token_ids: int) -> SimpleNamespace:
@@ -53,7 +63,7 @@ def test_each_fault_is_told_in_its_own_entry(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
     unlikely = int(logprobs[1].argmin())
     sets = generated(logprobs, sampled)
-    reqs = [request("a"), request("b"), request("x")]
+    reqs = [Req("a"), Req("b"), Req("x")]
     sets.consume(
         SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, unlikely), commit(0, sampled[2])]
     )
@@ -66,7 +76,7 @@ def test_each_fault_is_told_in_its_own_entry(logprobs: torch.Tensor) -> None:
 
 def test_several_tokens_in_one_step_are_refused(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
-    reqs = [request("a"), request("b"), request("c")]
+    reqs = [Req("a"), Req("b"), Req("c")]
     generated(logprobs, sampled).consume(
         SimpleNamespace(reqs=reqs), [commit(0, sampled[0], 5), None, commit(0, sampled[2])]
     )
@@ -76,14 +86,14 @@ def test_several_tokens_in_one_step_are_refused(logprobs: torch.Tensor) -> None:
 
 
 def test_sampling_without_logprobs_is_told() -> None:
-    req = request("a")
+    req = Req("a")
     GeneratedSets(Rows(("a",), (0.9,)), None).consume(SimpleNamespace(reqs=[req]), [commit(0, 3)])
     assert "without reporting log-probs" in req.customized_info[KEY][0].problem
 
 
 def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch.Tensor) -> None:
     sets = PromptSets(("a",), (0.9,), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),))
-    req = request("a")
+    req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
     req.customized_info[KEY] = [Entry((b"", b""))]
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -92,7 +102,7 @@ def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch
 
 def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
     sets = PromptSets(("a",), (0.9,), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),))
-    req = request("a")
+    req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
     forget_rows(None, req)
     # The pass that was under way when the request was retracted.
@@ -105,9 +115,9 @@ def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tenso
 
 def test_a_request_that_starts_over_has_the_sets_of_its_last_run(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
-    req = request("a")
+    req = Req("a")
     req.customized_info = {KEY: entries_of(logprobs, sampled)}
-    batch = SimpleNamespace(reqs=[req, request("b"), request("c")])
+    batch = SimpleNamespace(reqs=[req, Req("b"), Req("c")])
     generated(logprobs.flip(0), sampled[::-1]).consume(batch, [commit(0, sampled[2]), None, None])
     assert req.customized_info[KEY] == entries_of(logprobs, sampled)[2:]
 
@@ -116,15 +126,21 @@ class Answer:
     """One request on its way through the HTTP process, with what SGLang itself would have written."""
 
     def __init__(self, tokens: list[int], prompt_tokens: int = 0, **fields: Any) -> None:
-        obj = SimpleNamespace(top_logprobs_p=0.9, return_logprobs_in_base64=True, stream=False, **fields)
-        self.manager = SimpleNamespace(incremental_streaming_output=False)
+        obj = SimpleNamespace(
+            rid="a", top_logprobs_p=0.9, return_logprobs_in_base64=True, stream=False, **fields
+        )
+        self.manager = SimpleNamespace(incremental_streaming_output=False, abort_request=str)
         self.tokens = tokens
         self.state = SimpleNamespace(
             obj=obj,
             last_output_offset=0,
             input_token_logprobs_val=[-1.0] * prompt_tokens,
         )
-        self.meta_info: dict[str, Any] = {"id": "a", "finish_reason": {"type": "length"}}
+        self.meta_info: dict[str, Any] = {
+            "id": "a",
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        }
 
     def receive(self, entries: Any, prompt: Any = (), finished: bool = True) -> dict[str, Any]:
         info = {"other": [[1]]}
@@ -138,7 +154,24 @@ class Answer:
         tokenizer_manager.write_meta_info(
             None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
         )
-        return self.meta_info
+        return self.send() if finished else self.meta_info
+
+    def send(self) -> dict[str, Any]:
+        """The `meta_info` as `_stream_one_response` sends it."""
+        out = {"output_ids": getattr(self.state, "output_ids", self.tokens), "meta_info": self.meta_info}
+        return asyncio.run(self._send(out))["meta_info"]
+
+    async def _send(self, out: dict[str, Any]) -> dict[str, Any]:
+        async def chunks(self: Any, *, obj: Any, state: Any, request: Any) -> AsyncGenerator[Any, None]:
+            yield out
+
+        (sent,) = [
+            each
+            async for each in tokenizer_manager.write_sets(
+                chunks, self.manager, obj=self.state.obj, state=self.state
+            )
+        ]
+        return sent
 
 
 def entries_of(logprobs: torch.Tensor, sampled: list[int]) -> list[Entry]:
@@ -153,25 +186,57 @@ def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
     assert len(CandidateSets.from_meta_info(meta_info, sampled)) == 3
 
 
-def test_a_chunk_that_is_not_sent_yet_does_not_grow(logprobs: torch.Tensor) -> None:
+def test_a_chunk_holds_what_there_was_when_it_was_made(logprobs: torch.Tensor) -> None:
     """SGLang puts its own lists into a chunk, and goes on writing into them until the chunk is sent."""
     sampled = logprobs.argmax(1).tolist()
     answer = Answer(sampled[:1])
     answer.state.obj.stream = True
-    reported = answer.meta_info["output_token_logprobs"] = [[-1.0, sampled[0], None]]
-    answer.state.output_ids = []
-    answer.receive(entries_of(logprobs, sampled)[:1], finished=False)
-    answer.state.output_ids.extend(sampled[:1])
-    waiting = {"output_ids": answer.state.output_ids, "meta_info": answer.meta_info}
+    answer.state.output_ids = sampled[:1]
+    reported = answer.meta_info["output_token_logprobs"]
+    first = answer.receive(entries_of(logprobs, sampled)[:1], finished=False)
+    assert "output_top_p_logprobs_lengths" not in first  # encoded only if it is sent
 
     answer.meta_info = {"id": "a", "finish_reason": None, "output_token_logprobs": reported}
     reported.append([-1.0, sampled[1], None])
     answer.tokens = sampled[1:2]
-    answer.receive(entries_of(logprobs, sampled)[1:2], finished=False)
-    answer.state.output_ids.extend(sampled[1:2])
-    assert len(waiting["meta_info"]["output_token_logprobs"]) == 1
-    assert len(CandidateSets.from_meta_info(waiting["meta_info"], waiting["output_ids"])) == 1
-    assert len(CandidateSets.from_meta_info(answer.meta_info, answer.state.output_ids)) == 2
+    second = answer.receive(entries_of(logprobs, sampled)[1:2], finished=False)
+    answer.state.output_ids.append(sampled[1])
+    for meta_info, count in ((first, 1), (second, 2)):
+        answer.meta_info = meta_info
+        sent = answer.send()
+        assert len(sent["output_token_logprobs"]) == count
+        assert len(CandidateSets.from_meta_info(sent, sampled[:count])) == count
+
+
+def test_what_was_sent_for_good_is_not_held(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    req = Req("a")
+    batch = SimpleNamespace(reqs=[req])
+    for index in range(3):
+        sets = GeneratedSets(Rows(("a",), (0.9,)), extract(logprobs[:1], [0.9], torch.tensor(sampled[:1])))
+        sets.consume(batch, [commit(index, sampled[0])])
+        req.send_token_offset = index  # all but the last one
+    assert [entry is None for entry in req.customized_info[KEY]] == [True, False, False]
+
+
+def test_a_call_that_was_ended_is_an_error_and_holds_nothing(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    aborted: list[str] = []
+    call = routes.Call()
+    token = routes.current_call.set(call)
+    answer = Answer(sampled)
+    answer.manager.abort_request = aborted.append
+    answer.state.obj.stream = True
+    answer.state.output_ids = list(sampled)
+    answer.receive(entries_of(logprobs, sampled), finished=False)
+    assert answer.send()["output_top_p_logprobs_lengths"]
+    assert call.account.candidates > 0
+    call.account.end("too much")
+    assert aborted == ["a"]
+    with pytest.raises(ValueError, match="too much") as caught:
+        answer.send()
+    assert caught.value.status_code == 429
+    routes.current_call.reset(token)
 
 
 @pytest.mark.parametrize(
@@ -212,29 +277,3 @@ def test_an_abort_keeps_its_own_cause(logprobs: torch.Tensor) -> None:
     answer = Answer([1, 2, 3])
     answer.meta_info["finish_reason"] = {"type": "abort", "message": "the user did it"}
     assert answer.receive(None)["finish_reason"]["message"] == "the user did it"
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("speculative_algorithm", "EAGLE", "speculative"),
-        ("dllm_algorithm", "LowConfidence", "diffusion"),
-        ("pp_size", 2, "pipeline"),
-        ("disaggregation_mode", "prefill", "disaggregated"),
-    ],
-)
-def test_modes_without_exact_sets_refuse(
-    monkeypatch: pytest.MonkeyPatch, field: str, value: Any, words: str
-) -> None:
-    monkeypatch.setattr(mode, "_refusals", ())
-    args = {
-        "speculative_algorithm": None,
-        "dllm_algorithm": None,
-        "pp_size": 1,
-        "disaggregation_mode": "null",
-    }
-    mode.note_server_args(None, None, SimpleNamespace(**args))
-    assert mode.refusals() == ()
-    mode.note_server_args(None, None, SimpleNamespace(**{**args, field: value}))
-    (reason,) = mode.refusals()
-    assert words in reason

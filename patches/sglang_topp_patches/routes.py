@@ -1,0 +1,262 @@
+"""Every route of SGLang's HTTP server: where candidate sets are served, and that no other drops the wish.
+
+SGLang's models pass over fields that they do not know. `Guard` stands before the routes: one that cannot
+answer with candidate sets refuses a body that asks for them, instead of answering without. It also holds
+the account of a call that is served (`budget`) until its answer has been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang_topp_patches.budget import in_flight
+
+__all__ = [
+    "NO_PROMPT",
+    "REFUSED",
+    "SERVED",
+    "Call",
+    "Guard",
+    "current_call",
+    "guard",
+    "guard_served_app",
+    "refusals",
+]
+
+_FIELDS = ("top_logprobs_p", "return_logprobs_in_base64")
+_CONTAINERS = ("sampling_params", "custom_params", "extra_body", "options", "parameters", "instances")
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+_VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")
+
+SERVED: Mapping[str, tuple[str, ...]] = {
+    "/generate": ("", "sampling_params.custom_params."),
+    _VERTEX: ("parameters.", "parameters.sampling_params.custom_params."),
+}
+"""Routes that answer with candidate sets, and where in the body they take the fields."""
+
+REFUSED = frozenset(
+    {
+        *("/invocations", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+        *("/v1/messages/count_tokens", "/v1/score", "/v1/decisions", "/v1/systemone", "/v1/embeddings"),
+        *("/v1/classify", "/v1/rerank", "/v1/audio/transcriptions", "/encode", "/classify"),
+        *("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"),
+        os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
+        os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
+    }
+)
+"""Routes that take text and have no room for sets: a body that asks for them gets a 400."""
+
+NO_PROMPT = frozenset(
+    {
+        *("/", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/redoc", "/metrics", "/ping", "/ready"),
+        *(
+            "/health",
+            "/health_generate",
+            "/v1/loads",
+            "/v1/realtime",
+            "/v1/models",
+            "/v1/models/{model:path}",
+        ),
+        *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/set_internal_state"),
+        *("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/abort_request"),
+        *("/pause_generation", "/continue_generation", "/open_session", "/close_session", "/flush_cache"),
+        *("/parse_function_call", "/separate_reasoning", "/configure_logging", "/dumper/{method}"),
+        *("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"),
+        *("/update_weights_from_ipc", "/update_weight_version", "/begin_weight_update", "/end_weight_update"),
+        *("/init_weights_update_group", "/destroy_weights_update_group", "/get_weights_by_name"),
+        *("/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance"),
+        *("/get_remote_instance_transfer_engine_info", "/remote_instance_transfer_engine_info"),
+        *("/weights_checker", "/release_memory_occupation", "/resume_memory_occupation", "/slow_down"),
+        *("/load_lora_adapter", "/load_lora_adapter_from_tensors", "/unload_lora_adapter", "/freeze_gc"),
+        *("/hicache/storage-backend", "/hicache/storage-backend/clear", "/get_hicache_l3_cache_layout"),
+        *("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/pd_role_switch"),
+        *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
+        *("/start_profile", "/stop_profile", "/set_trace_level", "/start_expert_distribution_record"),
+        *("/stop_expert_distribution_record", "/dump_expert_distribution_record"),
+        os.environ.get("SGLANG_OLLAMA_TAGS_ROUTE", "/api/tags"),
+        os.environ.get("SGLANG_OLLAMA_SHOW_ROUTE", "/api/show"),
+    }
+)
+"""Routes that take no prompt: there is nothing there to ask sets for, and their bodies are not looked at."""
+
+# A reader who does not take a piece within this time is gone, or holds others up.
+_PIECE_BYTES = 1 << 20
+_PIECE_TIMEOUT_S = 120.0
+
+current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
+"""The HTTP call that this code works for."""
+
+
+class Call:
+    """One call of a served route: what its samples hold, until the answer has been sent.
+
+    Attributes:
+        account: of all its samples.
+        problem: why it was ended; empty while it was not.
+    """
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self.account = in_flight().open(self._end)
+        self._at_end: list[Callable[[], None]] = []
+
+    def at_end(self, let_go: Callable[[], None]) -> None:
+        """Have `let_go` called where this call is ended before its time."""
+        self._at_end.append(let_go)
+
+    def _end(self, reason: str) -> None:
+        self.problem = reason
+        while self._at_end:
+            self._at_end.pop()()
+
+
+class Guard:
+    """ASGI middleware, the innermost one: behind authentication and decompression, before the routes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
+            return await self._app(scope, receive, send)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == "/generate":
+            # Its own contract check names what is wrong; a body of megabytes is parsed there, once.
+            return await self._serve(scope, receive, send)
+        if path in NO_PROMPT:
+            return await self._app(scope, receive, send)
+        body, receive = await _read(receive)
+        if unserved := [place for place in _asked_at(body) if not _is_served(path, place)]:
+            return await _refusal(path, unserved[0])(scope, receive, send)
+        if path in SERVED:
+            return await self._serve(scope, receive, send)
+        await self._app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call()
+        token = current_call.set(call)
+        try:
+            await self._app(scope, receive, _in_pieces(send, call))
+        finally:
+            current_call.reset(token)
+            call.account.close()
+
+
+def guard(app: Any) -> None:
+    """Put `Guard` before the routes of SGLang's application; it must not have begun to serve."""
+    if not _is_guarded(app):
+        app.user_middleware.append(Middleware(Guard))
+
+
+def guard_served_app() -> None:
+    """`guard` for the application of SGLang's HTTP server, in a process that has it."""
+    if (module := sys.modules.get(_HTTP_SERVER)) is not None and module.app.middleware_stack is None:
+        guard(module.app)
+
+
+def refusals() -> tuple[str, ...]:
+    """Why sets are not served by this process: its other routes would pass the wish over."""
+    module = sys.modules.get(_HTTP_SERVER)
+    if module is None or _is_guarded(module.app):
+        return ()
+    return ("SGLang's HTTP server began to serve before its routes could be guarded",)
+
+
+def _is_guarded(app: Any) -> bool:
+    return any(middleware.cls is Guard for middleware in app.user_middleware)
+
+
+def _is_served(path: str, place: str) -> bool:
+    return any(place == f"{prefix}{field}" for prefix in SERVED.get(path, ()) for field in _FIELDS)
+
+
+async def _read(receive: Receive) -> tuple[bytes, Receive]:
+    """The whole body, and a `receive` that gives it out again and then goes on."""
+    messages: list[Message] = []
+    while True:
+        messages.append(await receive())
+        if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body", False):
+            break
+    body = b"".join(message.get("body", b"") for message in messages)
+    messages.reverse()
+
+    async def again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return body, again
+
+
+def _asked_at(body: bytes) -> list[str]:
+    """The places in a body, dotted, that ask for sets."""
+    if not any(field.encode() in body for field in _FIELDS):
+        return []
+    try:
+        return list(_places(json.loads(body), ""))
+    except (ValueError, RecursionError):
+        # No JSON: a form (audio), or what the route itself refuses.
+        return [field for field in _FIELDS if b'name="%s"' % field.encode() in body]
+
+
+def _places(value: Any, prefix: str) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _places(item, prefix)
+    elif isinstance(value, dict):
+        yield from (f"{prefix}{field}" for field in _FIELDS if value.get(field))
+        for name in _CONTAINERS:
+            if isinstance(value.get(name), dict | list):
+                yield from _places(value[name], f"{prefix}{name}.")
+
+
+def _refusal(path: str, place: str) -> Response:
+    """A 400 in the words and the shape of the route's family."""
+    message = f"{place}: {path} cannot return candidate sets; send the request to /generate"
+    if path.startswith("/v1/messages"):
+        content: dict[str, Any] = {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": message},
+        }
+    elif path.startswith("/v1/") or path == "/invocations":
+        content = {
+            "object": "error",
+            "message": message,
+            "type": "BadRequestError",
+            "param": place,
+            "code": 400,
+        }
+    else:
+        content = {"error": message}
+    return JSONResponse(content, 400)
+
+
+def _in_pieces(send: Send, call: Call) -> Send:
+    """`send` for a call that may hold sets: a large body goes out piece by piece, each once the reader has
+    taken the one before, and a reader that takes none is cut off."""
+
+    async def paced(message: Message) -> None:
+        body = message.get("body", b"")
+        if message["type"] != "http.response.body" or not call.account.candidates:
+            return await send(message)
+        for start in range(0, max(len(body), 1), _PIECE_BYTES):
+            end = start + _PIECE_BYTES
+            more = message.get("more_body", False) or end < len(body)
+            piece = {"type": message["type"], "body": body[start:end], "more_body": more}
+            try:
+                async with asyncio.timeout(_PIECE_TIMEOUT_S):
+                    await send(piece)
+            except TimeoutError:
+                call.account.end(f"the reader took nothing for {_PIECE_TIMEOUT_S:g} s")
+                raise ConnectionError(call.problem) from None
+
+    return paced

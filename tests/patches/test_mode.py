@@ -1,0 +1,55 @@
+"""Modes and settings in which the sets cannot be exact refuse them, each with its reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_topp_patches import mode
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("speculative_algorithm", "EAGLE", "speculative"),
+        ("dllm_algorithm", "LowConfidence", "diffusion"),
+        ("pp_size", 2, "pipeline"),
+        ("disaggregation_mode", "prefill", "disaggregated"),
+    ],
+)
+def test_modes_without_exact_sets_refuse(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: Any, words: str
+) -> None:
+    monkeypatch.setattr(mode, "_refusals", ())
+    args = {
+        "speculative_algorithm": None,
+        "dllm_algorithm": None,
+        "pp_size": 1,
+        "disaggregation_mode": "null",
+    }
+    mode.note_server_args(None, None, SimpleNamespace(**args))
+    assert mode.refusals() == ()
+    mode.note_server_args(None, None, SimpleNamespace(**{**args, field: value}))
+    (reason,) = mode.refusals()
+    assert words in reason
+
+
+def test_the_rust_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, refused in (("1", True), ("true", True), ("Yes", True), ("0", False), ("", False)):
+        monkeypatch.setenv("SGLANG_RUST_SERVER", value)
+        assert bool(mode.environment_refusals()) is refused
+        assert bool(mode.refusals_of(SimpleNamespace())) is refused
+
+
+def test_logprobs_before_temperature_refuse_other_temperatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mode.temperature_refusal(0.6) == ""
+    assert mode.environment_notes() == ()
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    for temperature in (None, 0, 0.0, 1, 1.0):
+        assert mode.temperature_refusal(temperature) == ""
+    for temperature in (0.6, 1.5, "warm"):
+        assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in mode.temperature_refusal(temperature)
+    (note,) = mode.environment_notes()
+    assert "temperature other than 1" in note

@@ -1,0 +1,156 @@
+"""Every route of SGLang's is known, and none drops a wish for sets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from sglang_topp_patches import budget, routes
+
+ASKED = {"top_logprobs_p": 0.9}
+
+
+# A process of its own: SGLang's server brings half of its code along, with warnings.
+LIST_ROUTES = """
+import json
+from sglang.srt.entrypoints.http_server import app
+
+paths = {path for route in app.routes if (path := getattr(route, "path", None))}
+described = {path.replace("{model}", "{model:path}") for path in app.openapi()["paths"]}
+print(json.dumps(sorted(paths | described)))
+"""
+
+
+def test_every_route_of_sglang_is_in_the_table() -> None:
+    listing = subprocess.run([sys.executable, "-c", LIST_ROUTES], capture_output=True, text=True, check=True)
+    paths = set(json.loads(listing.stdout.splitlines()[-1]))
+    assert {"/generate", "/v1/loads", "/v1/realtime"} <= paths
+    tables = [set(routes.SERVED), routes.REFUSED, routes.NO_PROMPT]
+    known = set().union(*tables)
+    assert sum(map(len, tables)) == len(known)
+    assert paths - known == set(), "a release brought routes: are sets served there, or refused?"
+    # Some are there in a configuration only.
+    assert known - paths <= {"/metrics", "/dumper/{method}"}
+
+
+@pytest.fixture
+def client() -> httpx.AsyncClient:
+    app = FastAPI()
+
+    @app.api_route("/{path:path}", methods=["POST", "PUT"])
+    async def echo(path: str, request: Request) -> Any:
+        return {"bytes": len(await request.body())}
+
+    routes.guard(app)
+    routes.guard(app)  # once is enough
+    assert len(app.user_middleware) == 1
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
+
+
+@pytest.mark.parametrize("path", sorted(routes.REFUSED | {"/of/another/release"}))
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+async def test_what_cannot_answer_with_sets_refuses(
+    client: httpx.AsyncClient, path: str, method: str
+) -> None:
+    for body in (
+        ASKED,
+        {"return_logprobs_in_base64": True},
+        {"custom_params": ASKED},
+        {"sampling_params": {"custom_params": ASKED}},
+        {"options": ASKED},
+        {"extra_body": ASKED},
+    ):
+        answer = await client.request(method, path, json={"prompt": "x", **body})
+        assert answer.status_code == 400, body
+        assert "send the request to /generate" in answer.text
+    for body in ({"prompt": "top_logprobs_p"}, {"top_logprobs_p": None}, {"top_logprobs_p": 0}, []):
+        sent = json.dumps(body).encode()
+        answer = await client.request(
+            method, path, content=sent, headers={"content-type": "application/json"}
+        )
+        assert answer.json() == {"bytes": len(sent)}
+
+
+async def test_each_family_of_routes_gets_its_own_shape(client: httpx.AsyncClient) -> None:
+    async def refusal(path: str) -> Any:
+        return (await client.post(path, json=ASKED)).json()
+
+    assert (await refusal("/v1/messages"))["error"]["type"] == "invalid_request_error"
+    assert (await refusal("/v1/chat/completions"))["code"] == 400
+    assert isinstance((await refusal("/api/chat"))["error"], str)
+
+
+async def test_a_form_that_asks_is_refused(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/audio/transcriptions", data=ASKED, files={"file": b"RIFF"})
+    assert answer.status_code == 400
+
+
+async def test_vertex_takes_the_fields_among_its_parameters_alone(client: httpx.AsyncClient) -> None:
+    instances = [{"text": "x"}]
+    for good in (ASKED, {"sampling_params": {"custom_params": ASKED}}):
+        answer = await client.post("/vertex_generate", json={"instances": instances, "parameters": good})
+        assert answer.status_code == 200
+    for bad in (
+        {"instances": [{"text": "x", **ASKED}]},
+        {"instances": instances, **ASKED},
+        {"instances": instances, "parameters": {"sampling_params": ASKED}},
+    ):
+        answer = await client.post("/vertex_generate", json=bad)
+        assert answer.status_code == 400
+
+
+async def _serve(app: Callable[..., Awaitable[None]], send: Callable[[Any], Awaitable[None]]) -> None:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}"}
+
+    await routes.Guard(app)({"type": "http", "method": "POST", "path": "/generate"}, receive, send)
+
+
+async def test_a_large_answer_goes_out_in_pieces_and_is_held_until_then() -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        call = routes.current_call.get()
+        assert call is not None
+        call.account.add(7)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * (3 << 20), "more_body": False})
+
+    async def send(message: Any) -> None:
+        sent.append((len(message.get("body", b"")), message.get("more_body"), budget.in_flight().total))
+
+    before = budget.in_flight().total
+    await _serve(app, send)
+    assert sent[1:] == [
+        (1 << 20, True, before + 7),
+        (1 << 20, True, before + 7),
+        (1 << 20, False, before + 7),
+    ]
+    assert budget.in_flight().total == before
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_PIECE_TIMEOUT_S", 0.05)
+    ended: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        call = routes.current_call.get()
+        assert call is not None
+        call.account.add(7)
+        call.at_end(lambda: ended.append(call.problem))
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(ConnectionError, match="took nothing"):
+        await _serve(app, send)
+    assert ended == ["the reader took nothing for 0.05 s"]
