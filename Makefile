@@ -12,7 +12,7 @@ setup: .venv/.complete
 
 .venv/.complete: pyproject.toml requirements.lock
 	test -x $(BIN)/uv || { $(PYTHON) -m venv .venv && $(BIN)/python -m pip install --quiet uv==$(UV_VERSION); }
-	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	touch $@
 

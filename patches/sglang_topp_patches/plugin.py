@@ -16,6 +16,7 @@ from sglang_topp_patches import (
     mode,
     prefill,
     request,
+    routes,
     rows,
     sampler,
     server_info,
@@ -26,6 +27,7 @@ from sglang_topp_patches.seams import check_seams
 __all__ = ["register"]
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_GRPC = "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle"
 _REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
 
 # target, kind of hook, hook
@@ -33,6 +35,8 @@ _REFUSE_AND_REPORT: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("sglang.srt.entrypoints.api_contract.generate_contract_error", "AFTER", request.check_body),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", mode.note_server_args),
     ("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", "BEFORE", admission.check_request),
+    (f"{_GRPC}.submit_request", "BEFORE", routes.refuse_grpc),
+    (f"{_GRPC}._submit_openai", "BEFORE", routes.refuse_grpc_openai),
     (f"{_TOKENIZER_MANAGER}.get_internal_state", "AROUND", server_info.note_scheduler_states),
     ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "AFTER", server_info.report_state),
     ("sglang.srt.utils.common.build_server_info", "AFTER", server_info.add_status),

@@ -61,6 +61,16 @@ _SGLANG_0_5_23 = (
         "a threshold that came past the checks ends its request",
     ),
     Seam(
+        "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle.submit_request",
+        ("self", "req_dict"),
+        "gRPC, which cannot carry candidate sets, refuses the request",
+    ),
+    Seam(
+        "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle._submit_openai",
+        ("self", "serving_key", "streaming", "json_body"),
+        "so do its OpenAI calls",
+    ),
+    Seam(
         "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
         ("self", "error_msg"),
         "a request is refused in the scheduler",

@@ -19,6 +19,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.budget import in_flight
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "guard",
     "guard_served_app",
     "refusals",
+    "refuse_grpc",
+    "refuse_grpc_openai",
 ]
 
 _FIELDS = ("top_logprobs_p", "return_logprobs_in_base64")
@@ -151,6 +154,18 @@ class Guard:
         finally:
             current_call.reset(token)
             call.account.close()
+
+
+def refuse_grpc(self: Any, *, req_dict: Mapping[str, Any], **kwargs: Any) -> None:
+    """BEFORE hook on `RuntimeHandle.submit_request`: SGLang's gRPC messages have no room for sets."""
+    for place in _places(req_dict, ""):
+        raise InvalidInputError(f"{place}: gRPC cannot return candidate sets; send the request to /generate")
+
+
+def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: bytes, *args: Any) -> None:
+    """BEFORE hook on `RuntimeHandle._submit_openai`, the OpenAI routes over gRPC."""
+    for place in _asked_at(json_body):
+        raise InvalidInputError(f"{place}: gRPC cannot return candidate sets; send the request to /generate")
 
 
 def guard(app: Any) -> None:

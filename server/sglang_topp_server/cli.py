@@ -133,8 +133,11 @@ def _serve(args: argparse.Namespace) -> int:
             f"SGLANG_PLUGINS is {allowed!r}, which leaves the patch set out; add {_PLUGIN} or unset it",
             _USAGE,
         )
+    from sglang_topp_patches.mode import environment_refusals
     from sglang_topp_server import launch
 
+    for reason in environment_refusals():
+        return _fail(f"candidate sets cannot be served: {reason}", _USAGE)
     port = launch.check_free(args.engine_host, args.engine_port)
     if (args.host, args.port) == (args.engine_host, port):
         return _fail(f"--port and --engine-port: got {port} for both, expected two", _USAGE)

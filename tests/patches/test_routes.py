@@ -11,8 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
+from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches import budget, routes
 
 ASKED = {"top_logprobs_p": 0.9}
@@ -43,12 +47,10 @@ def test_every_route_of_sglang_is_in_the_table() -> None:
 
 @pytest.fixture
 def client() -> httpx.AsyncClient:
-    app = FastAPI()
+    async def echo(request: Request) -> JSONResponse:
+        return JSONResponse({"bytes": len(await request.body())})
 
-    @app.api_route("/{path:path}", methods=["POST", "PUT"])
-    async def echo(path: str, request: Request) -> Any:
-        return {"bytes": len(await request.body())}
-
+    app = Starlette(routes=[Route("/{path:path}", echo, methods=["POST", "PUT"])])
     routes.guard(app)
     routes.guard(app)  # once is enough
     assert len(app.user_middleware) == 1
@@ -105,6 +107,16 @@ async def test_vertex_takes_the_fields_among_its_parameters_alone(client: httpx.
     ):
         answer = await client.post("/vertex_generate", json=bad)
         assert answer.status_code == 400
+
+
+def test_grpc_refuses() -> None:
+    for asking in (ASKED, {"sampling_params": {"custom_params": ASKED}}):
+        with pytest.raises(InvalidInputError, match="gRPC cannot return candidate sets"):
+            routes.refuse_grpc(None, req_type="generate", req_dict={"text": "x", **asking})
+        with pytest.raises(InvalidInputError, match="gRPC cannot return candidate sets"):
+            routes.refuse_grpc_openai(None, "chat", False, json.dumps(asking).encode(), None)
+    routes.refuse_grpc(None, req_type="generate", req_dict={"text": "top_logprobs_p"})
+    routes.refuse_grpc_openai(None, "chat", False, b'{"prompt": "top_logprobs_p"}', None)
 
 
 async def _serve(app: Callable[..., Awaitable[None]], send: Callable[[Any], Awaitable[None]]) -> None:

@@ -1,0 +1,220 @@
+"""An engine with two HTTP workers, log-probs before temperature and narrow budgets: every door of it either
+serves sets or says why not, and no request takes more than its share."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang_topp import CandidateSets
+from tests.engine.checks import checked_sets
+from tests.engine.running import Engine, run_engine
+
+SAMPLING = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 1.0}
+WANTED = {"return_logprob": True, "top_logprobs_p": 0.9}
+PER_SAMPLE, IN_FLIGHT = 100_000, 250_000
+VOCAB = 512
+
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def doors(model_path: Path, log_folder: Path) -> Iterator[Engine]:
+    environment = {
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+        "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE": str(PER_SAMPLE),
+        "SGLANG_TOPP_MAX_CANDIDATES_IN_FLIGHT": str(IN_FLIGHT),
+        # SGLang's own import takes longer than its supervisor waits for a worker.
+        "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300",
+    }
+    arguments = ("--tokenizer-worker-num", str(WORKERS), "--max-running-requests", "32")
+    with run_engine(model_path, log_folder / "doors.log", *arguments, env=environment) as running:
+        yield running
+
+
+def _each_worker(engine: Engine, **body: Any) -> list[httpx.Response]:
+    """Answers on connections of their own, enough that every HTTP worker gives one."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(
+            pool.map(lambda _: httpx.post(f"{engine.url}/generate", json=body, timeout=180), range(16))
+        )
+
+
+# -- HTTP workers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base64", [True, False], ids=["base64", "list"])
+@pytest.mark.parametrize("place", ["body", "custom_params"])
+def test_every_http_worker_serves_sets(doors: Engine, place: str, base64: bool) -> None:
+    asked = {"top_logprobs_p": 0.9, "return_logprobs_in_base64": base64}
+    body: dict[str, Any] = {"text": "hello", "return_logprob": True, "sampling_params": SAMPLING}
+    if place == "body":
+        body |= asked
+    else:
+        body["sampling_params"] = {**SAMPLING, "custom_params": asked}
+    for answer in _each_worker(doors, **body):
+        assert answer.status_code == 200, answer.text
+        assert len(checked_sets(answer.json(), 0.9)) == 6
+
+
+def test_every_http_worker_checks_the_field(doors: Engine) -> None:
+    for answer in _each_worker(doors, text="hello", return_logprob=True, top_logprobs_p=7):
+        assert answer.status_code == 400
+        assert "top_logprobs_p: got 7" in answer.text
+
+
+def test_every_http_worker_reports_the_patch_set(doors: Engine) -> None:
+    for _ in range(8):
+        report = httpx.get(f"{doors.url}/server_info", timeout=60).json()["sglang_topp"]
+        assert report["active"] is True, report["problems"]
+        assert report["budget"]["max_candidates_per_sample"] == PER_SAMPLE
+        assert report["budget"]["max_candidates_in_flight"] == IN_FLIGHT
+
+
+def test_every_http_worker_guards_the_other_routes(doors: Engine) -> None:
+    for _ in range(8):
+        answer = httpx.post(f"{doors.url}/api/generate", json={"prompt": "x", **WANTED}, timeout=60)
+        assert answer.status_code == 400
+        assert "/generate" in answer.json()["error"]
+
+
+# -- log-probs before temperature --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_temperature_than_1_is_refused(doors: Engine, temperature: float, stream: bool) -> None:
+    sampling = {**SAMPLING, "temperature": temperature}
+    answer = doors.post(text="hello", sampling_params=sampling, stream=stream, **WANTED)
+    assert answer.status_code == 400
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in answer.text
+    without = doors.generate(text="hello", sampling_params=sampling, return_logprob=True)
+    assert len(without["output_ids"]) == 6
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_temperature_1_and_greedy_requests_are_served(doors: Engine, temperature: float) -> None:
+    sampling = {**SAMPLING, "temperature": temperature}
+    checked_sets(doors.generate(text="hello", sampling_params=sampling, **WANTED), 0.9)
+
+
+def test_the_setting_is_reported(doors: Engine) -> None:
+    (note,) = doors.http.get("/server_info").json()["sglang_topp"]["notes"]
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in note
+
+
+# -- budgets -----------------------------------------------------------------------------------------
+
+
+def _whole(max_new_tokens: int, **fields: Any) -> dict[str, Any]:
+    """A request whose sets are the whole vocabulary."""
+    return {
+        "text": "hello",
+        "sampling_params": {**SAMPLING, "max_new_tokens": max_new_tokens},
+        "return_logprob": True,
+        "top_logprobs_p": 1,
+        "return_logprobs_in_base64": True,
+        **fields,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_sample_beyond_its_budget_is_an_error_that_says_what_fits(doors: Engine, stream: bool) -> None:
+    fitting = PER_SAMPLE // VOCAB
+    whole = doors.generate(**_whole(fitting))
+    sets = CandidateSets.from_meta_info(whole["meta_info"], whole["output_ids"])
+    assert len(sets) == fitting
+    answer = doors.post(**_whole(fitting + 1), stream=stream)
+    assert answer.status_code == (200 if stream else 413)
+    assert f"expected at most {PER_SAMPLE} for one sample" in answer.text
+    assert f"{fitting} positions fit" in answer.text
+    if stream:
+        *_, last = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+        assert last["meta_info"]["finish_reason"]["status_code"] == 413
+        assert "output_top_p_logprobs_lengths" not in last["meta_info"]
+
+
+def test_lists_have_a_sixteenth_of_the_budget(doors: Engine) -> None:
+    fitting = PER_SAMPLE // VOCAB // 16
+    assert doors.post(**_whole(fitting, return_logprobs_in_base64=False)).status_code == 200
+    answer = doors.post(**_whole(fitting + 1, return_logprobs_in_base64=False))
+    assert answer.status_code == 413
+    assert "return_logprobs_in_base64" in answer.text
+
+
+def test_a_prompt_beyond_the_budget_is_an_error(doors: Engine) -> None:
+    body = _whole(1, logprob_start_len=0, text="x" * (PER_SAMPLE // VOCAB + 2))
+    answer = doors.post(**body)
+    assert answer.status_code == 413
+    assert "for one sample" in answer.text
+    assert doors.post(**{**body, "text": "x" * 50}).status_code == 200
+
+
+def test_beyond_what_fits_in_flight_some_end_and_the_others_are_whole(doors: Engine) -> None:
+    """Six times a request of which two and a half fit: a 429 names the limit; nothing is cut."""
+    fitting = PER_SAMPLE // VOCAB
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: doors.post(**_whole(fitting)), range(6)))
+        assert {answer.status_code for answer in answers} == {200, 429}
+    for answer in answers:
+        if answer.status_code == 429:
+            assert f"more than the {IN_FLIGHT} that fit" in answer.text
+        else:
+            body = answer.json()
+            assert len(CandidateSets.from_meta_info(body["meta_info"], body["output_ids"])) == fitting
+    _nothing_is_held(doors)
+    assert doors.post(**_whole(fitting)).status_code == 200
+
+
+def test_who_hangs_up_holds_nothing(doors: Engine) -> None:
+    with doors.http.stream("POST", "/generate", json={**_whole(1000), "stream": True}) as answer:
+        next(answer.iter_lines())
+    _nothing_is_held(doors)
+
+
+def _nothing_is_held(engine: Engine) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        info = engine.http.get("/server_info").json()
+        held = [info["sglang_topp"]["budget"]["candidates_in_flight"]]
+        held += [state["sglang_topp"]["candidates_in_flight"] for state in info["internal_states"]]
+        if not any(held):
+            return
+        assert time.monotonic() < deadline, held
+        time.sleep(0.2)
+
+
+# -- a reader that is slower than the engine -----------------------------------------------------------
+
+
+def test_a_paused_reader_costs_its_sets_and_no_more(engine: Engine) -> None:
+    """SGLang makes a cumulative chunk for every token, and drops those that the reader is too slow for.
+
+    Encoded as they were made, these would take a gigabyte.
+    """
+    tokens = 600
+    with httpx.stream("POST", f"{engine.url}/generate", json={**_whole(tokens), "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        before = _resident_bytes(engine.process.pid)
+        most = 0
+        for _ in range(30):
+            most = max(most, _resident_bytes(engine.process.pid))
+            time.sleep(0.5)
+        *_, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    sets = CandidateSets.from_meta_info(last["meta_info"], last["output_ids"])
+    assert len(sets) == tokens
+    assert most - before < 200 * 2**20
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
