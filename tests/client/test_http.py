@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient, http
+from sglang_topp_client import AsyncRolloutClient, lanes
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -43,7 +43,7 @@ async def read_request(reader):
 def test_idle_connections_go_before_the_server_drops_them():
     """uvicorn's default; SGLang's (SGLANG_TIMEOUT_KEEP_ALIVE) is the same 5 s."""
     default_s = inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default
-    assert default_s > http._KEEPALIVE_EXPIRY_S
+    assert default_s > lanes._KEEPALIVE_EXPIRY_S
 
 
 async def test_a_reset_before_the_answer_is_retried():
@@ -165,7 +165,7 @@ async def test_connections_are_used_again_and_closed_when_idle_for_long(monkeypa
         assert opened == [1]
         await asyncio.gather(*(client.server_info() for _ in range(4)))
         assert len(opened) == 4
-        monkeypatch.setattr(http, "_KEEPALIVE_EXPIRY_S", 0.05)
+        monkeypatch.setattr(lanes, "_KEEPALIVE_EXPIRY_S", 0.05)
         await asyncio.sleep(0.1)
         await client.server_info()
         async with asyncio.timeout(5):
