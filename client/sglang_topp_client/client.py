@@ -93,7 +93,7 @@ class AsyncRolloutClient:
         max_retries: int = 4,
         max_line_bytes: int = 512 * 2**20,
     ) -> None:
-        if kind not in ("auto", "sidecar", "sglang"):
+        if not isinstance(kind, str) or kind not in ("auto", "sidecar", "sglang"):
             raise InvalidInputError(f"kind: got {shown(kind)}, expected 'auto', 'sidecar' or 'sglang'")
         whole_number("max_retries", max_retries, 0)
         self._server = Server(base_url, max_connections, max_line_bytes, api_key)

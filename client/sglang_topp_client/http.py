@@ -70,9 +70,11 @@ class Server:
     api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.base_url, str):
+            raise InvalidInputError(f"base_url: got {type(self.base_url).__name__}, expected text")
         try:
             url = httpx.URL(self.base_url)
-        except (httpx.InvalidURL, TypeError, ValueError) as error:
+        except (httpx.InvalidURL, ValueError) as error:
             raise InvalidInputError(f"base_url: got {shown(self.base_url)}: {error}") from None
         is_address = (
             url.scheme in ("http", "https") and url.host and (url.port is None or 0 < url.port < 1 << 16)

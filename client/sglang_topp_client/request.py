@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
@@ -153,6 +153,8 @@ def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
     if not isinstance(given, Mapping):
         raise InvalidInputError(f"{name}: got {type(given).__name__}, expected a mapping")
     params = dict(given)
+    if wrong := [key for key in params if not isinstance(key, str)]:
+        raise InvalidInputError(f"{name}: got the name {shown(wrong[0])}, expected text")
     n = params.pop("n", 1)
     n = 1 if n is None else n
     if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
@@ -202,7 +204,7 @@ def _threshold(name: str, given: Any) -> float | None:
 
 def _one_each(name: str, values: Any, count: int) -> Sequence[Any]:
     try:
-        given = None if isinstance(values, str | bytes) else len(values)
+        given = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
     except TypeError:  # an iterator, or an array of no dimension
         given = None
     if given is None:
