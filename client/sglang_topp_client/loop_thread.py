@@ -114,11 +114,13 @@ class _Running:
             await self._end.wait()
 
         def run() -> None:
+            whole_life = main()
             try:
-                asyncio.run(main())
+                asyncio.run(whole_life)
             except BaseException as error:
                 if ready.done():
                     raise
+                whole_life.close()
                 ready.set_exception(error)
 
         self.thread = threading.Thread(target=run, name="sglang-topp-client", daemon=True)
