@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Aborts"]
+__all__ = ["TIMEOUT_S", "Aborts"]
 
 TIMEOUT_S = 3.0
 """An engine that has not taken an abort by then never will. The closed connection is an abort as well,

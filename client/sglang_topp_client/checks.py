@@ -9,7 +9,23 @@ from typing import Any
 
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["MAX_REQUEST_ID", "check_request_id", "fresh_id", "is_text", "seconds", "shown", "whole_number"]
+__all__ = [
+    "MAX_BODY_CHARS",
+    "MAX_MESSAGE_CHARS",
+    "MAX_REQUEST_ID",
+    "check_request_id",
+    "fresh_id",
+    "is_text",
+    "seconds",
+    "shown",
+    "whole_number",
+]
+
+MAX_MESSAGE_CHARS = 10_000
+"""Of a server's own words in a message."""
+
+MAX_BODY_CHARS = 2_000
+"""Of an answer in `ResponseError.body`."""
 
 MAX_REQUEST_ID = 512
 """Characters; the sidecar takes no more either."""

@@ -33,7 +33,7 @@ from sglang_topp.errors import (
     WireError,
 )
 from sglang_topp_client import files
-from sglang_topp_client.checks import shown, whole_number
+from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, shown, whole_number
 from sglang_topp_client.lanes import Lanes
 from sglang_topp_client.record import error_from_record
 
@@ -41,7 +41,6 @@ __all__ = ["Connections", "Server"]
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_ERROR_BYTES = 1 << 16
-_MAX_ERROR_CHARS = 2000
 
 _log = logging.getLogger(__name__)
 
@@ -255,11 +254,11 @@ async def _response_error(response: httpx.Response) -> SglangToppError:
         raw += data
         if len(raw) > _MAX_ERROR_BYTES:
             break
-    body = raw[:_MAX_ERROR_CHARS].decode("utf-8", "replace")
+    body = raw[:MAX_BODY_CHARS].decode("utf-8", "replace")
     status = response.status_code
     reported = _reported(raw)
     sentence = reported.get("message") or reported.get("detail") or body
-    words = shown(sentence, _MAX_ERROR_CHARS)
+    words = shown(sentence, MAX_MESSAGE_CHARS)
     message = f"{response.request.method} {response.request.url}: HTTP {status}: {words}"
     if status in (401, 403):
         return AuthenticationError(message, status=status, body=body)

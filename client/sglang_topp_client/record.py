@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets, SglangToppError, errors, wire
 from sglang_topp.errors import ResponseError, ServerError, WireError
-from sglang_topp_client.checks import is_text, shown
+from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, is_text, shown
 from sglang_topp_client.rollout import Rollout
 
 __all__ = [
@@ -45,9 +45,6 @@ __all__ = [
 _FLOAT32 = np.dtype("<f4")
 _MAX_COUNT = (1 << 63) - 1
 _MAX_SECONDS = 1e12
-# Of a server's own words.
-_MAX_MESSAGE_CHARS = 10_000
-_MAX_BODY_CHARS = 2_000
 _T = TypeVar("_T")
 
 
@@ -184,9 +181,9 @@ def error_to_record(error: SglangToppError) -> dict[str, Any]:
 def error_from_record(body: Any) -> SglangToppError:
     """The exception whose inner object `error_to_record` wrote; a ServerError where it names none of ours."""
     if not isinstance(body, Mapping):
-        words = shown(body, _MAX_BODY_CHARS)
+        words = shown(body, MAX_BODY_CHARS)
         return ServerError(f"the server reports an error: {words}", status=None, body=words)
-    message = shown(body.get("message", body), _MAX_MESSAGE_CHARS)
+    message = shown(body.get("message", body), MAX_MESSAGE_CHARS)
     name, status = body.get("type"), body.get("status")
     kind = getattr(errors, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, SglangToppError)):
@@ -195,7 +192,7 @@ def error_from_record(body: Any) -> SglangToppError:
         return kind(shown(body.get("field", "response")), message)
     if issubclass(kind, ResponseError):
         is_status = type(status) is int and 100 <= status < 600
-        return kind(message, status=status if is_status else None, body=shown(dict(body), _MAX_BODY_CHARS))
+        return kind(message, status=status if is_status else None, body=shown(dict(body), MAX_BODY_CHARS))
     return kind(message)
 
 

@@ -32,7 +32,7 @@ from sglang_topp.errors import (
     ServerError,
     WireError,
 )
-from sglang_topp_client.checks import fresh_id, is_text, shown
+from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, is_text, shown
 from sglang_topp_client.record import check_kept_mass, check_seconds, check_sets
 from sglang_topp_client.request import SampleRequest
 from sglang_topp_client.rollout import Rollout
@@ -41,9 +41,6 @@ __all__ = ["GenerateExchange"]
 
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
-# Of an engine's own words.
-_MAX_MESSAGE_CHARS = 10_000
-_MAX_BODY_CHARS = 2_000
 _T = TypeVar("_T")
 
 
@@ -207,7 +204,7 @@ def _check_finish(reason: Any) -> None:
         return
     if kind is None:
         raise WireError("finish_reason", f"got {shown(reason)}, expected an object with a type")
-    words = shown(reason.get("message"), _MAX_MESSAGE_CHARS)
+    words = shown(reason.get("message"), MAX_MESSAGE_CHARS)
     message = f"the engine gave up on a sample: {shown(kind)}, {words}"
     # An abort with an HTTP status is a refusal (a full queue, a prompt that is too long): unstreamed,
     # SGLang answers it with that status.
@@ -216,7 +213,7 @@ def _check_finish(reason: Any) -> None:
 
 def _reported_error(error: Any) -> ResponseError:
     fields = error if isinstance(error, dict) else {"message": error}
-    message = f"the engine reports an error: {shown(fields.get('message'), _MAX_MESSAGE_CHARS)}"
+    message = f"the engine reports an error: {shown(fields.get('message'), MAX_MESSAGE_CHARS)}"
     return _engine_error(message, fields.get("code"), ServerError, error)
 
 
@@ -229,7 +226,7 @@ def _engine_error(message: str, status: Any, otherwise: type[ResponseError], bod
         kind = BadRequestError if status < 500 else ServerError
     else:
         status = None
-    return kind(message, status=status, body=shown(body, _MAX_BODY_CHARS))
+    return kind(message, status=status, body=shown(body, MAX_BODY_CHARS))
 
 
 def _sampled_logprobs(entries: list[Any], output_ids: NDArray[np.int32]) -> NDArray[np.float32]:
