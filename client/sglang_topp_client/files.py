@@ -163,7 +163,7 @@ class _Process:
     def _look(self, allowed: int) -> int:
         """How many files may still be opened, without the reserve."""
         now = time.monotonic()
-        if now - self._looked_at >= _LOOK_EVERY_S or self._begun_since > self._free // 2:
+        if now - self._looked_at >= _LOOK_EVERY_S or self._begun_since > max(self._free, 0) // 2:
             self._looked_at = now
             # What is being opened may have its file already: counted twice for a moment, never forgotten.
             self._free = allowed - _num_open(allowed) - self._opening

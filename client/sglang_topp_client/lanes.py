@@ -70,9 +70,12 @@ class Lanes(httpx.AsyncBaseTransport):
         for timer in (self._next_look, self._next_expiry):
             if timer is not None:
                 timer.cancel()
-        for waiter in (*self._waiting[0], *self._waiting[1]):
-            if not waiter.done():
-                waiter.set_exception(httpx.ConnectError("the client was closed"))
+        for line in self._waiting:
+            for waiter in line:
+                if not waiter.done():
+                    waiter.set_exception(httpx.ConnectError("the client was closed"))
+            line.clear()
+        self._share.is_waiting = False
         self._idle.clear()
         for lane in list(self._lanes):
             self._drop(lane)
@@ -87,12 +90,13 @@ class Lanes(httpx.AsyncBaseTransport):
             return lane
         waiter: _Waiter = asyncio.get_running_loop().create_future()
         line.append(waiter)
-        self._serve()
+        if self._next_look is None:
+            self._serve()
         try:
             return await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self._give_back(waiter.result(), is_usable=True)
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._drop(waiter.result())
             raise
 
     def _free_lane(self, is_urgent: bool) -> _Lane | None:
