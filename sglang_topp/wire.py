@@ -267,7 +267,7 @@ def _from_lists(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.flo
     for column, what, kinds in ((0, "log-prob", (int, float)), (1, "token id", int)):
         for entry in entries:
             if not isinstance(entry[column], kinds) or isinstance(entry[column], bool):
-                raise WireError(name, f"got {entry[column]!r} as a {what}")
+                raise WireError(name, f"got {_shown(entry[column])} as a {what}")
     try:
         token_ids = np.fromiter((entry[1] for entry in entries), np.int32, len(entries))
         logprobs = np.fromiter((entry[0] for entry in entries), np.float64, len(entries))
@@ -303,14 +303,18 @@ def _integers(field: str, values: Any) -> NDArray[np.int32]:
         integers = np.frombuffer(struct.pack(f"<{len(values)}i", *values), _INT32)
     except struct.error:
         wrong = next(v for v in values if not isinstance(v, int) or not -(1 << 31) <= v < 1 << 31)
-        # A number of thousands of digits has no repr.
-        is_huge = isinstance(wrong, int) and wrong.bit_length() > 64
-        shown = f"a number of {wrong.bit_length()} bits" if is_huge else repr(wrong)[:80]
-        raise WireError(field, f"got {shown}, expected a list of integers of 32 bits") from None
+        raise WireError(field, f"got {_shown(wrong)}, expected a list of integers of 32 bits") from None
     # Only what reads as 0 or 1 can have been a boolean.
     if bool in set(map(type, compress(values, ((integers | 1) == 1).tobytes()))):
         raise WireError(field, "got a boolean, expected a list of integers")
     return integers
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: a number of thousands of digits has no repr, nor has deep nesting."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    return type(value).__name__ if isinstance(value, list | dict) else repr(value)[:80]
 
 
 # -- packed ----------------------------------------------------------------------------------------

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -21,7 +19,11 @@ from sglang_topp.errors import (
     RolloutError,
     SglangToppError,
     TransportError,
+    WireError,
 )
+from sglang_topp_client import aborts
+from sglang_topp_client.aborts import Aborts
+from sglang_topp_client.checks import check_request_id, seconds, shown, whole_number
 from sglang_topp_client.http import Connections, Server
 from sglang_topp_client.progress import Progress
 from sglang_topp_client.request import Prompts, SampleRequest, SamplingParams, TopLogprobsP, plan
@@ -40,9 +42,9 @@ _EXCHANGES: dict[Kind, type[RolloutsExchange] | type[GenerateExchange]] = {
 _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
 
 _INFO_TIMEOUT_S = 30.0
-_ABORT_TIMEOUT_S = 3.0
 # A line this long takes milliseconds to decode; the other connections should not wait for that.
 _OFF_LOOP_BYTES = 1 << 18
+_CALLER_FIRST_S = 0.02
 
 _T = TypeVar("_T")
 
@@ -52,6 +54,7 @@ class _Loop:
     """What belongs to one event loop."""
 
     connections: Connections
+    aborts: Aborts
     slots: asyncio.Semaphore
     kind_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     running: dict[asyncio.Task[None], str] = field(default_factory=dict)
@@ -69,7 +72,12 @@ class AsyncRolloutClient:
         kind: what listens there; `"auto"` asks once, `GET /info`.
         api_key: sent as a bearer token; never along a redirect, none is followed.
         max_connections: how many calls may be in flight at once; the rest wait, for as long as it takes.
+            They are fewer where the process may have fewer files open (`ulimit -n`): its clients share
+            what is left of those, beside a reserve of 64.
         max_retries: how often a call is sent again after it met a transport error, 429 or 5xx.
+        max_line_bytes: how long one line of an answer may be, which is about one sample; a longer one
+            is an error before it has come whole. 512 MiB hold a sample of 32,000 tokens with 1,500
+            candidates each.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -83,12 +91,12 @@ class AsyncRolloutClient:
         api_key: str | None = None,
         max_connections: int = 1024,
         max_retries: int = 4,
+        max_line_bytes: int = 512 * 2**20,
     ) -> None:
-        if kind not in ("auto", "sidecar", "sglang"):
-            raise InvalidInputError(f"kind: got {kind!r}, expected 'auto', 'sidecar' or 'sglang'")
-        if max_retries < 0:
-            raise InvalidInputError(f"max_retries: got {max_retries}, expected 0 or more")
-        self._server = Server(base_url, max_connections, api_key)
+        if not isinstance(kind, str) or kind not in ("auto", "sidecar", "sglang"):
+            raise InvalidInputError(f"kind: got {shown(kind)}, expected 'auto', 'sidecar' or 'sglang'")
+        whole_number("max_retries", max_retries, 0)
+        self._server = Server(base_url, max_connections, max_line_bytes, api_key)
         self._asked_kind = kind
         self._kind: Kind | None = None if kind == "auto" else kind
         self._max_retries = max_retries
@@ -102,6 +110,7 @@ class AsyncRolloutClient:
             api_key=self._server.api_key,
             max_connections=self._server.max_connections,
             max_retries=self._max_retries,
+            max_line_bytes=self._server.max_line_bytes,
         ), ()
 
     def __repr__(self) -> str:
@@ -119,7 +128,10 @@ class AsyncRolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> list[Rollout]:
-        """Generate for every prompt; all samples, or an exception, and then nothing is left running.
+        """Generate for every prompt; all samples, or an exception, and then what is left is aborted.
+
+        Aborting goes on behind the caller's back (`close` waits for it): neither a time limit nor a
+        cancellation waits for an engine that hangs.
 
         Args:
             prompts: one text, several texts, the token ids of one prompt, or of several.
@@ -130,7 +142,8 @@ class AsyncRolloutClient:
             timeout_s: the time limit for all of it, retries included; None waits for as long as it takes.
             progress: None shows a progress line for what takes longer than two seconds, True always,
                 False never; only ever where stderr is a terminal.
-            request_id: a name for `abort` and for the server's logs; a random one by default.
+            request_id: a name for `abort` and for the server's logs, printable and of 512 characters at
+                most; a random one by default.
 
         Returns:
             The rollouts in the order of the prompts, then of the samples.
@@ -176,11 +189,11 @@ class AsyncRolloutClient:
         again.
         """
         if timeout_s is not None:
-            if not isinstance(timeout_s, Real) or not 0 < timeout_s < math.inf:
-                raise InvalidInputError(f"timeout_s: got {timeout_s!r}, expected seconds above 0, or None")
-            timeout_s = float(timeout_s)
-        if request_id == "":
-            raise InvalidInputError("request_id: got an empty string")
+            timeout_s = seconds("timeout_s", timeout_s)
+        if progress is not None and not isinstance(progress, bool):
+            raise InvalidInputError(f"progress: got {shown(progress)}, expected True, False or None")
+        if request_id is not None:
+            check_request_id(request_id)
         wanted = plan(prompts, sampling_params, top_logprobs_p)
         return self._samples(wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
 
@@ -188,17 +201,18 @@ class AsyncRolloutClient:
         """Stop a request, in the engine too; whoever waits for it gets a RolloutError.
 
         What this client has in flight under that name on this event loop has stopped when this
-        returns. Where there is none, an engine is asked to abort the request of that id (as in
-        `Rollout.request_id`); a sidecar takes no such order, it watches its connections instead.
+        returns, and its engine has been told (where that takes longer than three seconds, it is left to
+        the closed connections). Where there is none, an engine is asked to abort the request of that id
+        (as in `Rollout.request_id`); a sidecar takes no such order, it watches its connections instead.
         """
-        if not request_id:
-            raise InvalidInputError("request_id: got an empty string")
+        check_request_id(request_id)
         here = self._here()
         workers = [worker for worker, name in here.running.items() if name == request_id]
         if workers:
             await _stop(workers)
+            await here.aborts.finish(request_id)
         elif await self._kind_here(here) == "sglang":
-            await self._abort_in_engine(here, request_id)
+            await _abort_in_engine(here.connections, request_id)
 
     async def server_info(self) -> dict[str, Any]:
         """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`."""
@@ -207,15 +221,23 @@ class AsyncRolloutClient:
         info = await self._retrying(
             lambda: here.connections.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
         )
-        return dict(info)
+        if not isinstance(info, dict):
+            raise WireError(path, f"got {type(info).__name__}, expected an object")
+        return info
 
     async def close(self) -> None:
-        """Stop what is in flight on this event loop and close its connections; the client stays usable."""
+        """Stop what is in flight on this event loop and close its connections; the client stays usable.
+
+        Waits until the engine has been told what to abort, for three seconds at most.
+        """
         here = self._loops.pop(asyncio.get_running_loop(), None)
         if here is None:
             return
-        await _stop(list(here.running))
-        await here.connections.aclose()
+        try:
+            await _stop(list(here.running))
+            await here.aborts.finish()
+        finally:
+            await here.connections.aclose()
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
@@ -231,46 +253,67 @@ class AsyncRolloutClient:
         self, wanted: Sequence[SampleRequest], timeout_s: float | None, progress: bool | None, request_id: str
     ) -> AsyncGenerator[Rollout, None]:
         here = self._here()
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        too_late = RequestTimeoutError(f"timeout_s: {timeout_s} s passed before every sample finished")
         finished: asyncio.Queue[Rollout | None] = asyncio.Queue()
-        worker = asyncio.create_task(self._run(here, wanted, finished.put_nowait, timeout_s, request_id))
+        worker = asyncio.create_task(self._run(here, wanted, finished.put_nowait, deadline, request_id))
         here.running[worker] = request_id
 
         def end(_: asyncio.Task[None]) -> None:
             del here.running[worker]
             finished.put_nowait(None)
+            if not worker.cancelled():
+                # Whoever left before does not ask for it.
+                worker.exception()
 
         worker.add_done_callback(end)
         try:
             with Progress(sum(len(one.samples) for one in wanted), progress) as bar:
-                while (rollout := await finished.get()) is not None:
+                while True:
+                    try:
+                        async with asyncio.timeout_at(deadline):
+                            rollout = await finished.get()
+                    except TimeoutError:
+                        raise too_late from None
+                    if rollout is None:
+                        break
                     bar.add(len(rollout.output_ids))
                     yield rollout
             if worker.cancelled():
                 raise RolloutError(f"request {request_id} was aborted by this client")
-            worker.result()
+            try:
+                worker.result()
+            except TimeoutError:
+                raise too_late from None
         finally:
-            await _stop([worker])
+            # Not waited for: with hundreds in flight, closing their connections takes a second.
+            worker.cancel()
 
     async def _run(
         self,
         here: _Loop,
         wanted: Sequence[SampleRequest],
         deliver: Callable[[Rollout], None],
-        timeout_s: float | None,
+        deadline: float | None,
         request_id: str,
     ) -> None:
-        """Deliver every sample, or raise the first error after everything has stopped."""
+        """Deliver every sample, or raise the first error after everything has stopped.
+
+        Raises:
+            TimeoutError: the deadline passed; nobody may be there to hear it.
+        """
+        # Who waits for it is told first.
+        end = None if deadline is None else deadline + _CALLER_FIRST_S
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                exchange_type = _EXCHANGES[await self._kind_here(here)]
-                async with asyncio.TaskGroup() as group:
-                    for some in _calls(wanted, exchange_type.samples_per_call):
-                        make = functools.partial(_new_exchange, exchange_type, request_id, limit.when())
-                        group.create_task(self._call(here, some, make, deliver))
-        except TimeoutError:
-            raise RequestTimeoutError(
-                f"timeout_s: {timeout_s} s passed before every sample finished"
-            ) from None
+            with here.aborts.expected():
+                async with asyncio.timeout_at(end):
+                    exchange_type = _EXCHANGES[await self._kind_here(here)]
+                    async with asyncio.TaskGroup() as group:
+                        for some in _calls(wanted, exchange_type.samples_per_call):
+                            make = functools.partial(_new_exchange, exchange_type, request_id, deadline)
+                            group.create_task(self._call(here, request_id, some, make, deliver))
+                            # A call takes a millisecond to begin: a thousand at once would stop all else.
+                            await asyncio.sleep(0)
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
         else:
@@ -281,6 +324,7 @@ class AsyncRolloutClient:
     async def _call(
         self,
         here: _Loop,
+        request_id: str,
         wanted: Sequence[SampleRequest],
         make: Callable[[Sequence[SampleRequest]], RolloutsExchange | GenerateExchange],
         deliver: Callable[[Rollout], None],
@@ -300,7 +344,7 @@ class AsyncRolloutClient:
             ]
             try:
                 async with here.slots:
-                    await self._exchange(here, make(left), take)
+                    await self._exchange(here, request_id, make(left), take)
             except SglangToppError as error:
                 # What broke off behind the last sample took nothing with it.
                 if missing or not is_retryable(error):
@@ -309,7 +353,11 @@ class AsyncRolloutClient:
         await self._retrying(attempt)
 
     async def _exchange(
-        self, here: _Loop, exchange: RolloutsExchange | GenerateExchange, take: Callable[[Rollout], None]
+        self,
+        here: _Loop,
+        request_id: str,
+        exchange: RolloutsExchange | GenerateExchange,
+        take: Callable[[Rollout], None],
     ) -> None:
         is_open = is_refused = False
         try:
@@ -329,11 +377,7 @@ class AsyncRolloutClient:
             raise
         finally:
             if not is_refused:
-                # Best effort: the closed connection aborts them as well, unless something stands between.
-                await asyncio.gather(
-                    *(self._abort_in_engine(here, engine_id) for engine_id in exchange.unfinished_ids()),
-                    return_exceptions=True,
-                )
+                here.aborts.start(request_id, exchange.unfinished_ids())
 
     # -- the server --------------------------------------------------------------------------------
 
@@ -344,8 +388,12 @@ class AsyncRolloutClient:
             for other in list(self._loops):
                 if other.is_closed():
                     self._loops.pop(other, None)
-            slots = asyncio.Semaphore(self._server.max_connections)
-            self._loops[loop] = _Loop(Connections(self._server), slots)
+            connections = Connections(self._server)
+            self._loops[loop] = _Loop(
+                connections,
+                Aborts(functools.partial(_abort_in_engine, connections)),
+                asyncio.Semaphore(self._server.max_connections),
+            )
         return self._loops[loop]
 
     async def _kind_here(self, here: _Loop) -> Kind:
@@ -363,11 +411,6 @@ class AsyncRolloutClient:
                 self._kind = "sidecar" if is_sidecar else "sglang"
             return self._kind
 
-    async def _abort_in_engine(self, here: _Loop, request_id: str) -> None:
-        await here.connections.request_json(
-            "POST", "/abort_request", {"rid": request_id}, timeout_s=_ABORT_TIMEOUT_S
-        )
-
     async def _retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         retry = 0
         while True:
@@ -381,10 +424,15 @@ class AsyncRolloutClient:
             await asyncio.sleep(wait_s)
 
 
+async def _abort_in_engine(connections: Connections, engine_id: str) -> None:
+    await connections.request_json("POST", "/abort_request", {"rid": engine_id}, timeout_s=aborts.TIMEOUT_S)
+
+
 async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
     """Cancel and wait until all have cleaned up after themselves, whatever they end with."""
     for worker in workers:
-        worker.cancel()
+        if not worker.cancelling():
+            worker.cancel()
     await asyncio.gather(*workers, return_exceptions=True)
 
 

@@ -1,4 +1,4 @@
-"""Connections to one server: the only file that knows the HTTP library.
+"""Connections to one server: with `lanes.py`, all that knows the HTTP library.
 
 Sized for hundreds of generations at once: no limit on waiting for a connection (the client bounds its
 own calls), no read time limit (a generation may take an hour; TCP keep-alive finds a dead peer), and
@@ -7,13 +7,13 @@ idle connections are dropped before the server does so.
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import json
+import logging
+import math
 import socket
-import ssl
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -32,16 +32,17 @@ from sglang_topp.errors import (
     TransportError,
     WireError,
 )
+from sglang_topp_client import files
+from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, shown, whole_number
+from sglang_topp_client.lanes import Lanes
 from sglang_topp_client.record import error_from_record
 
 __all__ = ["Connections", "Server"]
 
 _CONNECT_TIMEOUT_S = 10.0
-# Both servers are uvicorn with its default of 5 s (SGLang: SGLANG_TIMEOUT_KEEP_ALIVE). A request that
-# meets a connection just as the server drops it fails, so the client must be first.
-_KEEPALIVE_EXPIRY_S = 3.0
 _MAX_ERROR_BYTES = 1 << 16
-_MAX_ERROR_CHARS = 2000
+
+_log = logging.getLogger(__name__)
 
 # A peer that is gone without a word is noticed after 60 + 4 * 15 s.
 _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
@@ -64,13 +65,16 @@ class Server:
 
     base_url: str
     max_connections: int
+    max_line_bytes: int
     api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.base_url, str):
+            raise InvalidInputError(f"base_url: got {type(self.base_url).__name__}, expected text")
         try:
             url = httpx.URL(self.base_url)
-        except (httpx.InvalidURL, TypeError) as error:
-            raise InvalidInputError(f"base_url: got {self.base_url!r}: {error}") from None
+        except (httpx.InvalidURL, ValueError) as error:
+            raise InvalidInputError(f"base_url: got {shown(self.base_url)}: {error}") from None
         is_address = (
             url.scheme in ("http", "https") and url.host and (url.port is None or 0 < url.port < 1 << 16)
         )
@@ -86,8 +90,8 @@ class Server:
             raise InvalidInputError(
                 "api_key: expected printable ASCII text without a space or line end around it"
             )
-        if self.max_connections < 1:
-            raise InvalidInputError(f"max_connections: got {self.max_connections}, expected 1 or more")
+        whole_number("max_connections", self.max_connections, 1)
+        whole_number("max_line_bytes", self.max_line_bytes, 1)
 
 
 class Connections:
@@ -102,13 +106,14 @@ class Connections:
         if server.api_key is not None:
             headers["Authorization"] = f"Bearer {server.api_key}"
         self._base_url = server.base_url.rstrip("/")
+        self._max_line_bytes = server.max_line_bytes
         self._client = httpx.AsyncClient(
             base_url=self._base_url,
             headers=headers,
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             # A redirect would carry the key to wherever the answer points.
             follow_redirects=False,
-            transport=_Lanes(),
+            transport=Lanes(_SOCKET_OPTIONS),
         )
         self._closer: AsyncGenerator[None, None] | None = None
 
@@ -138,6 +143,7 @@ class Connections:
         Raises:
             ResponseError: the answer's status is not 200; another SglangToppError where a sidecar names it.
             TransportError: no whole answer came.
+            WireError: a line is longer than `max_line_bytes`; it is not kept until it ends.
         """
         await self._ready()
         content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
@@ -146,7 +152,7 @@ class Connections:
             async with self._client.stream("POST", path, content=content, headers=headers) as response:
                 if response.status_code != 200:
                     raise await _response_error(response)
-                yield _lines(response)
+                yield _lines(response, self._max_line_bytes)
 
     async def request_json(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
@@ -156,83 +162,29 @@ class Connections:
         Raises:
             ResponseError: the answer's status is not 2xx.
             TransportError: no whole answer came within `timeout_s`.
-            WireError: the answer is no JSON.
+            WireError: the answer is no JSON, or longer than `max_line_bytes`.
         """
         await self._ready()
-        with _transport_errors(self._base_url + path):
-            response = await self._client.request(method, path, json=body, timeout=timeout_s)
-        if not response.is_success:
-            raise await _response_error(response)
-        if not response.content:
+        content = None if body is None else json.dumps(body, allow_nan=False).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        url = self._base_url + path
+        try:
+            async with asyncio.timeout(timeout_s):
+                with _transport_errors(url):
+                    async with self._client.stream(
+                        method, path, content=content, headers=headers, extensions={"is_urgent": True}
+                    ) as response:
+                        if not response.is_success:
+                            raise await _response_error(response)
+                        answer = await _whole(response, self._max_line_bytes)
+        except TimeoutError:
+            raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
+        if not answer:
             return None
         try:
-            return response.json()
+            return json.loads(answer)
         except (ValueError, RecursionError) as error:
             raise WireError(path, f"the answer is no JSON: {error}") from None
-
-
-class _Lanes(httpx.AsyncBaseTransport):
-    """As many connections as there are requests at once, each in a pool of its own, the last used first.
-
-    One pool for all would be simpler, but httpcore's compares every idle connection with every other
-    whenever a request starts or ends: with hundreds, the event loop does little else.
-    """
-
-    def __init__(self) -> None:
-        self._lanes: set[httpx.AsyncHTTPTransport] = set()
-        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        lane = self._idle.pop()[1] if self._idle else self._open()
-        try:
-            response = await lane.handle_async_request(request)
-        except BaseException:
-            await self._release(lane)
-            raise
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _LaneStream(response.stream, functools.partial(self._release, lane))
-        return response
-
-    async def aclose(self) -> None:
-        while self._lanes:
-            await self._lanes.pop().aclose()
-        self._idle.clear()
-
-    def _open(self) -> httpx.AsyncHTTPTransport:
-        limits = httpx.Limits(max_keepalive_connections=1, keepalive_expiry=_KEEPALIVE_EXPIRY_S)
-        lane = httpx.AsyncHTTPTransport(verify=_ssl_context(), limits=limits, socket_options=_SOCKET_OPTIONS)
-        self._lanes.add(lane)
-        return lane
-
-    async def _release(self, lane: httpx.AsyncHTTPTransport) -> None:
-        now = time.monotonic()
-        self._idle.append((now, lane))
-        while self._idle[0][0] < now - _KEEPALIVE_EXPIRY_S:
-            _, expired = self._idle.popleft()
-            self._lanes.discard(expired)
-            await expired.aclose()
-
-
-class _LaneStream(httpx.AsyncByteStream):
-    """An answer's body; its connection is free for the next request when it is closed."""
-
-    def __init__(self, stream: httpx.AsyncByteStream, release: Callable[[], Awaitable[None]]) -> None:
-        self._stream, self._release = stream, release
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return aiter(self._stream)
-
-    async def aclose(self) -> None:
-        try:
-            await self._stream.aclose()
-        finally:
-            await self._release()
-
-
-@functools.cache
-def _ssl_context() -> ssl.SSLContext:
-    """Reading the certificates takes a tenth of a second."""
-    return httpx.create_ssl_context()
 
 
 @contextmanager
@@ -242,37 +194,72 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
         yield
     except httpx.TimeoutException as error:
         raise TransportError(f"{url}: no answer in time ({type(error).__name__})") from error
-    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError) as error:
+        is_connecting = isinstance(error, httpx.ConnectError | OSError)
+        if is_connecting and (sentence := files.shortage(error)) is not None:
+            # It may pass, so it is tried again, but not without a word.
+            _log.warning("%s: %s", url, sentence)
+            raise TransportError(f"{url}: {sentence}") from error
         raise TransportError(f"{url}: {type(error).__name__}: {error}") from error
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _lines(response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
     parts: list[bytes] = []
-    async for data in response.aiter_bytes():
+    size = 0
+    async for data in _raw(response):
         *ends, rest = data.split(b"\n")
         for end in ends:
+            _check_length(size + len(end), max_bytes)
             yield b"".join([*parts, end]).rstrip(b"\r")
             parts.clear()
+            size = 0
         if rest:
+            size += len(rest)
+            _check_length(size, max_bytes)
             parts.append(rest)
     if parts:
-        raise TransportError(f"the answer was cut off in the middle of a line: {b''.join(parts)[:200]!r}")
+        raise TransportError(f"the answer was cut off in the middle of a line: {parts[0][:200]!r}")
+
+
+async def _whole(response: httpx.Response, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for data in _raw(response):
+        size += len(data)
+        _check_length(size, max_bytes)
+        parts.append(data)
+    return b"".join(parts)
+
+
+def _raw(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The answer as it comes. Never decompressed: none was asked for, and a few bytes may become any
+    number."""
+    if (coding := response.headers.get("Content-Encoding", "identity")).lower() != "identity":
+        raise WireError("Content-Encoding", f"got {coding!r}, though the request forbids any")
+    return response.aiter_raw()
+
+
+def _check_length(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise WireError(
+            "max_line_bytes",
+            f"got {size} bytes of one line of the answer (one sample) so far, expected at most {max_bytes};"
+            " where samples are that long, give the client a higher max_line_bytes",
+        )
 
 
 async def _response_error(response: httpx.Response) -> SglangToppError:
     raw = b""
-    if response.is_stream_consumed:
-        raw = response.content
-    else:
-        async for data in response.aiter_bytes():
-            raw += data
-            if len(raw) > _MAX_ERROR_BYTES:
-                break
-    body = raw[:_MAX_ERROR_CHARS].decode("utf-8", "replace")
+    async for data in response.aiter_raw():
+        raw += data
+        if len(raw) > _MAX_ERROR_BYTES:
+            break
+    body = raw[:MAX_BODY_CHARS].decode("utf-8", "replace")
     status = response.status_code
     reported = _reported(raw)
     sentence = reported.get("message") or reported.get("detail") or body
-    message = f"{response.request.method} {response.request.url}: HTTP {status}: {sentence}"
+    words = shown(sentence, MAX_MESSAGE_CHARS)
+    message = f"{response.request.method} {response.request.url}: HTTP {status}: {words}"
     if status in (401, 403):
         return AuthenticationError(message, status=status, body=body)
     if status == 429:
@@ -311,10 +298,11 @@ def _retry_after_s(value: str | None) -> float | None:
     if value is None:
         return None
     try:
-        return max(0.0, float(value))
+        wait_s = max(0.0, float(value))
+        return wait_s if wait_s < math.inf else None
     except ValueError:
         pass
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, OverflowError):
+    except (ValueError, TypeError, OverflowError, OSError):
         return None

@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from sglang_topp.errors import RequestError
+from sglang_topp.errors import RequestError, TransportError
+from sglang_topp_client import files
 
 __all__ = ["LoopThread"]
 
@@ -34,6 +35,9 @@ class LoopThread:
 
         An exception that arrives meanwhile (KeyboardInterrupt) cancels it and waits for it to end, so
         that its clean-up has been done.
+
+        Raises:
+            TransportError: the thread or its loop could not be started: no file is left, for example.
         """
         result: Future[_T] = Future()
         tasks: list[asyncio.Task[_T]] = []
@@ -50,7 +54,11 @@ class LoopThread:
             tasks.append(asyncio.get_running_loop().create_task(coroutine))
             tasks[0].add_done_callback(settle)
 
-        loop = self._call(begin)
+        try:
+            loop = self._call(begin)
+        except BaseException:
+            coroutine.close()
+            raise
         try:
             return result.result()
         except BaseException:
@@ -105,11 +113,23 @@ class _Running:
             ready.set_result(asyncio.get_running_loop())
             await self._end.wait()
 
-        self.thread = threading.Thread(
-            target=lambda: asyncio.run(main()), name="sglang-topp-client", daemon=True
-        )
-        self.thread.start()
-        self.loop = ready.result()
+        def run() -> None:
+            whole_life = main()
+            try:
+                asyncio.run(whole_life)
+            except BaseException as error:
+                if ready.done():
+                    raise
+                whole_life.close()
+                ready.set_exception(error)
+
+        self.thread = threading.Thread(target=run, name="sglang-topp-client", daemon=True)
+        try:
+            self.thread.start()
+            self.loop = ready.result()
+        except (OSError, RuntimeError) as error:
+            reason = files.shortage(error) or f"{type(error).__name__}: {error}"
+            raise TransportError(f"no event loop could be started for the client: {reason}") from error
 
     def stop(self) -> None:
         """Let the loop finish its clean-up and end the thread."""

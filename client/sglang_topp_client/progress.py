@@ -26,7 +26,7 @@ class Progress:
         self._done = 0
         self._tokens = 0
         self._start = time.monotonic()
-        self._is_on = show is not False and sys.stderr is not None and sys.stderr.isatty()
+        self._is_on = show is not False and _is_terminal()
         self._next = self._start + (0.0 if show else _FIRST_AFTER_S)
         self._has_written = False
 
@@ -44,15 +44,26 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._has_written:
-            self._write()
-            sys.stderr.write("\n")
+        if self._has_written and self._is_on:
+            self._write(end="\n")
 
-    def _write(self) -> None:
+    def _write(self, end: str = "") -> None:
         elapsed_s = max(time.monotonic() - self._start, 1e-6)
-        sys.stderr.write(
-            f"\rrollouts {self._done}/{self._total}  {elapsed_s:.0f} s "
-            f" {self._tokens / elapsed_s:.0f} tokens/s "
-        )
-        sys.stderr.flush()
+        try:
+            sys.stderr.write(
+                f"\rrollouts {self._done}/{self._total}  {elapsed_s:.0f} s "
+                f" {self._tokens / elapsed_s:.0f} tokens/s {end}"
+            )
+            sys.stderr.flush()
+        except Exception:
+            # Closed, or the terminal is gone: no reason to lose samples.
+            self._is_on = False
         self._has_written = True
+
+
+def _is_terminal() -> bool:
+    """Whether stderr is one; what somebody put in its place may be closed, or no file at all."""
+    try:
+        return sys.stderr.isatty()
+    except Exception:
+        return False

@@ -20,7 +20,6 @@ A failure is `{"error": {"type", "message", "field"?, "status"?}}`, where `type`
 from __future__ import annotations
 
 import binascii
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -30,10 +29,12 @@ from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets, SglangToppError, errors, wire
 from sglang_topp.errors import ResponseError, ServerError, WireError
+from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, is_text, shown
 from sglang_topp_client.rollout import Rollout
 
 __all__ = [
     "check_kept_mass",
+    "check_seconds",
     "check_sets",
     "error_from_record",
     "error_to_record",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 _FLOAT32 = np.dtype("<f4")
+_MAX_COUNT = (1 << 63) - 1
+_MAX_SECONDS = 1e12
 _T = TypeVar("_T")
 
 
@@ -86,23 +89,29 @@ def from_record(record: Any) -> Rollout:
         raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
     if candidates is not None:
         check_sets(candidates, output_ids, logprobs, field="candidates")
-    latency_s = _field(_field(record, "timing", dict), "latency_s", (int, float))
-    if not math.isfinite(latency_s) or latency_s < 0:
-        raise WireError("latency_s", f"got {latency_s}, expected seconds")
+    latency_s = check_seconds("latency_s", _field(_field(record, "timing", dict), "latency_s", (int, float)))
     return Rollout(
         prompt_index=_count(record, "prompt_index"),
         sample_index=_count(record, "sample_index"),
-        request_id=_field(record, "request_id", str),
+        request_id=_text(record, "request_id"),
         prompt_ids=prompt_ids,
         output_ids=output_ids,
-        text=_field(record, "text", str),
+        text=_text(record, "text"),
         logprobs=logprobs,
         candidates=candidates,
-        finish_reason=_field(record, "finish_reason", str),
-        weight_version=_field(record, "weight_version", str),
+        finish_reason=_text(record, "finish_reason"),
+        weight_version=_text(record, "weight_version"),
         cached_tokens=_count(record, "cached_tokens"),
-        latency_s=float(latency_s),
+        latency_s=latency_s,
     )
+
+
+def check_seconds(field: str, value: float) -> float:
+    """`value` as a float; a WireError where it is no number of seconds."""
+    # Compared before it is made a float, which an integer of hundreds of digits cannot be.
+    if not 0 <= value <= _MAX_SECONDS:
+        raise WireError(field, f"got {shown(value)}, expected seconds")
+    return float(value)
 
 
 def check_sets(
@@ -172,15 +181,18 @@ def error_to_record(error: SglangToppError) -> dict[str, Any]:
 def error_from_record(body: Any) -> SglangToppError:
     """The exception whose inner object `error_to_record` wrote; a ServerError where it names none of ours."""
     if not isinstance(body, Mapping):
-        return ServerError(f"the server reports an error: {body}", status=None, body=str(body))
-    message, status = str(body.get("message", body)), body.get("status")
-    kind = getattr(errors, str(body.get("type")), None)
+        words = shown(body, MAX_BODY_CHARS)
+        return ServerError(f"the server reports an error: {words}", status=None, body=words)
+    message = shown(body.get("message", body), MAX_MESSAGE_CHARS)
+    name, status = body.get("type"), body.get("status")
+    kind = getattr(errors, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, SglangToppError)):
         kind = ServerError
     if issubclass(kind, WireError | errors.InvalidCandidateSetsError):
-        return kind(str(body.get("field", "response")), message)
+        return kind(shown(body.get("field", "response")), message)
     if issubclass(kind, ResponseError):
-        return kind(message, status=status if isinstance(status, int) else None, body=str(dict(body)))
+        is_status = type(status) is int and 100 <= status < 600
+        return kind(message, status=status if is_status else None, body=shown(dict(body), MAX_BODY_CHARS))
     return kind(message)
 
 
@@ -196,8 +208,15 @@ def _field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T]
 
 def _count(record: Mapping[str, Any], name: str) -> int:
     value = _field(record, name, int)
-    if value < 0:
-        raise WireError(name, f"got {value}, expected 0 or more")
+    if not 0 <= value <= _MAX_COUNT:
+        raise WireError(name, f"got {shown(value)}, expected 0 or more, of 64 bits")
+    return value
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = _field(record, name, str)
+    if not is_text(value):
+        raise WireError(name, "got text with a lone surrogate, which is no Unicode text")
     return value
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_client.checks import is_text, shown
 
 __all__ = ["Prompts", "SampleRequest", "SamplingParams", "TopLogprobsP", "plan"]
 
@@ -20,6 +21,10 @@ SamplingParams: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]] | No
 TopLogprobsP: TypeAlias = float | Sequence[float | None] | None
 
 _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
+# Each is a few objects here, before anything is sent.
+_MAX_SAMPLES = 1 << 20
+# Python's own reading and writing of JSON gives up at some 900 levels, wherever it is called from.
+_MAX_NESTING = 100
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,12 @@ def plan(
             _sampling_params(f"sampling_params[{i}]", given)
             for i, given in enumerate(_one_each("sampling_params", sampling_params, count))
         ]
-    if top_logprobs_p is None or isinstance(top_logprobs_p, float | int | np.number):
+    if (num_samples := sum(n for _, n in params)) > _MAX_SAMPLES:
+        raise InvalidInputError(
+            f"sampling_params: n makes {shown(num_samples)} samples in all, expected {_MAX_SAMPLES} at most;"
+            " ask for more in several calls"
+        )
+    if top_logprobs_p is None or isinstance(top_logprobs_p, Real | np.number):
         thresholds = [_threshold("top_logprobs_p", top_logprobs_p)] * count
     else:
         thresholds = [
@@ -84,7 +94,7 @@ def plan(
 def _prompts(prompts: Any) -> list[str | list[int]]:
     if isinstance(prompts, str):
         return [_text("prompts", prompts)]
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
         array = _array("prompts", prompts) if hasattr(prompts, "__array__") else None
         if array is None or not array.ndim:
             raise InvalidInputError(
@@ -106,13 +116,17 @@ def _prompts(prompts: Any) -> list[str | list[int]]:
 def _text(name: str, text: str) -> str:
     if not text:
         raise InvalidInputError(f"{name}: got an empty text, expected at least one token")
+    if not is_text(text):
+        raise InvalidInputError(f"{name}: got text with a lone surrogate, which is no Unicode text")
     return text
 
 
 def _token_ids(name: str, values: Any) -> list[int]:
-    # NumPy reads booleans among integers as 0 and 1.
-    if isinstance(values, list | tuple) and bool in set(map(type, values)):
+    # NumPy reads booleans among integers as 0 and 1, and a buffer of bytes as integers.
+    if isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values)):
         raise InvalidInputError(f"{name}: got a boolean, expected token ids")
+    if isinstance(values, bytes | bytearray | memoryview):
+        raise InvalidInputError(f"{name}: got {type(values).__name__}, expected text or token ids")
     ids = _array(name, values)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         raise InvalidInputError(
@@ -131,7 +145,7 @@ def _array(name: str, values: Any) -> NDArray[Any]:
         return np.asarray(values)
     except ValueError:
         raise InvalidInputError(f"{name}: got a ragged nesting, expected token ids") from None
-    except (TypeError, RuntimeError) as error:  # a tensor that NumPy cannot read
+    except Exception as error:  # a tensor that NumPy cannot read, for example
         raise InvalidInputError(f"{name}: cannot be read as token ids: {error}") from None
 
 
@@ -139,31 +153,58 @@ def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
     if not isinstance(given, Mapping):
         raise InvalidInputError(f"{name}: got {type(given).__name__}, expected a mapping")
     params = dict(given)
+    if wrong := [key for key in params if not isinstance(key, str)]:
+        raise InvalidInputError(f"{name}: got the name {shown(wrong[0])}, expected text")
     n = params.pop("n", 1)
     n = 1 if n is None else n
     if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
-        raise InvalidInputError(f"{name}: got n = {n!r}, expected an integer of 1 or more")
+        raise InvalidInputError(f"{name}: got n = {shown(n)}, expected an integer of 1 or more")
+    if (problem := _problem(params)) is not None:
+        raise InvalidInputError(f"{name}: {problem}")
     try:
         json.dumps(params, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{name}: cannot be sent as JSON: {error}") from None
     return params, int(n)
+
+
+def _problem(params: dict[Any, Any]) -> str | None:
+    """Why these cannot be sent, though JSON could be made of them; None where they can."""
+    level: list[Any] = [params]
+    for _ in range(_MAX_NESTING):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += value
+                below += value.values()
+            elif isinstance(value, list | tuple):
+                below += value
+            elif isinstance(value, str):
+                if not is_text(value):
+                    return f"got text with a lone surrogate, which is no Unicode text: {shown(ascii(value))}"
+            elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                return f"got the integer {shown(value)}, expected integers of 64 bits"
+        if not below:
+            return None
+        level = below
+    return f"got values nested in more than {_MAX_NESTING} levels"
 
 
 def _threshold(name: str, given: Any) -> float | None:
     if given is None:
         return None
-    if not isinstance(given, float | int | np.number) or isinstance(given, bool):
+    if not isinstance(given, Real) or isinstance(given, bool):
         raise InvalidInputError(f"{name}: got {type(given).__name__}, expected a number from 0 to 1, or None")
-    p = float(given)
-    if math.isnan(p) or not 0 <= p <= 1:
-        raise InvalidInputError(f"{name}: got {p}, expected a number from 0 to 1, or None")
-    return p or None
+    # Compared before it is made a float, which an integer of hundreds of digits cannot be.
+    value: Any = given
+    if not 0 <= value <= 1:
+        raise InvalidInputError(f"{name}: got {shown(given)}, expected a number from 0 to 1, or None")
+    return float(value) or None
 
 
 def _one_each(name: str, values: Any, count: int) -> Sequence[Any]:
     try:
-        given = None if isinstance(values, str | bytes) else len(values)
+        given = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
     except TypeError:  # an iterator, or an array of no dimension
         given = None
     if given is None:

@@ -16,7 +16,6 @@ prefix cache, where simultaneous single requests would each compute it.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any, TypeVar
@@ -33,7 +32,8 @@ from sglang_topp.errors import (
     ServerError,
     WireError,
 )
-from sglang_topp_client.record import check_kept_mass, check_sets
+from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, is_text, shown
+from sglang_topp_client.record import check_kept_mass, check_seconds, check_sets
 from sglang_topp_client.request import SampleRequest
 from sglang_topp_client.rollout import Rollout
 
@@ -60,7 +60,7 @@ class GenerateExchange:
         use, and its scheduler aborts by prefix: `a-1` would take `a-10` down with it.
         """
         (self._wanted,) = wanted
-        self._rid = f"{request_id}-{uuid.uuid4().hex}"
+        self._rid = fresh_id(request_id)
         self._chunks: dict[int, list[Mapping[str, Any]]] = {}
         self._engine_ids: dict[int, str] = {}
         if len(self._wanted.samples) == 1:
@@ -129,10 +129,13 @@ class GenerateExchange:
         index = _field(chunk, "index", int) if "index" in chunk else 0
         if index not in range(len(self._wanted.samples)) or index in self._finished:
             raise WireError(
-                "index", f"got {index}, beyond {len(self._wanted.samples)} samples or a second time"
+                "index", f"got {shown(index)}, beyond {len(self._wanted.samples)} samples or a second time"
             )
         meta_info = _field(chunk, "meta_info", dict)
-        self._engine_ids[index] = _field(meta_info, "id", str)
+        # SGLang aborts by prefix: an empty id would be everybody's.
+        if not (engine_id := _text(meta_info, "id")):
+            raise WireError("id", "got an empty string, expected the request's id")
+        self._engine_ids[index] = engine_id
         reason = meta_info.get("finish_reason")
         if reason is not None:
             _check_finish(reason)
@@ -152,7 +155,7 @@ class GenerateExchange:
         parts = [_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
         output_ids = np.concatenate(parts)
         if (count := _field(meta_info, "completion_tokens", int)) != len(output_ids):
-            raise WireError("output_ids", f"got {len(output_ids)} ids, completion_tokens is {count}")
+            raise WireError("output_ids", f"got {len(output_ids)} ids, completion_tokens is {shown(count)}")
 
         entries = [e for chunk in chunks for e in _field(chunk["meta_info"], "output_token_logprobs", list)]
         logprobs = _sampled_logprobs(entries, output_ids)
@@ -174,7 +177,7 @@ class GenerateExchange:
         if (count := _field(meta_info, "prompt_tokens", int)) != len(prompt_ids):
             raise WireError(
                 "prompt_tokens",
-                f"got {count} for a prompt of {len(prompt_ids)} tokens; the engine saw another prompt"
+                f"got {shown(count)} for a prompt of {len(prompt_ids)} tokens; the engine saw another prompt"
                 " (is it started with --allow-auto-truncate?)",
             )
         return Rollout(
@@ -183,13 +186,14 @@ class GenerateExchange:
             request_id=meta_info["id"],
             prompt_ids=prompt_ids,
             output_ids=output_ids,
-            text="".join(_field(chunk, "text", (str, NoneType)) or "" for chunk in chunks),
+            text="".join("" if chunk.get("text") is None else _text(chunk, "text") for chunk in chunks),
             logprobs=logprobs,
             candidates=candidates,
             finish_reason=meta_info["finish_reason"]["type"],
-            weight_version=str(meta_info.get("weight_version")),
+            weight_version=_weight_version(meta_info),
             cached_tokens=_field(meta_info, "cached_tokens", int),
-            latency_s=float(_field(meta_info, "e2e_latency", (int, float))),
+            # The difference of two readings of a clock that may have been set back between them.
+            latency_s=check_seconds("e2e_latency", max(_field(meta_info, "e2e_latency", (int, float)), 0)),
         )
 
 
@@ -199,8 +203,9 @@ def _check_finish(reason: Any) -> None:
     if kind in _FINISHED:
         return
     if kind is None:
-        raise WireError("finish_reason", f"got {reason!r}, expected an object with a type")
-    message = f"the engine gave up on a sample: {kind}, {reason.get('message')}"
+        raise WireError("finish_reason", f"got {shown(reason)}, expected an object with a type")
+    words = shown(reason.get("message"), MAX_MESSAGE_CHARS)
+    message = f"the engine gave up on a sample: {shown(kind)}, {words}"
     # An abort with an HTTP status is a refusal (a full queue, a prompt that is too long): unstreamed,
     # SGLang answers it with that status.
     raise _engine_error(message, reason.get("status_code"), RolloutError, reason)
@@ -208,7 +213,7 @@ def _check_finish(reason: Any) -> None:
 
 def _reported_error(error: Any) -> ResponseError:
     fields = error if isinstance(error, dict) else {"message": error}
-    message = f"the engine reports an error: {fields.get('message')}"
+    message = f"the engine reports an error: {shown(fields.get('message'), MAX_MESSAGE_CHARS)}"
     return _engine_error(message, fields.get("code"), ServerError, error)
 
 
@@ -221,7 +226,7 @@ def _engine_error(message: str, status: Any, otherwise: type[ResponseError], bod
         kind = BadRequestError if status < 500 else ServerError
     else:
         status = None
-    return kind(message, status=status, body=str(body))
+    return kind(message, status=status, body=shown(body, MAX_BODY_CHARS))
 
 
 def _sampled_logprobs(entries: list[Any], output_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -233,7 +238,8 @@ def _sampled_logprobs(entries: list[Any], output_ids: NDArray[np.int32]) -> NDAr
         given, token_ids = [entry[0] for entry in entries], [entry[1] for entry in entries]
         if not set(map(type, given)) <= {float, int, NoneType}:
             raise TypeError("a log-prob is no number")
-        logprobs = np.array(given, np.float64).astype(np.float32)
+        with np.errstate(over="ignore"):
+            logprobs = np.array(given, np.float64).astype(np.float32)
     except (TypeError, KeyError, IndexError, OverflowError) as error:
         raise WireError(field, f"expected [logprob, token_id, text] per token: {error}") from None
     ids = _token_ids(field, token_ids)
@@ -255,6 +261,19 @@ def _token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
     if len(ids) and ids.min() < 0:
         raise WireError(name, f"got {ids.min()}, expected token ids of 0 or more")
     return ids
+
+
+def _weight_version(meta_info: Mapping[str, Any]) -> str:
+    version = meta_info.get("weight_version")
+    # SGLang keeps what it is given with the weights: a number, perhaps.
+    return str(version) if version is None or type(version) is int else _text(meta_info, "weight_version")
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = _field(record, name, str)
+    if not is_text(value):
+        raise WireError(name, "got text with a lone surrogate, which is no Unicode text")
+    return value
 
 
 def _field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:

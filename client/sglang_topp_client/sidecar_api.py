@@ -16,12 +16,12 @@ A failure is a line `{"error": {...}}`; nothing after it counts.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError
+from sglang_topp_client.checks import fresh_id, shown
 from sglang_topp_client.record import check_kept_mass, error_from_record, from_record
 from sglang_topp_client.request import SampleRequest
 from sglang_topp_client.rollout import Rollout
@@ -51,7 +51,7 @@ class RolloutsExchange:
             timeout_s: the time that the server may take.
         """
         self._wanted = list(wanted)
-        self._request_id = f"{request_id}-{uuid.uuid4().hex}"
+        self._request_id = fresh_id(request_id)
         self._timeout_s = timeout_s
         self._finished: set[tuple[int, int]] = set()
         self.complete = False
@@ -92,11 +92,12 @@ class RolloutsExchange:
             raise error_from_record(record["error"])
         if record.get("done"):
             expected = sum(len(one.samples) for one in self._wanted)
-            if record.get("rollouts") != len(self._finished) or len(self._finished) != expected:
+            counted = record.get("rollouts")
+            if counted != len(self._finished) or len(self._finished) != expected:
                 raise WireError(
                     "rollouts",
-                    f"the server counts {record.get('rollouts')}, {len(self._finished)} came, {expected}"
-                    " were asked for",
+                    f"the server counts {shown(counted)}, {len(self._finished)} came, {expected} were asked"
+                    " for",
                 )
             self.complete = True
             return []
@@ -111,7 +112,7 @@ class RolloutsExchange:
         if rollout.sample_index >= len(wanted.samples) or at in self._finished:
             raise WireError("sample_index", f"got {at[1]} of prompt {at[0]} twice, or beyond the samples")
         if rollout.finish_reason not in ("stop", "length"):
-            raise RolloutError(f"a sample finished with {rollout.finish_reason!r}")
+            raise RolloutError(f"a sample finished with {shown(rollout.finish_reason)}")
         if wanted.top_logprobs_p is not None:
             if rollout.candidates is None:
                 raise MissingCandidateSetsError(

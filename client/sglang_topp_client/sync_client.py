@@ -36,9 +36,15 @@ class RolloutClient:
         api_key: str | None = None,
         max_connections: int = 1024,
         max_retries: int = 4,
+        max_line_bytes: int = 512 * 2**20,
     ) -> None:
         self._client = AsyncRolloutClient(
-            base_url, kind=kind, api_key=api_key, max_connections=max_connections, max_retries=max_retries
+            base_url,
+            kind=kind,
+            api_key=api_key,
+            max_connections=max_connections,
+            max_retries=max_retries,
+            max_line_bytes=max_line_bytes,
         )
         self._thread = LoopThread()
 

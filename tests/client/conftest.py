@@ -313,6 +313,12 @@ def fakes() -> Any:
     return _Fakes
 
 
+@pytest.fixture(scope="session")
+def fakes_once() -> Any:
+    """The same, for tests that hypothesis calls many times over one fixture."""
+    return _Fakes
+
+
 class _Fakes:
     Cut = Cut
     Uvicorn = _Uvicorn

@@ -1,6 +1,7 @@
 """Faults below HTTP: connections that are reset, and connections that the server closed while idle."""
 
 import asyncio
+import gzip
 import inspect
 from contextlib import asynccontextmanager, suppress
 
@@ -8,7 +9,7 @@ import pytest
 import uvicorn
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient, http
+from sglang_topp_client import AsyncRolloutClient, lanes
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -43,7 +44,7 @@ async def read_request(reader):
 def test_idle_connections_go_before_the_server_drops_them():
     """uvicorn's default; SGLang's (SGLANG_TIMEOUT_KEEP_ALIVE) is the same 5 s."""
     default_s = inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default
-    assert default_s > http._KEEPALIVE_EXPIRY_S
+    assert default_s > lanes._KEEPALIVE_EXPIRY_S
 
 
 async def test_a_reset_before_the_answer_is_retried():
@@ -125,6 +126,123 @@ async def test_what_is_no_answer_is_an_error(answer):
             await client.generate([1])
 
 
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk_of(data):
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@pytest.mark.parametrize("ask", ["generate", "server_info"])
+async def test_a_line_without_end_is_an_error_before_it_is_whole(ask):
+    sent, wanted = 0, 600 * 2**20
+
+    async def handle(number, reader, writer):
+        nonlocal sent
+        if b"/abort_request" in await read_request(reader):
+            writer.write(ANSWER)
+            return
+        writer.write(HEAD)
+        with suppress(ConnectionError):
+            while sent < wanted:
+                writer.write(chunk_of(b"x" * 2**16))
+                await writer.drain()
+                sent += 2**16
+
+    async with (
+        raw_server(handle) as url,
+        AsyncRolloutClient(url, kind="sglang", max_line_bytes=2**20) as client,
+    ):
+        with pytest.raises(errors.WireError, match=r"at most 1048576; .*higher max_line_bytes"):
+            await (client.generate([1]) if ask == "generate" else client.server_info())
+    # Beside the limit, what the sockets hold.
+    assert sent < 64 * 2**20
+
+
+@pytest.mark.parametrize("size", [999, 1000, 1001])
+@pytest.mark.parametrize("pieces", [1, 3])
+async def test_the_limit_is_of_one_line(size, pieces):
+    line = b": " + b"x" * (size - 2)
+
+    async def handle(number, reader, writer):
+        if b"/abort_request" in await read_request(reader):
+            writer.write(ANSWER)
+            return
+        writer.write(HEAD)
+        answer = (line + b"\r\n") * 5 + b'data: {"error": {"message": "scripted", "code": 400}}\n\n'
+        with suppress(ConnectionError):
+            for i in range(pieces):
+                writer.write(chunk_of(answer[len(answer) * i // pieces : len(answer) * (i + 1) // pieces]))
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+
+    async with (
+        raw_server(handle) as url,
+        AsyncRolloutClient(url, kind="sglang", max_line_bytes=1001) as client,
+    ):
+        # Its line end counts, as far as it is not a line feed.
+        fits = size + 1 <= 1001
+        with pytest.raises(errors.BadRequestError if fits else errors.WireError):
+            await client.generate([1])
+
+
+async def test_an_error_without_end_is_cut():
+    async def handle(number, reader, writer):
+        await read_request(reader)
+        writer.write(HEAD.replace(b"200 OK", b"400 Bad"))
+        with suppress(ConnectionError):
+            for _ in range(1000):
+                writer.write(chunk_of(b"x" * 2**16))
+                await writer.drain()
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang") as client:
+        with pytest.raises(errors.BadRequestError) as caught:
+            await client.generate([1])
+        assert len(caught.value.body) == 2000
+
+
+async def test_compressed_answers_are_refused():
+    """None is asked for: a few bytes of one could become any number."""
+
+    async def handle(number, reader, writer):
+        assert b"accept-encoding: identity" in (await read_request(reader)).lower()
+        body = gzip.compress(b"x" * 2**26)
+        head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        with suppress(ConnectionError):
+            await writer.drain()
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang", max_retries=0) as client:
+        with pytest.raises(errors.WireError, match=r"Content-Encoding: got 'gzip'"):
+            await client.server_info()
+        with pytest.raises(errors.WireError, match=r"Content-Encoding: got 'gzip'"):
+            await client.generate([1])
+
+
+async def test_idle_connections_close_by_themselves(monkeypatch):
+    """A trainer that trains between two rollouts for minutes holds no files meanwhile."""
+    monkeypatch.setattr(lanes, "_KEEPALIVE_EXPIRY_S", 0.1)
+    open_now = set()
+
+    async def handle(number, reader, writer):
+        open_now.add(number)
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                await read_request(reader)
+                await asyncio.sleep(0.05)
+                writer.write(ANSWER)
+                await writer.drain()
+        open_now.discard(number)
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang", max_retries=0) as client:
+        await asyncio.gather(*(client.server_info() for _ in range(20)))
+        async with asyncio.timeout(10):
+            while open_now:
+                await asyncio.sleep(0.01)
+
+
 async def test_sockets_close_with_their_loop():
     """With warnings as errors, a socket that is left open would fail here."""
     closed = asyncio.Event()
@@ -165,7 +283,7 @@ async def test_connections_are_used_again_and_closed_when_idle_for_long(monkeypa
         assert opened == [1]
         await asyncio.gather(*(client.server_info() for _ in range(4)))
         assert len(opened) == 4
-        monkeypatch.setattr(http, "_KEEPALIVE_EXPIRY_S", 0.05)
+        monkeypatch.setattr(lanes, "_KEEPALIVE_EXPIRY_S", 0.05)
         await asyncio.sleep(0.1)
         await client.server_info()
         async with asyncio.timeout(5):

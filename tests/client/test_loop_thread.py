@@ -1,11 +1,12 @@
 import asyncio
+import errno
 import gc
 import threading
 import weakref
 
 import pytest
 
-from sglang_topp.errors import RequestError
+from sglang_topp.errors import RequestError, TransportError
 from sglang_topp_client.loop_thread import LoopThread
 
 
@@ -37,6 +38,19 @@ def test_runs_from_any_thread_and_again_after_a_stop():
     assert threads() == []
     runner.stop()
     assert runner.run(double(4)) == 8
+    runner.stop()
+
+
+def test_a_loop_that_cannot_start_is_an_error(monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", fail)
+    runner = LoopThread()
+    with pytest.raises(TransportError, match=r"no event loop could be started.*ulimit -n"):
+        runner.run(double(1))
+    monkeypatch.undo()
+    assert runner.run(double(1)) == 2
     runner.stop()
 
 

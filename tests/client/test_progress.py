@@ -49,6 +49,43 @@ def test_none_shows_a_long_batch(monkeypatch):
     assert "rollouts 1/1" in sys.stderr.getvalue()
 
 
+class Broken(io.StringIO):
+    """A terminal that goes away after so many writes."""
+
+    def __init__(self, writes, error):
+        super().__init__()
+        self.writes, self.error = writes, error
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        if not self.writes:
+            raise self.error
+        self.writes -= 1
+        return super().write(text)
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+@pytest.mark.parametrize("error", [ValueError("I/O on closed file"), BrokenPipeError(), OSError(5, "EIO")])
+def test_a_terminal_that_goes_away_costs_no_sample(monkeypatch, writes, error):
+    monkeypatch.setattr(sys, "stderr", Broken(writes, error))
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    with Progress(3, True) as bar:
+        for _ in range(3):
+            bar.add(10)
+    assert sys.stderr.getvalue().count("rollouts") == writes
+
+
+@pytest.mark.parametrize("stderr", [io.StringIO(), io.TextIOWrapper(io.BytesIO()), object()])
+def test_a_closed_stderr_or_none_that_is_a_file(monkeypatch, stderr):
+    if isinstance(stderr, io.IOBase):
+        stderr.close()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with Progress(1, True) as bar:
+        bar.add(10)
+
+
 def test_no_stderr_at_all(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     with Progress(1, True) as bar:

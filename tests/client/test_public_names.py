@@ -6,13 +6,28 @@ import pytest
 
 NAMES = {
     "sglang_topp_client": ["AsyncRolloutClient", "Rollout", "RolloutClient"],
+    "sglang_topp_client.aborts": ["TIMEOUT_S", "Aborts"],
+    "sglang_topp_client.checks": [
+        "MAX_BODY_CHARS",
+        "MAX_MESSAGE_CHARS",
+        "MAX_REQUEST_ID",
+        "check_request_id",
+        "fresh_id",
+        "is_text",
+        "seconds",
+        "shown",
+        "whole_number",
+    ],
     "sglang_topp_client.client": ["AsyncRolloutClient"],
+    "sglang_topp_client.files": ["Share", "limit", "shortage"],
     "sglang_topp_client.sync_client": ["RolloutClient"],
     "sglang_topp_client.http": ["Connections", "Server"],
+    "sglang_topp_client.lanes": ["Lanes"],
     "sglang_topp_client.loop_thread": ["LoopThread"],
     "sglang_topp_client.progress": ["Progress"],
     "sglang_topp_client.record": [
         "check_kept_mass",
+        "check_seconds",
         "check_sets",
         "error_from_record",
         "error_to_record",
