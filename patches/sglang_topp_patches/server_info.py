@@ -26,7 +26,7 @@ async def note_scheduler_states(original: Callable[[Any], Awaitable[list[Any]]],
 def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) -> dict[str, Any]:
     """AFTER hook on `build_server_info`: `{"sglang_topp": {"active": ..., "problems": [...], ...}}`."""
     report = status().to_dict()
-    problems = [*report["problems"], *mode.refusals(), *routes.refusals()]
+    problems = [*report["problems"], *mode.refusals_of(server_args), *routes.refusals()]
     for rank, state in enumerate(_scheduler_states):
         if state is None:
             problems.append(f"scheduler {rank} runs without the patch set")

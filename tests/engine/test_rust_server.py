@@ -1,0 +1,62 @@
+"""SGLang's Rust HTTP server passes the field over and cannot be patched: what reaches the scheduler is
+refused there, and everybody who can be told is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_topp.errors import MissingCandidateSetsError
+from sglang_topp_client import RolloutClient
+from tests.engine.running import run_engine
+
+RUST = {"SGLANG_RUST_SERVER": "1"}
+
+
+def _sglang_topp(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_topp_server.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **RUST},
+        timeout=600,
+        check=False,
+    )
+
+
+def test_the_engine_refuses_what_reaches_it(model_path: Path, log_folder: Path) -> None:
+    with run_engine(model_path, log_folder / "rust.log", env=RUST) as engine:
+        body = {
+            "text": "hello",
+            "sampling_params": {"max_new_tokens": 3, "custom_params": {"top_logprobs_p": 0.9}},
+            "return_logprob": True,
+        }
+        for stream in (False, True):
+            answer = engine.post(**body, stream=stream)
+            assert answer.status_code == (200 if stream else 400)
+            assert '"error"' in answer.text
+            assert "SGLANG_RUST_SERVER" in answer.text
+        assert len(engine.generate(text="hello", sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
+        report = engine.http.get("/server_info").json()["sglang_topp"]
+        assert report["active"] is False
+        assert any("SGLANG_RUST_SERVER" in problem for problem in report["problems"])
+        # At the top level the field never arrives anywhere: the client notices.
+        with RolloutClient(engine.url, kind="sglang") as client, pytest.raises(MissingCandidateSetsError):
+            client.generate("hello", {"max_new_tokens": 3}, top_logprobs_p=0.9)
+
+
+def test_serve_does_not_start_it() -> None:
+    ended = _sglang_topp("serve", "--model-path", "unused", "--port", "0", "--engine-port", "0")
+    assert ended.returncode == 2
+    assert "SGLANG_RUST_SERVER" in ended.stderr
+
+
+def test_doctor_names_it() -> None:
+    ended = _sglang_topp("doctor")
+    assert ended.returncode == 1
+    assert "problem: SGLANG_RUST_SERVER" in ended.stdout
+    assert ended.stdout.splitlines()[-1].startswith("the patch set does NOT hold")
