@@ -320,8 +320,10 @@ class AsyncRolloutClient:
                         rollouts = exchange.read(line)
                     else:
                         rollouts = await asyncio.to_thread(exchange.read, line)
-                    for rollout in rollouts:
-                        take(rollout)
+                    while rollouts:
+                        take(rollouts.pop(0))
+                    # The next one may be long in coming, and this one large.
+                    del line
             if not exchange.complete:
                 raise TransportError("the answer was cut off: it ended before the line that closes it")
         except (AuthenticationError, BadRequestError, OverloadedError):

@@ -247,16 +247,20 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    parts: list[bytes] = []
+    # One buffer, not a list of what came: large ones go back to the system at once, small ones stay.
+    pending = bytearray()
     async for data in response.aiter_bytes():
         *ends, rest = data.split(b"\n")
         for end in ends:
-            yield b"".join([*parts, end]).rstrip(b"\r")
-            parts.clear()
-        if rest:
-            parts.append(rest)
-    if parts:
-        raise TransportError(f"the answer was cut off in the middle of a line: {b''.join(parts)[:200]!r}")
+            pending += end
+            line = bytes(pending).rstrip(b"\r")
+            # Not held twice while the caller reads it, nor once it has.
+            pending = bytearray()
+            yield line
+            del line
+        pending += rest
+    if pending:
+        raise TransportError(f"the answer was cut off in the middle of a line: {bytes(pending[:200])!r}")
 
 
 async def _response_error(response: httpx.Response) -> SglangToppError:
