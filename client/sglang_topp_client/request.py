@@ -155,7 +155,12 @@ def _threshold(name: str, given: Any) -> float | None:
         return None
     if not isinstance(given, float | int | np.number) or isinstance(given, bool):
         raise InvalidInputError(f"{name}: got {type(given).__name__}, expected a number from 0 to 1, or None")
-    p = float(given)
+    try:
+        p = float(given)
+    except OverflowError:
+        raise InvalidInputError(
+            f"{name}: got a number of {int(given).bit_length()} bits, expected one from 0 to 1, or None"
+        ) from None
     if math.isnan(p) or not 0 <= p <= 1:
         raise InvalidInputError(f"{name}: got {p}, expected a number from 0 to 1, or None")
     return p or None
