@@ -135,7 +135,7 @@ class RolloutExchange(Response):
         """The outcome where the connection is gone."""
         if self._connection is None or self._connection.why_cut_off is None:
             return "aborted"
-        _log.warning("a caller's connection was closed: %s", self._connection.why_cut_off)
+        _log.info("a caller's connection was closed: %s", self._connection.why_cut_off)
         return "slow"
 
     async def _answer_whole(self, request: RolloutRequest, share: Share, send: Send) -> str:
