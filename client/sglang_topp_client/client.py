@@ -75,6 +75,9 @@ class AsyncRolloutClient:
         InvalidInputError: an argument is wrong.
     """
 
+    # All: a server may take who does not read for one that is gone.
+    _LONG_LINES_AT_ONCE = 1 << 30
+
     def __init__(
         self,
         base_url: str,
@@ -347,7 +350,7 @@ class AsyncRolloutClient:
                 if other.is_closed():
                     self._loops.pop(other, None)
             slots = asyncio.Semaphore(self._server.max_connections)
-            self._loops[loop] = _Loop(Connections(self._server), slots)
+            self._loops[loop] = _Loop(Connections(self._server, self._LONG_LINES_AT_ONCE), slots)
         return self._loops[loop]
 
     async def _kind_here(self, here: _Loop) -> Kind:

@@ -14,7 +14,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -33,6 +33,7 @@ from sglang_topp.errors import (
     WireError,
 )
 from sglang_topp_client.record import error_from_record
+from sglang_topp_client.turns import LONG_BYTES, Turns
 
 __all__ = ["Connections", "Server"]
 
@@ -97,11 +98,12 @@ class Connections:
     on, to be used from another loop, leaves no open sockets behind.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, long_lines_at_once: int) -> None:
         headers = {"Accept-Encoding": "identity"}
         if server.api_key is not None:
             headers["Authorization"] = f"Bearer {server.api_key}"
         self._base_url = server.base_url.rstrip("/")
+        self._turns = Turns(long_lines_at_once)
         self._client = httpx.AsyncClient(
             base_url=self._base_url,
             headers=headers,
@@ -146,7 +148,8 @@ class Connections:
             async with self._client.stream("POST", path, content=content, headers=headers) as response:
                 if response.status_code != 200:
                     raise await _response_error(response)
-                yield _lines(response)
+                async with aclosing(_lines(response, self._turns)) as lines:
+                    yield lines
 
     async def request_json(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
@@ -246,19 +249,31 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
         raise TransportError(f"{url}: {type(error).__name__}: {error}") from error
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _lines(response: httpx.Response, turns: Turns) -> AsyncGenerator[bytes, None]:
     # One buffer, not a list of what came: large ones go back to the system at once, small ones stay.
     pending = bytearray()
-    async for data in response.aiter_bytes():
-        *ends, rest = data.split(b"\n")
-        for end in ends:
-            pending += end
-            line = bytes(pending).rstrip(b"\r")
-            # Not held twice while the caller reads it, nor once it has.
-            pending = bytearray()
-            yield line
-            del line
-        pending += rest
+    is_long = has_turn = False
+    try:
+        async for data in response.aiter_bytes():
+            if is_long:
+                turns.step()
+            *ends, rest = data.split(b"\n")
+            for end in ends:
+                pending += end
+                line = bytes(pending).rstrip(b"\r")
+                # Not held twice while the caller reads it, nor once it has.
+                pending = bytearray()
+                yield line
+                del line
+                if has_turn:
+                    turns.give_back()
+                is_long = has_turn = False
+            pending += rest
+            if len(pending) > LONG_BYTES and not is_long:
+                is_long, has_turn = True, await turns.take()
+    finally:
+        if has_turn:
+            turns.give_back()
     if pending:
         raise TransportError(f"the answer was cut off in the middle of a line: {bytes(pending[:200])!r}")
 

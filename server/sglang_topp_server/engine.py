@@ -70,6 +70,12 @@ class FailedPrompt:
     error: SglangToppError
 
 
+class _Client(AsyncRolloutClient):
+    # Of all callers: what several of these hold while they are taken apart is all that is held beyond
+    # finished samples.
+    _LONG_LINES_AT_ONCE = 4
+
+
 class Engine:
     """One engine. To be used within one event loop, and closed there.
 
@@ -86,7 +92,7 @@ class Engine:
         self._in_doubt = asyncio.Event()
         # One retry: a connection that the engine dropped while idle. Waiting out a longer outage is the
         # caller's choice, and retries on both sides would multiply.
-        self._client = AsyncRolloutClient(
+        self._client = _Client(
             self.base_url, kind="sglang", api_key=api_key, max_connections=4096, max_retries=1
         )
         self._probes = httpx.AsyncClient(

@@ -164,7 +164,9 @@ def start(stack: ExitStack) -> Callable[..., Sidecar]:
     ) -> Sidecar:
         bounds = Limits(**limits)
         app = create_app(Engine(engine_url, api_key=engine_api_key), limits=bounds, api_key=api_key)
-        served = stack.enter_context(Served(app, http=http_protocol(bounds), ws="none"))
+        served = stack.enter_context(
+            Served(app, http=http_protocol(bounds), ws="none", timeout_keep_alive=75)
+        )
         sidecar = Sidecar(served.url, served.port)
         stack.callback(sidecar.http.close)
         if wait:
