@@ -30,8 +30,8 @@ NO_TOKEN = -1
 _MAX_LOGPROB = 1e-3
 # At or below it, a log-prob stands for probability 0.
 _LOWEST = np.finfo(np.float32).min
-# Candidates that are checked together.
-_CHECKED_AT_ONCE = 1 << 16
+# Candidates that are looked at together.
+_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -138,13 +138,15 @@ class CandidateSets:
         log-prob itself. A set of one has exactly its own log-prob as its sum.
         """
         out = np.zeros(len(self), np.float64)
-        rows = np.flatnonzero(self.sizes)
-        if len(rows):
-            starts = self.offsets[rows]
-            # The first of a span is its highest.
-            peak = self.logprobs[starts].astype(np.float64)
-            shifted = np.exp(self.logprobs - np.repeat(peak, self.sizes[rows]))
-            out[rows] = peak + np.log(np.add.reduceat(shifted, starts))
+        for block in _blocks(self.offsets):
+            sets = self[block]
+            rows = np.flatnonzero(sets.sizes)
+            if len(rows):
+                starts = sets.offsets[rows]
+                # The first of a span is its highest.
+                peak = sets.logprobs[starts].astype(np.float64)
+                shifted = np.exp(sets.logprobs - np.repeat(peak, sets.sizes[rows]))
+                out[block][rows] = peak + np.log(np.add.reduceat(shifted, starts))
         return _read_only(out.astype(np.float32))
 
     @cached_property
@@ -154,7 +156,10 @@ class CandidateSets:
         `sampled_logprobs - logprob_sum` is the rollout's log-prob under the replayed distribution.
         """
         out = np.zeros(len(self), np.float32)
-        out[self.sizes > 0] = self.logprobs[self.token_ids == self.sampled_ids.take(_rows(self))]
+        for block in _blocks(self.offsets):
+            sets = self[block]
+            is_sampled = sets.token_ids == sets.sampled_ids.take(_rows(sets))
+            out[block][sets.sizes > 0] = sets.logprobs[is_sampled]
         return _read_only(out)
 
     # -- making ------------------------------------------------------------------------------------
@@ -176,6 +181,8 @@ class CandidateSets:
         """The positions of all `parts`, one after the other."""
         if not parts:
             return cls.empty(0)
+        if len(parts) == 1:
+            return parts[0]
         sizes = np.concatenate([part.sizes for part in parts])
         return cls._trusted(
             np.concatenate([part.token_ids for part in parts]),
@@ -308,13 +315,18 @@ def _check(sets: CandidateSets) -> None:
     if (t := _first(offsets[1:] < offsets[:-1])) is not None:
         raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
 
-    # Some positions at a time: temporaries that fit a core's cache, and that the next ones can reuse.
-    # Memory that is touched for the first time costs more than what is computed on it.
+    for block in _blocks(offsets):
+        _check_spans(sets[block], block.start)
+
+
+def _blocks(offsets: Int64Array) -> Iterator[slice]:
+    """All positions, some at a time: temporaries that fit a core's cache, and that the next ones can reuse.
+    Memory that is touched for the first time costs more than what is computed on it."""
     start = 0
-    while start < len(sampled):
-        stop = int(np.searchsorted(offsets, offsets[start] + _CHECKED_AT_ONCE, side="right")) - 1
+    while start < len(offsets) - 1:
+        stop = int(np.searchsorted(offsets, offsets[start] + _AT_ONCE, side="right")) - 1
         stop = max(stop, start + 1)
-        _check_spans(sets[start:stop], start)
+        yield slice(start, stop)
         start = stop
 
 

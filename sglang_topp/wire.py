@@ -56,6 +56,7 @@ __all__ = [
     "merge_output_fields",
     "pack",
     "pack_base64",
+    "pack_parts",
     "unpack",
     "unpack_base64",
 ]
@@ -322,6 +323,11 @@ def _shown(value: Any) -> str:
 
 def pack(sets: CandidateSets) -> bytes:
     """One value in one buffer of `24 + 8 T + 8 n` bytes; the layout stands at the head of this file."""
+    return b"".join(pack_parts(sets))
+
+
+def pack_parts(sets: CandidateSets) -> list[bytes | memoryview]:
+    """The buffers that `pack` joins; the large ones are views of the value's own arrays."""
     parts = (
         sets.sizes.astype(_INT32),
         sets.sampled_ids.astype(_INT32, copy=False),
@@ -329,7 +335,7 @@ def pack(sets: CandidateSets) -> bytes:
         sets.logprobs.astype(_FLOAT32, copy=False),
     )
     header = _HEADER.pack(_MAGIC, _VERSION, len(sets), len(sets.token_ids))
-    return b"".join([header, *(part.tobytes() for part in parts)])
+    return [header, *(np.ascontiguousarray(part).view(np.uint8).data for part in parts)]
 
 
 def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates") -> CandidateSets:

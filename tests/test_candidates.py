@@ -427,7 +427,7 @@ def test_what_is_wrong_is_found_wherever_the_check_is_cut(at_once, t, data):
     logprobs = np.full(len(ids), -1.0, np.float32)
     sampled = np.where(np.array(sizes) > 0, 0, NO_TOKEN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "_CHECKED_AT_ONCE", at_once)
+        patch.setattr(candidates, "_AT_ONCE", at_once)
         CandidateSets(ids, logprobs, offsets, sampled)
         for wrong in ("token_ids", "logprobs", "sampled_ids"):
             arrays = {"token_ids": ids.copy(), "logprobs": logprobs.copy(), "sampled_ids": sampled.copy()}

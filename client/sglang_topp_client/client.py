@@ -83,6 +83,9 @@ class AsyncRolloutClient:
         InvalidInputError: an argument is wrong.
     """
 
+    # All: a server may take who does not read for one that is gone.
+    _LONG_LINES_AT_ONCE = 1 << 30
+
     def __init__(
         self,
         base_url: str,
@@ -368,8 +371,10 @@ class AsyncRolloutClient:
                         rollouts = exchange.read(line)
                     else:
                         rollouts = await asyncio.to_thread(exchange.read, line)
-                    for rollout in rollouts:
-                        take(rollout)
+                    while rollouts:
+                        take(rollouts.pop(0))
+                    # The next one may be long in coming, and this one large.
+                    del line
             if not exchange.complete:
                 raise TransportError("the answer was cut off: it ended before the line that closes it")
         except (AuthenticationError, BadRequestError, OverloadedError):
@@ -388,7 +393,7 @@ class AsyncRolloutClient:
             for other in list(self._loops):
                 if other.is_closed():
                     self._loops.pop(other, None)
-            connections = Connections(self._server)
+            connections = Connections(self._server, self._LONG_LINES_AT_ONCE)
             self._loops[loop] = _Loop(
                 connections,
                 Aborts(functools.partial(_abort_in_engine, connections)),

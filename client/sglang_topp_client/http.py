@@ -14,7 +14,7 @@ import math
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -36,6 +36,7 @@ from sglang_topp_client import files
 from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, shown, whole_number
 from sglang_topp_client.lanes import Lanes
 from sglang_topp_client.record import error_from_record
+from sglang_topp_client.turns import LONG_BYTES, Turns
 
 __all__ = ["Connections", "Server"]
 
@@ -101,12 +102,13 @@ class Connections:
     on, to be used from another loop, leaves no open sockets behind.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, long_lines_at_once: int) -> None:
         headers = {"Accept-Encoding": "identity"}
         if server.api_key is not None:
             headers["Authorization"] = f"Bearer {server.api_key}"
         self._base_url = server.base_url.rstrip("/")
         self._max_line_bytes = server.max_line_bytes
+        self._turns = Turns(long_lines_at_once)
         self._client = httpx.AsyncClient(
             base_url=self._base_url,
             headers=headers,
@@ -152,7 +154,8 @@ class Connections:
             async with self._client.stream("POST", path, content=content, headers=headers) as response:
                 if response.status_code != 200:
                     raise await _response_error(response)
-                yield _lines(response, self._max_line_bytes)
+                async with aclosing(_lines(response, self._turns, self._max_line_bytes)) as lines:
+                    yield lines
 
     async def request_json(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
@@ -203,22 +206,35 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
         raise TransportError(f"{url}: {type(error).__name__}: {error}") from error
 
 
-async def _lines(response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
-    parts: list[bytes] = []
-    size = 0
-    async for data in _raw(response):
-        *ends, rest = data.split(b"\n")
-        for end in ends:
-            _check_length(size + len(end), max_bytes)
-            yield b"".join([*parts, end]).rstrip(b"\r")
-            parts.clear()
-            size = 0
-        if rest:
-            size += len(rest)
-            _check_length(size, max_bytes)
-            parts.append(rest)
-    if parts:
-        raise TransportError(f"the answer was cut off in the middle of a line: {parts[0][:200]!r}")
+async def _lines(response: httpx.Response, turns: Turns, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    # One buffer, not a list of what came: large ones go back to the system at once, small ones stay.
+    pending = bytearray()
+    is_long = has_turn = False
+    try:
+        async for data in _raw(response):
+            if is_long:
+                turns.step()
+            *ends, rest = data.split(b"\n")
+            for end in ends:
+                _check_length(len(pending) + len(end), max_bytes)
+                pending += end
+                line = bytes(pending).rstrip(b"\r")
+                # Not held twice while the caller reads it, nor once it has.
+                pending = bytearray()
+                yield line
+                del line
+                if has_turn:
+                    turns.give_back()
+                is_long = has_turn = False
+            _check_length(len(pending) + len(rest), max_bytes)
+            pending += rest
+            if len(pending) > LONG_BYTES and not is_long:
+                is_long, has_turn = True, await turns.take()
+    finally:
+        if has_turn:
+            turns.give_back()
+    if pending:
+        raise TransportError(f"the answer was cut off in the middle of a line: {bytes(pending[:200])!r}")
 
 
 async def _whole(response: httpx.Response, max_bytes: int) -> bytes:

@@ -104,11 +104,10 @@ class GenerateExchange:
         if not line or line.startswith(b":"):
             # The end of an event, or a comment: gateways send those to keep a connection alive.
             return []
-        if line.startswith(b"data:"):
-            line = line[5:].strip()
-        elif not line.startswith(b"{"):
+        start = 5 if line.startswith(b"data:") else 0
+        if not start and not line.startswith(b"{"):
             raise WireError("stream", f"got {line[:200]!r}, expected server-sent events")
-        if line == b"[DONE]":
+        if line[start : start + 16].strip() == b"[DONE]":
             if len(self._finished) != len(self._wanted.samples):
                 raise WireError(
                     "stream", f"ended after {len(self._finished)} of {len(self._wanted.samples)} samples"
@@ -116,7 +115,8 @@ class GenerateExchange:
             self.complete = True
             return []
         try:
-            chunk = json.loads(line)
+            # Decoded here, without a copy of the bytes: a line may be hundreds of MB.
+            chunk = json.loads(str(memoryview(line)[start:], "utf-8"))
         except (ValueError, RecursionError) as error:
             raise WireError("stream", f"got {line[:200]!r}: {error}") from None
         if not isinstance(chunk, dict):

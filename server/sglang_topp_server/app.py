@@ -14,10 +14,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
+from sglang_topp_server.body import Bodies
 from sglang_topp_server.engine import Engine
 from sglang_topp_server.exchange import RolloutExchange
 from sglang_topp_server.flight import Flight
 from sglang_topp_server.guard import RequireKey
+from sglang_topp_server.held import Held
 from sglang_topp_server.limits import Limits
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.problems import answer_of, as_known_error, headers_of, status_of
@@ -47,6 +49,7 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
     limits = limits or Limits()
     metrics = Metrics()
     flight = Flight(limits.max_in_flight, metrics)
+    bodies, held = Bodies(limits), Held(limits.max_held_bytes, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -78,7 +81,7 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
     async def rollouts() -> Response:
         """Samples with their candidate sets: one JSON, or, with `stream`, one line each as they finish, and
         last the line `{"done": true, "rollouts": N}`. Hanging up aborts them."""
-        return RolloutExchange(engine, limits, flight, metrics)
+        return RolloutExchange(engine, limits, bodies, flight, held, metrics)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

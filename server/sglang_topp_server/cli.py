@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -113,6 +114,13 @@ def _add_sidecar_options(parser: argparse.ArgumentParser) -> None:
         ("--max-samples", _count, limits.max_samples, "prompts x n of one request"),
         ("--max-body-bytes", _count, limits.max_body_bytes, "of one request"),
         ("--timeout-s", _seconds, limits.timeout_s, "of one request"),
+        (
+            "--max-stall-s",
+            _seconds,
+            limits.max_stall_s,
+            "a caller may take for headers, or be behind 64 KiB/s with body or answer; then it is cut off",
+        ),
+        ("--max-held-bytes", _count, limits.max_held_bytes, "of finished samples that wait for callers"),
         ("--grace-s", _seconds, 20.0, "for requests in flight after a signal, and then for the engine"),
     ):
         parser.add_argument(name, type=kind, default=default, help=f"{what} (%(default)s)")
@@ -186,7 +194,7 @@ def _settings(args: argparse.Namespace, engine_url: str, **others: float) -> lau
         engine_url=engine_url,
         api_key=_key(_KEY),
         engine_api_key=_key(_ENGINE_KEY),
-        limits=Limits(args.max_in_flight, args.max_samples, args.max_body_bytes, args.timeout_s),
+        limits=Limits(**{one.name: getattr(args, one.name) for one in fields(Limits)}),
         grace_s=args.grace_s,
         **others,
     )

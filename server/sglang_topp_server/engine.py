@@ -19,6 +19,7 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.request import SampleRequest
+from sglang_topp_server.held import Share
 from sglang_topp_server.problems import as_known_error, upstream_error
 from sglang_topp_server.schema import RolloutRequest
 
@@ -69,6 +70,12 @@ class FailedPrompt:
     error: SglangToppError
 
 
+class _Client(AsyncRolloutClient):
+    # Of all callers: what several of these hold while they are taken apart is all that is held beyond
+    # finished samples.
+    _LONG_LINES_AT_ONCE = 4
+
+
 class Engine:
     """One engine. To be used within one event loop, and closed there.
 
@@ -85,7 +92,7 @@ class Engine:
         self._in_doubt = asyncio.Event()
         # One retry: a connection that the engine dropped while idle. Waiting out a longer outage is the
         # caller's choice, and retries on both sides would multiply.
-        self._client = AsyncRolloutClient(
+        self._client = _Client(
             self.base_url, kind="sglang", api_key=api_key, max_connections=4096, max_retries=1
         )
         self._probes = httpx.AsyncClient(
@@ -182,8 +189,10 @@ class Engine:
 
     # -- what it makes -----------------------------------------------------------------------------
 
-    async def samples(self, request: RolloutRequest) -> AsyncGenerator[Rollout | FailedPrompt, None]:
-        """Every sample as it finishes; where a prompt fails, the others go on.
+    async def samples(
+        self, request: RolloutRequest, share: Share
+    ) -> AsyncGenerator[Rollout | FailedPrompt, None]:
+        """Every sample as it finishes, added to `share`; where a prompt fails, the others go on.
 
         Closing the iterator aborts the rest in the engine, and returns when that is done.
         """
@@ -191,7 +200,7 @@ class Engine:
 
         async def one(wanted: SampleRequest) -> None:
             try:
-                await self._one_prompt(wanted, request.request_id, finished)
+                await self._one_prompt(wanted, request.request_id, share, finished)
             except Exception as error:
                 finished.put_nowait(FailedPrompt(wanted.prompt_index, as_known_error(error)))
             finished.put_nowait(None)
@@ -209,13 +218,15 @@ class Engine:
                     running -= 1
                 else:
                     yield item
+                # Nor is a sample that was sent held while the next one is waited for.
+                del item
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one_prompt(
-        self, wanted: SampleRequest, request_id: str | None, finished: asyncio.Queue[Any]
+        self, wanted: SampleRequest, request_id: str | None, share: Share, finished: asyncio.Queue[Any]
     ) -> None:
         prompts: Any = [wanted.prompt]
         stream = self._client.stream(
@@ -228,7 +239,9 @@ class Engine:
         try:
             async with aclosing(stream) as samples:
                 async for sample in samples:
+                    share.add(sample)
                     finished.put_nowait(replace(sample, prompt_index=wanted.prompt_index))
+                    del sample
         except SglangToppError as error:
             if isinstance(error, MissingCandidateSetsError):
                 # It may have been restarted without the patch set since it was last looked at.

@@ -1,7 +1,7 @@
 """RolloutExchange: one `POST /rollouts`, from its headers to the last byte of its answer.
 
 It is the response object of the route, and does its own reading and sending: a place in flight is held
-from before the body is read until the answer is out, and a caller that hangs up is heard at any moment
+from when the body is there until the answer is out, and a caller that hangs up is heard at any moment
 between. (Starlette's StreamingResponse leaves the generator of a broken stream to the garbage collector.)
 """
 
@@ -11,28 +11,30 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
+from itertools import chain
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sglang_topp.errors import (
-    BadRequestError,
     OverloadedError,
     RequestTimeoutError,
     ServerError,
     SglangToppError,
     WireError,
 )
-from sglang_topp_client.record import to_record
+from sglang_topp_server.body import Bodies, HungUpError
+from sglang_topp_server.connection import Connection, connection_of
 from sglang_topp_server.engine import Engine, FailedPrompt
 from sglang_topp_server.flight import Flight
+from sglang_topp_server.held import Held, Share, num_bytes_of
 from sglang_topp_server.limits import Limits
 from sglang_topp_server.metrics import Metrics
+from sglang_topp_server.pieces import Record, in_pieces
 from sglang_topp_server.problems import answer_of, as_known_error, headers_of, status_of
 from sglang_topp_server.schema import RolloutRequest, parse_request
 
@@ -44,56 +46,46 @@ _OFF_LOOP_BYTES = 1 << 18
 _log = logging.getLogger(__name__)
 
 
-class _HungUpError(Exception):
-    """The caller has closed the connection: there is nobody to answer."""
-
-
 class RolloutExchange(Response):
     """The whole of one request.
 
     Args:
         engine: makes the samples.
         limits: what is accepted.
+        bodies: reads its body.
         flight: where it takes a place.
+        held: where what waits for its caller is counted.
         metrics: where it is counted.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, flight: Flight, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: Engine, limits: Limits, bodies: Bodies, flight: Flight, held: Held, metrics: Metrics
+    ) -> None:
         super().__init__()
-        self._engine, self._limits, self._flight, self._metrics = engine, limits, flight, metrics
+        self._engine, self._limits, self._metrics = engine, limits, metrics
+        self._bodies, self._flight, self._held = bodies, flight, held
+        self._connection: Connection | None = None
         self._is_started = self._is_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         start = time.monotonic()
-        try:
-            with self._flight:
-                outcome = await self._run(Headers(scope=scope), receive, send)
-                self._metrics.requests.labels(outcome).inc()
-                self._metrics.request_seconds.observe(time.monotonic() - start)
-        except OverloadedError as error:
-            self._metrics.count_refusal(error)
-            await self._send_error(send, error)
-
-    async def _run(self, headers: Headers, receive: Receive, send: Send) -> str:
-        """Answer; returns the outcome that is counted."""
+        self._connection = connection_of(scope)
         is_admitted = False
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                body = await _read_body(headers, receive, self._limits.max_body_bytes)
-                if len(body) < _OFF_LOOP_BYTES:
-                    request = parse_request(body, self._limits)
-                else:
-                    request = await asyncio.to_thread(parse_request, body, self._limits)
-                del body
-                await self._engine.require_ready()
-                is_admitted = True
-                answer = self._answer_lines if request.stream else self._answer_whole
-                return await _unless_hung_up(asyncio.create_task(answer(request, send)), receive)
-        except _HungUpError:
-            return "aborted"
+                # Before a byte of the body is read, and again when it is there.
+                self._flight.require_place()
+                request = await self._read(Headers(scope=scope), receive)
+                with self._flight:
+                    await self._engine.require_ready()
+                    is_admitted = True
+                    outcome = await self._answer(request, receive, send)
+            error: SglangToppError | None = None
+        except HungUpError:
+            error, outcome = None, self._hung_up()
         except TimeoutError:
-            error: SglangToppError = RequestTimeoutError(
+            error = RequestTimeoutError(
                 f"it took longer than this server's limit of {self._limits.timeout_s:g} s"
             )
         except asyncio.CancelledError:
@@ -102,38 +94,78 @@ class RolloutExchange(Response):
             error = as_known_error(cause)
             if status_of(error) == 500:
                 _log.exception("a request failed in the sidecar itself")
-        self._metrics.count_error(error)
-        await self._send_error(send, error)
-        return "failed" if is_admitted else "rejected"
+        if error is not None:
+            outcome = "failed" if is_admitted else "slow" if status_of(error) == 408 else "rejected"
+            self._metrics.count_error(error)
+        self._metrics.requests.labels(outcome).inc()
+        if error is not None:
+            await self._send_error(send, error)
+        if is_admitted or not isinstance(error, OverloadedError):
+            self._metrics.request_seconds.observe(time.monotonic() - start)
 
-    async def _answer_whole(self, request: RolloutRequest, send: Send) -> str:
+    async def _read(self, headers: Headers, receive: Receive) -> RolloutRequest:
+        async with self._bodies.read(headers, receive) as body:
+            if len(body) < _OFF_LOOP_BYTES:
+                return parse_request(body, self._limits)
+            return await asyncio.to_thread(parse_request, body, self._limits)
+
+    async def _answer(self, request: RolloutRequest, receive: Receive, send: Send) -> str:
+        """Returns the outcome that is counted."""
+        answer = self._answer_lines if request.stream else self._answer_whole
+        with self._held.share() as share:
+            work = asyncio.create_task(answer(request, share, send))
+            # The body has been read: what comes next is the end of the connection.
+            hang_up = asyncio.ensure_future(receive())
+            try:
+                ends: set[asyncio.Future[Any]] = {work, hang_up, share.excess}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if share.excess.done():
+                    raise share.excess.result()
+                if not work.done():
+                    raise HungUpError
+                return work.result()
+            finally:
+                work.cancel()
+                hang_up.cancel()
+                await asyncio.wait({work, hang_up})
+                if not work.cancelled():
+                    work.exception()
+
+    def _hung_up(self) -> str:
+        """The outcome where the connection is gone."""
+        if self._connection is None or self._connection.why_cut_off is None:
+            return "aborted"
+        _log.info("a caller's connection was closed: %s", self._connection.why_cut_off)
+        return "slow"
+
+    async def _answer_whole(self, request: RolloutRequest, share: Share, send: Send) -> str:
         """One JSON, in the order of the request: every sample, or an error."""
-        records: dict[tuple[int, int], bytes] = {}
-        async with _own_time_limit(request), aclosing(self._engine.samples(request)) as samples:
-            async for sample in samples:
-                if isinstance(sample, FailedPrompt):
-                    raise sample.error
-                records[sample.prompt_index, sample.sample_index] = to_json(to_record(sample)) + b","
-                self._metrics.count_sample(sample)
-                # Samples that finish together must not keep the loop from everything else meanwhile.
-                await asyncio.sleep(0)
-        expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
-        if sorted(records) != expected:
-            raise WireError("rollouts", f"got {len(records)} samples, expected {len(expected)}")
-        parts = [b'{"rollouts":[', *(records.pop(at) for at in expected)]
-        parts[-1] = parts[-1][:-1] + b"]}"
-        await self._start(send, "application/json", length=sum(map(len, parts)))
-        for part in parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        records: dict[tuple[int, int], Record] = {}
+        async with _own_time_limit(request):
+            async with aclosing(self._engine.samples(request, share)) as samples:
+                async for sample in samples:
+                    if isinstance(sample, FailedPrompt):
+                        raise sample.error
+                    records[sample.prompt_index, sample.sample_index] = Record(sample)
+                    self._metrics.count_sample(sample)
+                    del sample
+                    # Samples that finish together must not keep the loop from everything else meanwhile.
+                    await asyncio.sleep(0)
+            expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
+            if sorted(records) != expected:
+                raise WireError("rollouts", f"got {len(records)} samples, expected {len(expected)}")
+            frame = len(b'{"rollouts":[' + b"]}") + len(records) - 1
+            await self._start(send, "application/json", length=frame + sum(map(len, records.values())))
+            await self._send_chunks(send, _whole(records, expected))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         return "ok"
 
-    async def _answer_lines(self, request: RolloutRequest, send: Send) -> str:
+    async def _answer_lines(self, request: RolloutRequest, share: Share, send: Send) -> str:
         """NDJSON. The status waits for the first sample: where no prompt succeeds, it is that of the first
         failure; where one has, failures are lines."""
         failures: list[FailedPrompt] = []
         num_sent = 0
-        async with _own_time_limit(request), aclosing(self._engine.samples(request)) as items:
+        async with _own_time_limit(request), aclosing(self._engine.samples(request, share)) as items:
             async for item in items:
                 if isinstance(item, FailedPrompt):
                     failures.append(item)
@@ -144,14 +176,17 @@ class RolloutExchange(Response):
                     await self._start(send, "application/x-ndjson")
                     for failure in failures:
                         await self._send_failure(send, failure)
-                await self._send_line(send, to_json(to_record(item)))
+                record, num_bytes = Record(item), num_bytes_of(item)
                 self._metrics.count_sample(item)
+                del item
+                await self._send_chunks(send, chain(record, [b"\n"]))
+                del record
+                share.remove(num_bytes)
                 num_sent += 1
-                await asyncio.sleep(0)
-        if not self._is_started:
-            raise failures[0].error
-        await self._send_line(send, _encode({"done": True, "rollouts": num_sent}))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if not self._is_started:
+                raise failures[0].error
+            await self._send_line(send, {"done": True, "rollouts": num_sent})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         return "partial" if failures else "ok"
 
     async def _start(self, send: Send, media_type: str, length: int | None = None) -> None:
@@ -161,20 +196,33 @@ class RolloutExchange(Response):
         self._is_started, self._is_stream = True, length is None
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _send_line(self, send: Send, line: bytes) -> None:
-        await send({"type": "http.response.body", "body": line + b"\n", "more_body": True})
+    async def _send_chunks(self, send: Send, chunks: Iterable[bytes]) -> None:
+        """Each piece waits until the reader has all but the last one."""
+        for piece in in_pieces(chunks):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            # A reader that is never behind would keep the loop from everything else.
+            await asyncio.sleep(0)
+
+    async def _send_line(self, send: Send, answer: dict[str, Any]) -> None:
+        await send({"type": "http.response.body", "body": _encode(answer) + b"\n", "more_body": True})
 
     async def _send_failure(self, send: Send, failed: FailedPrompt) -> None:
         self._metrics.count_error(failed.error)
-        await self._send_line(send, _encode({**answer_of(failed.error), "prompt_index": failed.prompt_index}))
+        await self._send_line(send, {**answer_of(failed.error), "prompt_index": failed.prompt_index})
 
     async def _send_error(self, send: Send, error: SglangToppError) -> None:
         """The error as the answer, or as the last line of a stream, which without its end mark does not
-        pass as complete. A JSON that has begun can only be cut off: raising makes the server do that."""
+        pass as complete. A JSON that has begun can only be cut off, and so can a stream whose reader is
+        behind: it would not take the line either."""
         if self._is_started:
-            if not self._is_stream:
-                raise error
-            await self._send_line(send, _encode(answer_of(error)))
+            if self._connection is None:
+                if not self._is_stream:
+                    raise error  # which makes any server close the connection
+            elif not self._is_stream or self._connection.is_behind:
+                self._connection.cut_off(str(error))
+                await self._connection.closed.wait()
+                return
+            await self._send_line(send, answer_of(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         body = _encode(answer_of(error))
@@ -183,52 +231,21 @@ class RolloutExchange(Response):
             "content-length": str(len(body)),
             **headers_of(error),
         }
+        if status_of(error) == 408:
+            headers["connection"] = "close"
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status_of(error), "headers": raw})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body, counted as it arrives: a chunked one declares no length.
-
-    Raises:
-        BadRequestError: 413, it is longer than `max_bytes`.
-    """
-    declared = headers.get("content-length", "")
-    too_large = BadRequestError(
-        f"the body: got {declared or 'more'} bytes, expected at most {max_bytes}", status=413
-    )
-    if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _HungUpError
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > max_bytes:
-            raise too_large
-        if not message.get("more_body", False):
-            return b"".join(chunks)
-
-
-async def _unless_hung_up(work: asyncio.Task[str], receive: Receive) -> str:
-    """The result of `work`, which is cancelled, and waited for, when the caller hangs up first."""
-    # The body has been read: what comes next is the end of the connection.
-    hang_up = asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise _HungUpError
-        return work.result()
-    finally:
-        work.cancel()
-        hang_up.cancel()
-        await asyncio.wait({work, hang_up})
-        if not work.cancelled():
-            work.exception()
+def _whole(records: dict[tuple[int, int], Record], order: Iterable[tuple[int, int]]) -> Iterable[bytes]:
+    """The whole JSON; each record is let go of once it is out."""
+    opening = b'{"rollouts":['
+    for at in order:
+        yield opening
+        yield from records.pop(at)
+        opening = b","
+    yield b"]}"
 
 
 @asynccontextmanager
@@ -243,6 +260,5 @@ async def _own_time_limit(request: RolloutRequest) -> AsyncIterator[None]:
 
 
 def _encode(answer: dict[str, Any]) -> bytes:
-    """Small answers, whatever an engine's error may contain. (Records go through `to_json`, which takes a
-    tenth of the time over a megabyte of base64.)"""
+    """Small answers, whatever an engine's error may contain."""
     return json.dumps(answer, separators=(",", ":")).encode()

@@ -15,7 +15,9 @@ import uvicorn
 
 from sglang_topp.errors import InvalidInputError, PatchError, ServerError, TransportError
 from sglang_topp_server.app import create_app
+from sglang_topp_server.connection import http_protocol
 from sglang_topp_server.engine import Engine
+from sglang_topp_server.heap import return_large_blocks
 from sglang_topp_server.limits import Limits
 
 __all__ = ["Settings", "check_free", "engine_command", "run", "url_of"]
@@ -108,11 +110,14 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
         TransportError: it was not ready in time.
         ServerError: it ended by itself, or the sidecar did.
     """
+    return_large_blocks()
     engine = Engine(settings.engine_url, api_key=settings.engine_api_key)
     app = create_app(engine, limits=settings.limits, api_key=settings.api_key)
     server = _Server(
         uvicorn.Config(
             app,
+            http=http_protocol(settings.limits),
+            ws="none",
             log_level="warning",
             access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S,

@@ -59,9 +59,11 @@ class Metrics:
 
     Attributes:
         requests: by outcome: `ok`, `partial` (a stream with failed prompts), `failed`, `rejected` (never
-            sent to the engine), `aborted` (the caller hung up).
+            sent to the engine), `aborted` (the caller hung up), `slow` (the caller's connection was closed,
+            because it did not send its body or take its answer at the rate of `limits.py`).
         errors: answers and lines that are errors, by `type` and `status`.
-        in_flight: requests between their headers and their last byte.
+        in_flight: requests between the last byte of their body and that of their answer.
+        held_bytes: of finished samples that wait for their callers.
         request_seconds: from a request's headers to the last byte of its answer, whatever that is; not of
             those that get a 401 or a 429.
         samples: finished samples.
@@ -79,6 +81,9 @@ class Metrics:
             "sglang_topp_errors", "Errors by type and status", ["type", "status"], registry=self.registry
         )
         self.in_flight = Gauge("sglang_topp_in_flight", "Requests in flight", registry=self.registry)
+        self.held_bytes = Gauge(
+            "sglang_topp_held_bytes", "Bytes that wait for their callers", registry=self.registry
+        )
         self.request_seconds = Histogram(
             "sglang_topp_request_seconds",
             "Seconds from headers to last byte",

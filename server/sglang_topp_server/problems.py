@@ -6,8 +6,9 @@ message is a sentence that holds the cause, the engine's own words where it was 
 =====  ========================================================================================
 400    `InvalidInputError`, `BadRequestError`: the request, or what the engine says about it
 401    `AuthenticationError`: no key, or another than this server's
-413    `BadRequestError`: too many bytes, or too many samples
-429    `OverloadedError`, with Retry-After
+408    `BadRequestError`: the body came too slowly
+413    `BadRequestError`: too many bytes, too many samples, or too much for one answer
+429    `OverloadedError`, with Retry-After: too many requests, bodies, or bytes that wait for callers
 500    `ServerError`: a fault of the sidecar itself
 502    `TransportError`, `ServerError`, `WireError`, `RolloutError`: the engine is gone, failed, answered
        what cannot be decoded, or gave up on a sample

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import chain, islice
 from typing import Annotated, Any, TypeAlias
 
 import pydantic_core
@@ -19,6 +20,7 @@ from pydantic import (
 )
 
 from sglang_topp.errors import BadRequestError, InvalidInputError
+from sglang_topp_client.checks import MAX_REQUEST_ID, check_request_id
 from sglang_topp_client.request import SampleRequest, plan
 from sglang_topp_client.sidecar_api import SERVICE
 from sglang_topp_server.limits import Limits
@@ -63,6 +65,11 @@ _Threshold: TypeAlias = Annotated[
 ]
 
 
+# Unknown fields of one body that are named; it may hold millions.
+_MAX_UNKNOWN = 8
+_MAX_SHOWN_CHARS = 60
+
+
 class RolloutRequest(BaseModel):
     """The body of `POST /rollouts`. A field that is not here is an error: passed over, it would be a wish
     that nobody sees fail."""
@@ -70,7 +77,8 @@ class RolloutRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     prompts: _Prompts = Field(description="One text, texts, the token ids of one prompt, or of several.")
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = Field(
+    # Millions of entries may be wrong, too.
+    sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None,
         description="SGLang's names, `n` among them; one object for all prompts, or one per prompt.",
     )
@@ -79,8 +87,10 @@ class RolloutRequest(BaseModel):
         description="The candidate sets' threshold, one for all prompts or one each; 0 or null: no sets.",
     )
     stream: StrictBool = Field(default=False, description="One line of JSON per sample, as each finishes.")
-    request_id: Annotated[StrictStr, Field(min_length=1, max_length=512)] | None = Field(
-        default=None, description="The start of the ids that the engine's log shows."
+    request_id: StrictStr | None = Field(
+        default=None,
+        description="The start of the ids that the engine's log shows: printable, at most"
+        f" {MAX_REQUEST_ID} characters.",
     )
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = Field(
         default=None,
@@ -94,7 +104,7 @@ class RolloutRequest(BaseModel):
         return self._wanted
 
 
-def parse_request(body: bytes, limits: Limits) -> RolloutRequest:
+def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
     """The request in a body.
 
     Raises:
@@ -103,7 +113,7 @@ def parse_request(body: bytes, limits: Limits) -> RolloutRequest:
         InvalidInputError: the same as 400, from the client's own checks.
     """
     try:
-        request = RolloutRequest.model_validate(pydantic_core.from_json(body))
+        request = RolloutRequest.model_validate(_with_few_unknown(pydantic_core.from_json(body)))
     except ValidationError as error:
         raise BadRequestError(_sentence(error), status=400) from None
     except ValueError as error:
@@ -111,10 +121,12 @@ def parse_request(body: bytes, limits: Limits) -> RolloutRequest:
     # Before they are laid out one by one: `n` may be any number.
     if (samples := _num_samples(request)) > limits.max_samples:
         raise BadRequestError(
-            f"prompts x n: got {samples} samples, expected at most {limits.max_samples};"
+            f"prompts x n: got {_cut(str(samples))} samples, expected at most {limits.max_samples};"
             " send them in several requests",
             status=413,
         )
+    if request.request_id is not None:
+        check_request_id(request.request_id)
     request._wanted = plan(request.prompts, request.sampling_params, request.top_logprobs_p)
     for one in request._wanted:
         custom = one.sampling_params.get("custom_params")
@@ -124,6 +136,15 @@ def parse_request(body: bytes, limits: Limits) -> RolloutRequest:
                 " the answer; expected top_logprobs_p beside sampling_params"
             )
     return request
+
+
+def _with_few_unknown(given: Any) -> Any:
+    """The fields that there are, and some of those that there are not."""
+    if not isinstance(given, dict):
+        return given
+    known = RolloutRequest.model_fields.keys()
+    unknown = islice((name for name in given if name not in known), _MAX_UNKNOWN)
+    return {name: given[name] for name in chain(known & given.keys(), unknown)}
 
 
 def _num_samples(request: RolloutRequest) -> int:
@@ -138,7 +159,7 @@ def _sentence(error: ValidationError) -> str:
     """Every complaint, the field's name first."""
     sentences = []
     for problem in error.errors(include_url=False):
-        field = ".".join(str(part) for part in problem["loc"])
+        field = ".".join(_cut(str(part)) for part in problem["loc"])
         if problem["type"] == "value_error":
             sentences.append(": ".join(filter(None, [field, str(problem["ctx"]["error"])])))
         elif problem["type"] == "missing":
@@ -156,8 +177,11 @@ def _shown(value: Any) -> str:
     """A value in an error: short, however large it is."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
 
 
 # -- answers: the shapes that the OpenAPI page shows ------------------------------------------------
@@ -235,6 +259,8 @@ class LimitsInfo(BaseModel):
     max_samples: int
     max_body_bytes: int
     timeout_s: float
+    max_stall_s: float
+    max_held_bytes: int
 
     @classmethod
     def of(cls, limits: Limits) -> LimitsInfo:

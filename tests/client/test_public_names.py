@@ -39,6 +39,7 @@ NAMES = {
     "sglang_topp_client.rollout": ["Rollout"],
     "sglang_topp_client.sglang_api": ["GenerateExchange"],
     "sglang_topp_client.sidecar_api": ["SERVICE", "RolloutsExchange"],
+    "sglang_topp_client.turns": ["LONG_BYTES", "Turns"],
 }
 
 

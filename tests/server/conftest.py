@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 
 from sglang_topp_server.app import create_app
+from sglang_topp_server.connection import http_protocol
 from sglang_topp_server.engine import Engine
 from sglang_topp_server.limits import Limits
 
@@ -36,7 +37,7 @@ fake = _load_fake()
 class Served:
     """An ASGI app on a real uvicorn in a thread."""
 
-    def __init__(self, app: Any, *, port: int = 0, lifespan: str = "on") -> None:
+    def __init__(self, app: Any, *, port: int = 0, lifespan: str = "on", **options: Any) -> None:
         config = uvicorn.Config(
             app,
             host="127.0.0.1",
@@ -45,6 +46,7 @@ class Served:
             lifespan=lifespan,
             interface="asgi3",
             timeout_graceful_shutdown=1,
+            **options,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
@@ -160,8 +162,11 @@ def start(stack: ExitStack) -> Callable[..., Sidecar]:
         wait: bool = True,
         **limits: Any,
     ) -> Sidecar:
-        app = create_app(Engine(engine_url, api_key=engine_api_key), limits=Limits(**limits), api_key=api_key)
-        served = stack.enter_context(Served(app))
+        bounds = Limits(**limits)
+        app = create_app(Engine(engine_url, api_key=engine_api_key), limits=bounds, api_key=api_key)
+        served = stack.enter_context(
+            Served(app, http=http_protocol(bounds), ws="none", timeout_keep_alive=75)
+        )
         sidecar = Sidecar(served.url, served.port)
         stack.callback(sidecar.http.close)
         if wait:

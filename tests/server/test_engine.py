@@ -175,7 +175,7 @@ def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, stream):
     def broken(rollout):
         raise KeyError("a fault of our own")
 
-    monkeypatch.setattr("sglang_topp_server.exchange.to_record", broken)
+    monkeypatch.setattr("sglang_topp_server.pieces.to_record", broken)
     answer = sidecar.rollouts("a", stream=stream)
 
     # In a stream the status has been sent by then; what is left to say it is the last line.

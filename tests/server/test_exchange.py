@@ -49,8 +49,10 @@ def test_hanging_up_in_the_middle_of_a_stream_aborts_the_rest(sidecar, engine, e
 
 def test_hanging_up_while_the_body_is_sent_is_no_error(sidecar, engine, eventually):
     with socket.create_connection(("127.0.0.1", sidecar.port), timeout=30) as connection:
-        connection.sendall(b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 1)
+        head = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n"
+        connection.sendall(head)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 100")  # it is being read
+        connection.sendall(b"{")
 
     eventually(lambda: sidecar.metric("sglang_topp_requests_total", outcome="aborted") == 1)
     assert engine.bodies == []

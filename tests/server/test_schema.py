@@ -52,8 +52,17 @@ def test_parameters_and_thresholds_are_spread_over_the_prompts():
         ({"prompts": "a", "top_logprobs_p": float("nan")}, ["top_logprobs_p", "nan"]),
         ({"prompts": "a", "top_logprobs_p": [0.1, 0.2]}, ["top_logprobs_p", "2", "1 prompt"]),
         ({"prompts": "a", "stream": "yes"}, ["stream", 'got "yes"', "boolean"]),
-        ({"prompts": "a", "request_id": ""}, ["request_id", "at least 1 character"]),
-        ({"prompts": "a", "request_id": "x" * 513}, ["request_id", "at most 512 characters"]),
+        ({"prompts": "a", "request_id": ""}, ["request_id: got an empty string"]),
+        ({"prompts": "a", "request_id": "x" * 513}, ["request_id", "expected at most 512"]),
+        ({"prompts": "a", "request_id": "a\nb"}, [r"request_id: got the character '\n', expected printable"]),
+        ({"prompts": "a", "request_id": "\0"}, [r"request_id: got the character '\x00'"]),
+        ({"prompts": "a", "request_id": "a\u2028b"}, ["request_id: got the character"]),
+        (
+            {"prompts": "a", "top_logprobs_p": 10**400},
+            ["top_logprobs_p: got 1000", "(401 characters), expected a number from 0 to 1"],
+        ),
+        ({"prompts": "a", "top_logprobs_p": [-(10**400)]}, ["top_logprobs_p[0]", "from 0 to 1"]),
+        ({"prompts": "a", "timeout_s": 10**400}, ["timeout_s: got 1000", "number"]),
         ({"prompts": "a", "timeout_s": 0}, ["timeout_s", "got 0", "greater than 0"]),
         ({"prompts": "a", "timeout_s": "5"}, ["timeout_s", 'got "5"', "number"]),
         ({"prompts": "a", "timeout_s": float("inf")}, ["timeout_s", "finite"]),
@@ -106,7 +115,23 @@ def test_counts_that_would_not_fit_into_memory():
             parse(prompts=["a", "b"], sampling_params=params)
 
 
-def test_what_was_got_is_shown_short():
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": "y" * 10_000},
+        {"y" * 10_000: 1},
+        {"sampling_params": {"n": 10**400}},
+        {"sampling_params": [1] * 10_000},
+        {f"field_{i}": 1 for i in range(10_000)},
+    ],
+)
+def test_what_was_got_is_shown_short(fields):
     with pytest.raises(BadRequestError) as raised:
-        parse(prompts="a", stream="y" * 10_000)
-    assert len(str(raised.value)) < 300
+        parse(prompts="a", **fields)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("deep", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000])
+def test_nesting_without_an_end(deep):
+    with pytest.raises(BadRequestError, match="the body is not JSON: recursion limit exceeded"):
+        parse_request(b'{"prompts":"a","sampling_params":{"x":%s}}' % deep.encode(), Limits())
