@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_topp_patches import mode, prefill, request, rows, sampler, server_info, tokenizer_manager
+from sglang_topp_patches import mode, model, prefill, request, rows, sampler, server_info, tokenizer_manager
 from sglang_topp_patches.seams import check_seams
 
 __all__ = ["register"]
@@ -54,6 +54,7 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ),
     ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER", prefill.forget_rows),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", mode.note_server_args),
+    (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", model.note_model),
     (f"{_TOKENIZER_MANAGER}._handle_batch_output", "BEFORE", tokenizer_manager.receive_entries),
     (f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info", "AFTER", tokenizer_manager.write_meta_info),
     (f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks", "AFTER", tokenizer_manager.merge_chunks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sglang_topp_patches import mode
+from sglang_topp_patches import mode, model
 from sglang_topp_patches.payload import KEY
 from sglang_topp_patches.seams import status
 
@@ -23,7 +23,8 @@ async def note_scheduler_states(original: Callable[[Any], Awaitable[list[Any]]],
 
 
 def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) -> dict[str, Any]:
-    """AFTER hook on `build_server_info`: `{"sglang_topp": {"active": ..., "problems": [...], ...}}`."""
+    """AFTER hook on `build_server_info`: `{"sglang_topp": {"active": ..., "problems": [...], ...}}`, with
+    the model's sizes, which the sidecar checks requests against."""
     report = status().to_dict()
     problems = [*report["problems"], *mode.refusals()]
     for rank, state in enumerate(_scheduler_states):
@@ -31,7 +32,7 @@ def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) ->
             problems.append(f"scheduler {rank} runs without the patch set")
         else:
             problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
-    result[KEY] = {**report, "active": not problems, "problems": problems}
+    result[KEY] = {**report, "active": not problems, "problems": problems, "model": model.to_record()}
     return result
 
 

@@ -29,6 +29,7 @@ from sglang_topp.errors import (
     WireError,
 )
 from sglang_topp_client.record import to_record
+from sglang_topp_server.admission import check_admissible
 from sglang_topp_server.engine import Engine, FailedPrompt
 from sglang_topp_server.flight import Flight
 from sglang_topp_server.limits import Limits
@@ -81,12 +82,16 @@ class RolloutExchange(Response):
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 body = await _read_body(headers, receive, self._limits.max_body_bytes)
-                if len(body) < _OFF_LOOP_BYTES:
-                    request = parse_request(body, self._limits)
-                else:
+                if is_large := len(body) >= _OFF_LOOP_BYTES:
                     request = await asyncio.to_thread(parse_request, body, self._limits)
+                else:
+                    request = parse_request(body, self._limits)
                 del body
-                await self._engine.require_ready()
+                model = await self._engine.require_ready()
+                if is_large:
+                    await asyncio.to_thread(check_admissible, request, model)
+                else:
+                    check_admissible(request, model)
                 is_admitted = True
                 answer = self._answer_lines if request.stream else self._answer_whole
                 return await _unless_hung_up(asyncio.create_task(answer(request, send)), receive)

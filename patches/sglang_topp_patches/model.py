@@ -1,0 +1,69 @@
+"""The served model's sizes, and the checks against them that SGLang lacks: a request for candidate sets
+is answered with a 400 where SGLang's scheduler would die of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from sglang_topp.engine_request import (
+    Model,
+    check_sampling_params,
+    check_token_ids,
+    overlong_param,
+    overlong_text,
+)
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["check_request", "note_model", "to_record"]
+
+_model: Model | None = None
+
+
+def note_model(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `TokenizerManager.__init__`."""
+    global _model
+    config, tokenizer = self.model_config, self.tokenizer
+    longest = 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
+    _model = Model(config.vocab_size, config.context_len, longest)
+
+
+def to_record() -> dict[str, int] | None:
+    """What `GET /server_info` shows as `model`."""
+    return None if _model is None else asdict(_model)
+
+
+def check_request(field: Callable[[str], Any]) -> None:
+    """Check a request for candidate sets; `field` looks one of its fields up, None where it is not there.
+
+    Raises:
+        InvalidInputError: the sentence names the field, what it got and what it takes.
+    """
+    if _model is None:
+        raise InvalidInputError("the model's sizes are not known in this process; nothing can be checked")
+    for name, text in _each("text", field("text"), str):
+        if not text:
+            # No token at all: the scheduler fails where it lays out the prompt's keys.
+            raise InvalidInputError(f"{name}: got an empty text, expected at least one token")
+        if sentence := overlong_text(name, text, _model):
+            raise InvalidInputError(sentence)
+    # Beside a text they are what SGLang takes.
+    ids = field("input_ids")
+    is_batch = bool(ids) and isinstance(ids[0], list)
+    for name, one in _each("input_ids", ids, list) if is_batch else [("input_ids", ids or [])]:
+        if is_batch and not one:
+            raise InvalidInputError(f"{name}: got no token id, expected at least one")
+        check_token_ids(name, one, _model.vocab_size)
+    for name, params in _each("sampling_params", field("sampling_params"), dict):
+        if sentence := overlong_param(name, params):
+            raise InvalidInputError(sentence)
+        check_sampling_params(name, params, _model)
+
+
+def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
+    """The entries of a field that holds one for all or one per prompt, by name; what is of another type is
+    SGLang's to refuse."""
+    entries = enumerate(value) if isinstance(value, list) else ()
+    given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]
+    return [(at, one) for at, one in given if isinstance(one, kind)]
