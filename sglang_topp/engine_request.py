@@ -87,8 +87,11 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     Raises:
         InvalidInputError: the first that is not one, by its position.
     """
-    array = np.asarray(ids)
-    if array.dtype.kind in "iu":
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # a ragged nesting
+        array = np.array(None)
+    if array.ndim == 1 and array.dtype.kind in "iu":
         wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
         at = int(wrong[0]) if len(wrong) else None
     else:  # integers beyond 64 bits, or what is none
@@ -225,7 +228,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 def _shown(value: Any) -> str:
     """A value in a sentence: short, however long it is."""
     try:
-        text = repr(value)
+        text = repr(value.item() if isinstance(value, np.generic) else value)
     except ValueError:  # more digits than Python prints
         return "a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -55,10 +55,31 @@ def check_request(field: Callable[[str], Any]) -> None:
         if is_batch and not one:
             raise InvalidInputError(f"{name}: got no token id, expected at least one")
         check_token_ids(name, one, _model.vocab_size)
+    _check_logprob_fields(field, _model)
     for name, params in _each("sampling_params", field("sampling_params"), dict):
         if sentence := overlong_param(name, params):
             raise InvalidInputError(sentence)
         check_sampling_params(name, params, _model)
+
+
+def _check_logprob_fields(field: Callable[[str], Any], model: Model) -> None:
+    text, ids = field("text"), field("input_ids")
+    is_batch = isinstance(text, list) or (text is None and bool(ids) and isinstance(ids[0], list))
+    count = len(ids if text is None else text) if is_batch else None
+    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
+        value = field(name)
+        # A list for one prompt reaches the scheduler as it is.
+        if isinstance(value, list) and len(value) != count:
+            expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
+            raise InvalidInputError(f"{name}: got a list of {len(value)}, expected {expected}")
+        for one in value if isinstance(value, list) else [value]:
+            if name == "logprob_start_len" and one is not None and one < -1:
+                # Not from the prompt's end: the scheduler counts positions with it.
+                raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
+            if name == "top_logprobs_num" and one is not None and one > model.vocab_size:
+                raise InvalidInputError(
+                    f"{name}: got {one}, expected at most {model.vocab_size}, the model's vocabulary"
+                )
 
 
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:

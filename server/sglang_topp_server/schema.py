@@ -27,7 +27,6 @@ from sglang_topp_server.limits import Limits
 __all__ = [
     "ErrorAnswer",
     "Info",
-    "ModelInfo",
     "RolloutRecord",
     "RolloutRequest",
     "RolloutsAnswer",
