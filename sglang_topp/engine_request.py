@@ -201,8 +201,9 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     patterns = _texts(params.get("stop_regex"))
     try:
         steps = sum(search_steps(pattern, model.context_length) for pattern in patterns)
-    except re.error:
-        return  # SGLang's to refuse
+    except re.error as error:  # which SGLang answers with a bare 500
+        yield f"stop_regex: got {_shown(params['stop_regex'])}, which is no regular expression: {error}"
+        return
     if steps > MAX_STEPS:
         yield (
             f"stop_regex: got {_shown(params['stop_regex'])}: looking for it in an answer of"

@@ -84,6 +84,8 @@ def test_millions_of_ids_take_no_time() -> None:
         ({"min_new_tokens": 2, "regex": "a"}, ["min_new_tokens", "got 2 with regex"]),
         ({"min_new_tokens": 2, "json_schema": "{}"}, ["min_new_tokens", "json_schema"]),
         ({"stop_regex": "(.*)*x"}, ["stop_regex", "'(.*)*x'", "4096 tokens", "bound its repetitions"]),
+        ({"stop_regex": "a(?i)"}, ["stop_regex", "no regular expression: global flags"]),
+        ({"stop_regex": ["a", "("]}, ["stop_regex", "unterminated subpattern"]),
         ({"stop_regex": ["a+b", "a+c"]}, ["stop_regex", "3e+07 steps", "at most 2e+07"]),
     ],
 )
@@ -112,7 +114,6 @@ def test_parameters_that_stop_the_engine_are_refused(params: dict[str, Any], wor
         # SGLang's own to refuse.
         {"top_k": 0},
         {"temperature": -1, "min_p": 7, "no_such_parameter": 1},
-        {"stop_regex": "("},
         {"top_k": "5", "logit_bias": [1], "stop_token_ids": "abc", "stop": 5},
     ],
 )
