@@ -21,7 +21,7 @@ import numpy as np
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.stop_regex import MAX_STEPS, search_steps
 
-__all__ = ["Model", "check_sampling_params", "check_token_ids", "overlong_param", "overlong_text"]
+__all__ = ["GRAMMARS", "Model", "check_sampling_params", "check_token_ids", "overlong_param", "overlong_text"]
 
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
@@ -31,11 +31,11 @@ _MAX_BIAS = 1e30
 # A logit over it stays finite in float32, divided by the smallest temperature too.
 _MIN_REPETITION_PENALTY = 1e-6
 
-# SGLang's own numbers; a longer stop regex and more of either it refuses by itself.
-_MAX_STOP_STRINGS = 32
+# Of one stop string; more than 32 of them SGLang refuses by itself.
 _MAX_STOP_CHARS = 1024
-_MAX_GRAMMAR_CHARS = 65536
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_MAX_GRAMMAR_CHARS = 32768
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""The sampling parameters that constrain an answer by a grammar."""
 
 # Text that takes up a whole context has some 4 characters a token. Long tokens are runs of blanks and
 # dashes; a bound by those would be of no use with a long context.
@@ -119,7 +119,8 @@ def overlong_text(name: str, text: str, model: Model) -> str | None:
 def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
     """The sentence about a text among sampling parameters that is longer than SGLang can bear, or None.
 
-    A stop string is tokenised on the event loop and compared with the answer's end after every token.
+    A stop string is tokenised on the event loop and compared with the answer's end after every token; a
+    grammar is compiled in a thread of the scheduler that nobody can stop, for minutes.
     """
     for at, stop in enumerate(_texts(params.get("stop"))):
         if len(stop) > _MAX_STOP_CHARS:
@@ -127,7 +128,7 @@ def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
                 f"{name}.stop: got a stop string of {len(stop)} characters at position {at},"
                 f" expected at most {_MAX_STOP_CHARS}"
             )
-    for key in _GRAMMARS:
+    for key in GRAMMARS:
         grammar = params.get(key)
         if isinstance(grammar, str) and len(grammar) > _MAX_GRAMMAR_CHARS:
             return f"{name}.{key}: got {len(grammar)} characters, expected at most {_MAX_GRAMMAR_CHARS}"
@@ -161,6 +162,9 @@ def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     # Makes logits infinite, the probabilities NaN, and drawing from them an error.
     if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
         yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
+    # SGLang's HTTP side knows it, its sampling parameters do not: a bare 500.
+    if params.get("choice") is not None:
+        yield "choice: SGLang does not take it; say the same with regex"
     yield from _bias_problems(params.get("logit_bias"), model.vocab_size)
     yield from _stop_problems(params, model)
 
@@ -193,7 +197,7 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
                 f"stop_token_ids: got {len(set(stop_ids))} with min_new_tokens {minimum}, which forbids them,"
                 f" expected at most {model.vocab_size // 2}, half of the model's vocabulary"
             )
-        if grammar := next((key for key in _GRAMMARS if params.get(key)), None):
+        if grammar := next((key for key in GRAMMARS if params.get(key)), None):
             yield (
                 f"min_new_tokens: got {minimum} with {grammar}; expected one of the two: where the grammar is"
                 " complete and only the end may follow, min_new_tokens forbids that too"

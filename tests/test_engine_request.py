@@ -83,6 +83,7 @@ def test_millions_of_ids_take_no_time() -> None:
         ),
         ({"min_new_tokens": 2, "regex": "a"}, ["min_new_tokens", "got 2 with regex"]),
         ({"min_new_tokens": 2, "json_schema": "{}"}, ["min_new_tokens", "json_schema"]),
+        ({"choice": ["a"]}, ["choice", "regex"]),
         ({"stop_regex": "(.*)*x"}, ["stop_regex", "'(.*)*x'", "4096 tokens", "bound its repetitions"]),
         ({"stop_regex": "a(?i)"}, ["stop_regex", "no regular expression: global flags"]),
         ({"stop_regex": ["a", "("]}, ["stop_regex", "unterminated subpattern"]),
@@ -138,10 +139,10 @@ def test_texts_have_a_length_that_follows_from_the_context() -> None:
     [
         ({"stop": "x" * 1025}, ["stop", "1025 characters at position 0", "at most 1024"]),
         ({"stop": ["ok", "x" * 60_000_000]}, ["stop", "60000000 characters at position 1"]),
-        ({"json_schema": " " * 65537}, ["json_schema", "65537 characters", "at most 65536"]),
-        ({"regex": "a" * 65537}, ["regex", "65537"]),
-        ({"ebnf": "a" * 65537}, ["ebnf", "65537"]),
-        ({"structural_tag": "a" * 65537}, ["structural_tag", "65537"]),
+        ({"json_schema": " " * 32769}, ["json_schema", "32769 characters", "at most 32768"]),
+        ({"regex": "a" * 32769}, ["regex", "32769"]),
+        ({"ebnf": "a" * 32769}, ["ebnf", "32769"]),
+        ({"structural_tag": "a" * 32769}, ["structural_tag", "32769"]),
     ],
 )
 def test_long_texts_among_the_parameters(params: dict[str, Any], words: list[str]) -> None:

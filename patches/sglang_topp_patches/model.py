@@ -16,7 +16,7 @@ from sglang_topp.engine_request import (
 )
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["check_request", "note_model", "to_record"]
+__all__ = ["check_request", "note_model", "sanitizes_logits", "to_record"]
 
 _model: Model | None = None
 
@@ -32,6 +32,13 @@ def note_model(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
 def to_record() -> dict[str, int] | None:
     """What `GET /server_info` shows as `model`."""
     return None if _model is None else asdict(_model)
+
+
+def sanitizes_logits() -> bool:
+    """Whether a row without a token to draw fails alone: SGLang's own switch, off by default."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
 
 
 def check_request(field: Callable[[str], Any]) -> None:

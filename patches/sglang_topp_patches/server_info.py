@@ -24,7 +24,7 @@ async def note_scheduler_states(original: Callable[[Any], Awaitable[list[Any]]],
 
 def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) -> dict[str, Any]:
     """AFTER hook on `build_server_info`: `{"sglang_topp": {"active": ..., "problems": [...], ...}}`, with
-    the model's sizes, which the sidecar checks requests against."""
+    what the sidecar checks requests against."""
     report = status().to_dict()
     problems = [*report["problems"], *mode.refusals()]
     for rank, state in enumerate(_scheduler_states):
@@ -32,7 +32,13 @@ def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) ->
             problems.append(f"scheduler {rank} runs without the patch set")
         else:
             problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
-    result[KEY] = {**report, "active": not problems, "problems": problems, "model": model.to_record()}
+    result[KEY] = {
+        **report,
+        "active": not problems,
+        "problems": problems,
+        "model": model.to_record(),
+        "sanitizes_logits": model.sanitizes_logits(),
+    }
     return result
 
 

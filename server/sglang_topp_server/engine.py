@@ -58,6 +58,11 @@ class EngineStatus:
         return self.patch.get("active") is True
 
     @property
+    def takes_grammars(self) -> bool:
+        """Whether the engine, when last heard, survives a grammar that leaves no token to draw."""
+        return self.patch.get("sanitizes_logits") is True
+
+    @property
     def problems(self) -> list[str]:
         """Why the patch set is not in force, in its own words."""
         problems = self.patch.get("problems")

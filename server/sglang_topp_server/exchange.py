@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
@@ -88,10 +89,13 @@ class RolloutExchange(Response):
                     request = parse_request(body, self._limits)
                 del body
                 model = await self._engine.require_ready()
+                check = partial(
+                    check_admissible, request, model, takes_grammars=self._engine.status.takes_grammars
+                )
                 if is_large:
-                    await asyncio.to_thread(check_admissible, request, model)
+                    await asyncio.to_thread(check)
                 else:
-                    check_admissible(request, model)
+                    check()
                 is_admitted = True
                 answer = self._answer_lines if request.stream else self._answer_whole
                 return await _unless_hung_up(asyncio.create_task(answer(request, send)), receive)

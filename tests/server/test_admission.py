@@ -47,3 +47,17 @@ def test_the_vocabulary_is_the_one_that_the_engine_reports(engine, start, eventu
     engine.patch["model"] = {**SIZES, "vocab_size": 100}
     sidecar = start(engine.url)
     assert "0 to 99" in sidecar.rollouts([100]).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("key", ["json_schema", "regex", "ebnf", "structural_tag"])
+def test_grammars_go_only_to_an_engine_that_survives_them(engine, start, key):
+    assert start(engine.url).rollouts("a", sampling_params={key: "x"}).status_code == 200
+    engine.bodies.clear()
+    engine.patch["sanitizes_logits"] = False
+
+    answer = start(engine.url).rollouts(["a"], sampling_params=[{key: "x"}])
+
+    assert answer.status_code == 400
+    for word in (f"sampling_params[0].{key}", "SGLANG_SANITIZE_NAN_LOGITS=1", "sglang-topp serve"):
+        assert word in answer.json()["error"]["message"]
+    assert engine.bodies == []

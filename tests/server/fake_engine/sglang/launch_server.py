@@ -36,6 +36,7 @@ class FakeEngine:
             "active": True,
             "seams": {"a": "holds"},
             "model": {"vocab_size": 512, "context_length": 4096, "max_token_chars": 8},
+            "sanitizes_logits": True,
         }
         self.health = 200
         self.api_key: str | None = None
