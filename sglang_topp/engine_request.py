@@ -37,6 +37,8 @@ _MAX_GRAMMAR_CHARS = 32768
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """The sampling parameters that constrain an answer by a grammar."""
 
+_MAX_DEPTH = 64
+
 # Text that takes up a whole context has some 4 characters a token. Long tokens are runs of blanks and
 # dashes; a bound by those would be of no use with a long context.
 _MAX_TOKEN_CHARS = 16
@@ -162,6 +164,9 @@ def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     # Makes logits infinite, the probabilities NaN, and drawing from them an error.
     if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
         yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
+    # It is pickled on the way, which takes no more than some hundred levels: a bare 500.
+    if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
+        yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"
     # SGLang's HTTP side knows it, its sampling parameters do not: a bare 500.
     if params.get("choice") is not None:
         yield "choice: SGLang does not take it; say the same with regex"
@@ -220,6 +225,17 @@ def _texts(value: Any) -> list[str]:
     """The strings of a parameter that takes one, or a list of them."""
     given = value if isinstance(value, list) else [value]
     return [one for one in given if isinstance(one, str)]
+
+
+def _nests_beyond(value: Any, depth: int) -> bool:
+    """Whether lists and objects stand in each other more than `depth` deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        containers = [one for one in level if isinstance(one, list | dict)]
+        if not containers:
+            return False
+        level = [item for one in containers for item in (one.values() if isinstance(one, dict) else one)]
+    return True
 
 
 def _is_int(value: Any) -> TypeGuard[int]:

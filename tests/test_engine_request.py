@@ -123,6 +123,21 @@ def test_what_the_engine_serves_or_refuses_by_itself_passes(params: dict[str, An
     assert overlong_param("sampling_params", params) is None
 
 
+@pytest.mark.parametrize(("depth", "is_refused"), [(63, False), (64, True), (100_000, True)])
+def test_parameters_nest_only_so_deep(depth: int, is_refused: bool) -> None:
+    value: Any = 1
+    for i in range(depth):
+        value = [value, 2] if i % 2 else {"a": value}
+    params = {"custom_params": {"b": value}}
+    if not is_refused:
+        return check_sampling_params("sampling_params", params, MODEL)
+    with pytest.raises(InvalidInputError, match="custom_params: got more than 64 levels"):
+        check_sampling_params("sampling_params", params, MODEL)
+    while isinstance(value, list | dict):  # taken apart by hand: its own end would be a recursion
+        value = value[0] if isinstance(value, list) else value["a"]
+    return None
+
+
 def test_texts_have_a_length_that_follows_from_the_context() -> None:
     assert MODEL.max_text_chars == 4096 * 13
     assert overlong_text("prompts", "a" * MODEL.max_text_chars, MODEL) is None

@@ -18,6 +18,7 @@ from sglang_topp.errors import InvalidInputError
 
 __all__ = ["check_request", "note_model", "sanitizes_logits", "to_record"]
 
+_JSON = (bool, int, float, str, list, dict)
 _model: Model | None = None
 
 
@@ -62,18 +63,24 @@ def check_request(field: Callable[[str], Any]) -> None:
         if is_batch and not one:
             raise InvalidInputError(f"{name}: got no token id, expected at least one")
         check_token_ids(name, one, _model.vocab_size)
-    _check_logprob_fields(field, _model)
+    _check_lists(field, _model)
+    overrides = field("positional_embed_overrides")
+    if any(isinstance(one, _JSON) for one in (overrides if isinstance(overrides, list) else [overrides])):
+        # A field for objects of the Python interface: the scheduler fails on anything else.
+        raise InvalidInputError("positional_embed_overrides: got JSON, which cannot hold it; leave it out")
     for name, params in _each("sampling_params", field("sampling_params"), dict):
+        if params.get("n", 1) is None:
+            raise InvalidInputError(f"{name}.n: got null, expected an integer of 1 or more")
         if sentence := overlong_param(name, params):
             raise InvalidInputError(sentence)
         check_sampling_params(name, params, _model)
 
 
-def _check_logprob_fields(field: Callable[[str], Any], model: Model) -> None:
+def _check_lists(field: Callable[[str], Any], model: Model) -> None:
     text, ids = field("text"), field("input_ids")
     is_batch = isinstance(text, list) or (text is None and bool(ids) and isinstance(ids[0], list))
     count = len(ids if text is None else text) if is_batch else None
-    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
+    for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
         value = field(name)
         # A list for one prompt reaches the scheduler as it is.
         if isinstance(value, list) and len(value) != count:

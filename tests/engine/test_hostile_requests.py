@@ -71,6 +71,7 @@ def test_the_models_sizes_are_reported(engine: Engine, sidecar: httpx.Client) ->
 
 # -- sampling parameters: the same through the sidecar and straight ----------------------------------
 
+DEEP: list[Any] = json.loads("[" * 900 + "]" * 900)
 EVERY_TOKEN = [str(i) for i in range(VOCAB_SIZE)]
 FATAL_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     # A tensor's index.
@@ -102,6 +103,8 @@ FATAL_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
         "stop_regex: got",
     ),
     # An unnamed 500.
+    "deep custom_params": ({"custom_params": {"a": DEEP}}, "custom_params: got more than 64 levels"),
+    "choice": ({"choice": ["a"]}, "choice: SGLang does not take it"),
     "a broken stop regex": ({"stop_regex": "("}, "no regular expression: missing )"),
 }
 
@@ -117,9 +120,13 @@ def test_fatal_parameters(unharmed: None, engine: Engine, sidecar: httpx.Client,
     refused(
         engine.post(**asked, sampling_params={**SAMPLING, **params}, top_logprobs_p=0.9),
         400,
-        f"sampling_params.{words}" if "no regular" not in words else words,
+        words,
     )
-    custom = {**SAMPLING, **params, "custom_params": {"top_logprobs_p": 0.9}}
+    custom = {
+        **SAMPLING,
+        **params,
+        "custom_params": {**params.get("custom_params", {}), "top_logprobs_p": 0.9},
+    }
     refused(engine.post(**asked, sampling_params=custom), 400, words)
 
 
@@ -164,6 +171,8 @@ def test_fatal_prompts_through_the_sidecar(
         ({"text": "a", "top_logprobs_num": 513}, "top_logprobs_num: got 513, expected at most 512"),
         ({"text": "a", "top_logprobs_num": 2**63}, "top_logprobs_num: got"),
         ({"text": "a", "top_logprobs_num": [1, 2]}, "top_logprobs_num: got a list of 2"),
+        ({"text": "a", "positional_embed_overrides": 5}, "positional_embed_overrides: got JSON"),
+        ({"text": "a", "rid": ["x"]}, "rid: got a list of 1"),
         ({"text": ["a", "b"], "top_logprobs_num": [1]}, "top_logprobs_num: got a list of 1"),
     ],
 )

@@ -49,12 +49,17 @@ def test_where_nothing_is_known_nothing_is_served(monkeypatch: pytest.MonkeyPatc
         ({"text": ["a", ""]}, r"text\[1\]: got an empty text"),
         ({"text": "a" * 701}, "text: got a text of 701 characters, expected at most 700"),
         ({"text": "a", "sampling_params": {"top_k": 2**31}}, "sampling_params.top_k"),
-        ({"text": "a", "sampling_params": [{}, {"stop": "a" * 2000}]}, r"sampling_params\[1\].stop"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"stop": "a" * 2000}]}, r"sampling_params\[1\].stop"),
         ({"text": "a", "logprob_start_len": -2}, "logprob_start_len: got -2"),
         ({"text": ["a"], "logprob_start_len": [-2]}, "logprob_start_len: got -2"),
         ({"text": "a", "logprob_start_len": [1]}, "logprob_start_len: got a list of 1, expected one value"),
         ({"text": "a", "top_logprobs_num": 513}, "top_logprobs_num: got 513, expected at most 512"),
         ({"input_ids": [1], "return_logprob": [True]}, "return_logprob: got a list of 1"),
+        ({"text": "a", "sampling_params": [{}]}, "sampling_params: got a list of 1, expected one value"),
+        ({"text": "a", "sampling_params": {"n": None}}, "sampling_params.n: got null"),
+        ({"text": "a", "rid": ["x"]}, "rid: got a list of 1, expected one value"),
+        ({"text": "a", "positional_embed_overrides": {}}, "positional_embed_overrides: got JSON"),
+        ({"text": ["a"], "positional_embed_overrides": [5]}, "positional_embed_overrides: got JSON"),
         ({"input_ids": [[1], [2]], "top_logprobs_num": [1]}, "top_logprobs_num: .* each of 2 prompts"),
     ],
 )
@@ -72,6 +77,7 @@ def test_it_is_refused_with_a_sentence(body: dict[str, Any], words: str) -> None
         {"input_ids": [[0], [511]], "sampling_params": [{}, {"top_p": 0.5}], "return_logprob": [True, False]},
         {"input_ids": []},
         {"input_embeds": [[0.5] * 4]},
+        {"text": ["a", "b"], "positional_embed_overrides": [None, object()], "rid": ["x", "y"]},
     ],
 )
 def test_what_the_engine_serves_or_refuses_by_itself_passes(body: dict[str, Any]) -> None:
