@@ -18,6 +18,7 @@ from sglang_topp.errors import InvalidInputError
 
 __all__ = ["check_request", "note_model", "sanitizes_logits", "to_record"]
 
+_MAX_SAMPLES = 8192  # of one request, as the sidecar has it by default
 _JSON = (bool, int, float, str, list, dict)
 _model: Model | None = None
 
@@ -58,28 +59,40 @@ def check_request(field: Callable[[str], Any]) -> None:
             raise InvalidInputError(sentence)
     # Beside a text they are what SGLang takes.
     ids = field("input_ids")
-    is_batch = bool(ids) and isinstance(ids[0], list)
-    for name, one in _each("input_ids", ids, list) if is_batch else [("input_ids", ids or [])]:
+    is_batch = _holds(ids, list)
+    for name, one in (
+        _each("input_ids", ids, list) if is_batch else [("input_ids", () if ids is None else ids)]
+    ):
         if is_batch and not one:
             raise InvalidInputError(f"{name}: got no token id, expected at least one")
         check_token_ids(name, one, _model.vocab_size)
-    _check_lists(field, _model)
+    num_prompts = _check_lists(field, _model)
     overrides = field("positional_embed_overrides")
     if any(isinstance(one, _JSON) for one in (overrides if isinstance(overrides, list) else [overrides])):
         # A field for objects of the Python interface: the scheduler fails on anything else.
         raise InvalidInputError("positional_embed_overrides: got JSON, which cannot hold it; leave it out")
     for name, params in _each("sampling_params", field("sampling_params"), dict):
-        if params.get("n", 1) is None:
-            raise InvalidInputError(f"{name}.n: got null, expected an integer of 1 or more")
+        # SGLang copies the prompts `n` times before it looks at anything.
+        n, most = params.get("n", 1), max(1, _MAX_SAMPLES // num_prompts)
+        if not isinstance(n, int) or n > most:
+            raise InvalidInputError(
+                f"{name}.n: got {n}, expected an integer of at most {most} for {num_prompts} prompts"
+            )
         if sentence := overlong_param(name, params):
             raise InvalidInputError(sentence)
         check_sampling_params(name, params, _model)
 
 
-def _check_lists(field: Callable[[str], Any], model: Model) -> None:
-    text, ids = field("text"), field("input_ids")
-    is_batch = isinstance(text, list) or (text is None and bool(ids) and isinstance(ids[0], list))
-    count = len(ids if text is None else text) if is_batch else None
+def _check_lists(field: Callable[[str], Any], model: Model) -> int:
+    """Check what comes as one value or one per prompt; returns the number of prompts."""
+    text, ids, embeds = field("text"), field("input_ids"), field("input_embeds")
+    count = None
+    if isinstance(text, list):
+        count = len(text)
+    elif text is None and _holds(ids, list):
+        count = len(ids)
+    elif text is None and ids is None and _holds(embeds, list) and _holds(embeds[0], list):
+        count = len(embeds)
     for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
         value = field(name)
         # A list for one prompt reaches the scheduler as it is.
@@ -87,13 +100,21 @@ def _check_lists(field: Callable[[str], Any], model: Model) -> None:
             expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
             raise InvalidInputError(f"{name}: got a list of {len(value)}, expected {expected}")
         for one in value if isinstance(value, list) else [value]:
-            if name == "logprob_start_len" and one is not None and one < -1:
+            if not isinstance(one, int):
+                continue
+            if name == "logprob_start_len" and one < -1:
                 # Not from the prompt's end: the scheduler counts positions with it.
                 raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
-            if name == "top_logprobs_num" and one is not None and one > model.vocab_size:
+            if name == "top_logprobs_num" and one > model.vocab_size:
                 raise InvalidInputError(
                     f"{name}: got {one}, expected at most {model.vocab_size}, the model's vocabulary"
                 )
+    return count or 1
+
+
+def _holds(value: Any, kind: type) -> bool:
+    """Whether a list begins with one of these."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], kind)
 
 
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:

@@ -56,7 +56,9 @@ def test_where_nothing_is_known_nothing_is_served(monkeypatch: pytest.MonkeyPatc
         ({"text": "a", "top_logprobs_num": 513}, "top_logprobs_num: got 513, expected at most 512"),
         ({"input_ids": [1], "return_logprob": [True]}, "return_logprob: got a list of 1"),
         ({"text": "a", "sampling_params": [{}]}, "sampling_params: got a list of 1, expected one value"),
-        ({"text": "a", "sampling_params": {"n": None}}, "sampling_params.n: got null"),
+        ({"text": "a", "sampling_params": {"n": None}}, "sampling_params.n: got None"),
+        ({"text": "a", "sampling_params": {"n": 2**31}}, "n: got 2147483648, .* at most 8192 for 1 prompts"),
+        ({"text": ["a"] * 100, "sampling_params": [{"n": 82}] * 100}, "n: got 82, .* at most 81 for 100"),
         ({"text": "a", "rid": ["x"]}, "rid: got a list of 1, expected one value"),
         ({"text": "a", "positional_embed_overrides": {}}, "positional_embed_overrides: got JSON"),
         ({"text": ["a"], "positional_embed_overrides": [5]}, "positional_embed_overrides: got JSON"),
@@ -77,6 +79,7 @@ def test_it_is_refused_with_a_sentence(body: dict[str, Any], words: str) -> None
         {"input_ids": [[0], [511]], "sampling_params": [{}, {"top_p": 0.5}], "return_logprob": [True, False]},
         {"input_ids": []},
         {"input_embeds": [[0.5] * 4]},
+        {"input_embeds": [[[0.5] * 4], [[0.5] * 4]], "sampling_params": [{}, {}]},
         {"text": ["a", "b"], "positional_embed_overrides": [None, object()], "rid": ["x", "y"]},
     ],
 )
