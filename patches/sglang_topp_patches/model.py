@@ -21,12 +21,15 @@ __all__ = ["check_request", "note_model", "sanitizes_logits", "to_record"]
 _MAX_SAMPLES = 8192  # of one request, as the sidecar has it by default
 _JSON = (bool, int, float, str, list, dict)
 _model: Model | None = None
+_hidden_size = 0
+_dtype = ""
 
 
 def note_model(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on `TokenizerManager.__init__`."""
-    global _model
+    global _model, _hidden_size, _dtype
     config, tokenizer = self.model_config, self.tokenizer
+    _hidden_size, _dtype = config.hidden_size, str(config.dtype).removeprefix("torch.")
     longest = 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
     _model = Model(config.vocab_size, config.context_len, longest)
 
@@ -66,6 +69,8 @@ def check_request(field: Callable[[str], Any]) -> None:
         if is_batch and not one:
             raise InvalidInputError(f"{name}: got no token id, expected at least one")
         check_token_ids(name, one, _model.vocab_size)
+    if field("text") is None and ids is None:
+        _check_embeds(field("input_embeds"))
     num_prompts = _check_lists(field, _model)
     overrides = field("positional_embed_overrides")
     if any(isinstance(one, _JSON) for one in (overrides if isinstance(overrides, list) else [overrides])):
@@ -81,6 +86,23 @@ def check_request(field: Callable[[str], Any]) -> None:
         if sentence := overlong_param(name, params):
             raise InvalidInputError(sentence)
         check_sampling_params(name, params, _model)
+
+
+def _check_embeds(embeds: Any) -> None:
+    """Embeddings that do not fit the model's first layer end the scheduler there."""
+    if not isinstance(embeds, list):
+        return
+    if _dtype != "bfloat16":
+        raise InvalidInputError(
+            f"input_embeds: SGLang hands them on in bfloat16, and this model takes {_dtype}; send text or ids"
+        )
+    prompts = embeds if _holds(embeds, list) and _holds(embeds[0], list) else [embeds]
+    for prompt in prompts:
+        widths = {len(row) if isinstance(row, list) else 1 for row in prompt}
+        if widths != {_hidden_size}:
+            raise InvalidInputError(
+                f"input_embeds: got rows of {sorted(widths)} numbers, expected one or more of {_hidden_size}"
+            )
 
 
 def _check_lists(field: Callable[[str], Any], model: Model) -> int:

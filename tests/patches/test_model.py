@@ -17,7 +17,7 @@ VOCAB = 512
 def served_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "_model", None)
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "<|end|>": 1})
-    config = SimpleNamespace(vocab_size=VOCAB, context_len=100)
+    config = SimpleNamespace(vocab_size=VOCAB, context_len=100, hidden_size=4, dtype="torch.bfloat16")
     model.note_model(None, SimpleNamespace(model_config=config, tokenizer=tokenizer), object())
 
 
@@ -26,7 +26,7 @@ def test_the_sizes_are_reported() -> None:
 
 
 def test_without_a_tokenizer_there_is_no_text_to_measure() -> None:
-    config = SimpleNamespace(vocab_size=VOCAB, context_len=100)
+    config = SimpleNamespace(vocab_size=VOCAB, context_len=100, hidden_size=4, dtype="torch.bfloat16")
     model.note_model(None, SimpleNamespace(model_config=config, tokenizer=None))
     assert model.to_record() == {"vocab_size": VOCAB, "context_length": 100, "max_token_chars": 1}
 
@@ -59,6 +59,9 @@ def test_where_nothing_is_known_nothing_is_served(monkeypatch: pytest.MonkeyPatc
         ({"text": "a", "sampling_params": {"n": None}}, "sampling_params.n: got None"),
         ({"text": "a", "sampling_params": {"n": 2**31}}, "n: got 2147483648, .* at most 8192 for 1 prompts"),
         ({"text": ["a"] * 100, "sampling_params": [{"n": 82}] * 100}, "n: got 82, .* at most 81 for 100"),
+        ({"input_embeds": [[0.5] * 5]}, r"input_embeds: got rows of \[5\] numbers, expected .* of 4"),
+        ({"input_embeds": [[[0.5] * 4], [[0.5] * 4, [0.5]]]}, r"input_embeds: got rows of \[1, 4\]"),
+        ({"input_embeds": []}, "input_embeds: got rows of"),
         ({"text": "a", "rid": ["x"]}, "rid: got a list of 1, expected one value"),
         ({"text": "a", "positional_embed_overrides": {}}, "positional_embed_overrides: got JSON"),
         ({"text": ["a"], "positional_embed_overrides": [5]}, "positional_embed_overrides: got JSON"),
@@ -68,6 +71,12 @@ def test_where_nothing_is_known_nothing_is_served(monkeypatch: pytest.MonkeyPatc
 def test_it_is_refused_with_a_sentence(body: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         model.check_request(body.get)
+
+
+def test_embeddings_in_another_dtype_than_the_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_dtype", "float32")
+    with pytest.raises(InvalidInputError, match=r"input_embeds: .* in bfloat16, and this model takes float32"):
+        model.check_request({"input_embeds": [[0.5] * 4]}.get)
 
 
 @pytest.mark.parametrize(
