@@ -19,6 +19,7 @@ from sglang_topp.errors import InvalidInputError
 __all__ = ["check_request", "note_model", "sanitizes_logits", "to_record"]
 
 _MAX_SAMPLES = 8192  # of one request, as the sidecar has it by default
+_TOKEN_CHARS = 64  # where nothing is known
 _JSON = (bool, int, float, str, list, dict)
 _model: Model | None = None
 _hidden_size = 0
@@ -30,7 +31,9 @@ def note_model(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
     global _model, _hidden_size, _dtype
     config, tokenizer = self.model_config, self.tokenizer
     _hidden_size, _dtype = config.hidden_size, str(config.dtype).removeprefix("torch.")
-    longest = 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
+    # Not every tokenizer can list its tokens; the bound on a text does not follow the longest anyway.
+    tokens = getattr(tokenizer, "get_vocab", dict)()
+    longest = max(map(len, tokens), default=_TOKEN_CHARS)
     _model = Model(config.vocab_size, config.context_len, longest)
 
 
