@@ -32,7 +32,7 @@ def note_model(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
     config, tokenizer = self.model_config, self.tokenizer
     _hidden_size, _dtype = config.hidden_size, str(config.dtype).removeprefix("torch.")
     # Not every tokenizer can list its tokens; the bound on a text does not follow the longest anyway.
-    tokens = getattr(tokenizer, "get_vocab", dict)()
+    tokens: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     longest = max(map(len, tokens), default=_TOKEN_CHARS)
     _model = Model(config.vocab_size, config.context_len, longest)
 
