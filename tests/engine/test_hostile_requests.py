@@ -187,6 +187,13 @@ def test_fatal_requests_straight_to_the_engine(
         refused(engine.post(**{**asked, **fields}), 400, words)
 
 
+@pytest.mark.parametrize("key", ["json_schema", "regex", "ebnf", "structural_tag"])
+def test_grammars_for_an_engine_that_one_may_end(sidecar: httpx.Client, key: str) -> None:
+    """This engine was not started by `sglang-topp serve`, whose engines `test_serve` asks."""
+    answer = sidecar.post("/rollouts", json={"prompts": "a", "sampling_params": {key: "{}"}})
+    refused(answer, 400, f"sampling_params.{key}: got one", "SGLANG_SANITIZE_NAN_LOGITS=1")
+
+
 def test_long_stop_strings(unharmed: None, engine: Engine, sidecar: httpx.Client) -> None:
     for stop in ("x" * 20_000_000, ["x" * 1025]):
         params = {**SAMPLING, "stop": stop}
@@ -202,16 +209,30 @@ NESTED = '{"type":"object","properties":{"a":' * 500 + '{"type":"string"}' + "}}
 
 
 @pytest.mark.parametrize(
+    "grammar",
+    [
+        {"json_schema": NESTED},
+        {"json_schema": "{"},
+        {"regex": "("},
+        {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+        {"ebnf": "root ::="},
+        {"structural_tag": "{}"},
+    ],
+    ids=lambda grammar: json.dumps(grammar)[:40],
+)
+def test_hostile_and_harmless_grammars(unharmed: None, engine: Engine, grammar: dict[str, Any]) -> None:
+    answer = engine.post(
+        text="a", sampling_params={**SAMPLING, **grammar}, return_logprob=True, top_logprobs_p=0.9
+    )
+    assert answer.status_code in (200, 400), answer.text
+
+
+@pytest.mark.parametrize(
     "params",
     [
         {"logit_bias": {"512": 1}},
         {"logit_bias": {"99999999999999999999": 1}},
         {"logit_bias": {"5": 1e30}, "temperature": 1e-6},
-        {"json_schema": NESTED},
-        {"json_schema": "{"},
-        {"regex": "("},
-        {"ebnf": "root ::="},
-        {"structural_tag": "{}"},
         {"temperature": 1e-30},
         {"temperature": 1e300},
         {"n": 5000, "max_new_tokens": 100000},
