@@ -50,7 +50,7 @@ class Model:
 
     Attributes:
         vocab_size: rows of the embedding and of the LM head, `vocab_size` of the model's configuration:
-            what SGLang embeds and scores with. A tokenizer may know fewer ids, never more.
+            what SGLang embeds and scores with. Ids that no token of the tokenizer has may be among them.
         context_length: tokens, prompt and answer together.
         max_token_chars: characters of the tokenizer's longest token.
     """
@@ -178,7 +178,8 @@ def _bias_problems(bias: Any, vocab_size: int) -> Iterator[str]:
     if not isinstance(bias, Mapping):
         return
     for key, value in bias.items():
-        if not str(key).isascii() or not str(key).isdigit() or int(key) >= vocab_size:
+        digits = str(key)
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 20) or int(digits) >= vocab_size:
             expected = f"expected 0 to {vocab_size - 1}, the model's vocabulary"
             yield f"logit_bias: got token id {_shown(key)}, {expected}"
         # Beyond float32 it is infinite, and the probabilities NaN.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +30,7 @@ _parse = re._parser.parse  # type: ignore[attr-defined]
 _MAX_LOG = 700.0  # the largest that `exp` takes
 
 
+@lru_cache(maxsize=256)  # of a batch, each prompt may come with the same one
 def search_steps(pattern: str, num_chars: int) -> float:
     """An upper bound on the steps of one search, to within a factor; infinite where it nests too deep.
 

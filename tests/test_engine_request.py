@@ -71,6 +71,8 @@ def test_millions_of_ids_take_no_time() -> None:
         ({"logit_bias": {"-1": 1}}, ["logit_bias", "'-1'"]),
         ({"logit_bias": {"x": 1}}, ["logit_bias", "'x'"]),
         ({"logit_bias": {"٥": 1}}, ["logit_bias"]),
+        ({"logit_bias": {"9" * 5000: 1}}, ["logit_bias", "'9999"]),
+        ({"logit_bias": {"5": 10**5000}}, ["logit_bias", "thousands of digits for token 5"]),
         ({"logit_bias": {"5": 1e39}}, ["logit_bias", "1e+39 for token 5", "-1e+30 to 1e+30"]),
         ({"logit_bias": {"5": -1e39}}, ["logit_bias", "-1e+39"]),
         ({"logit_bias": {"5": float("nan")}}, ["logit_bias", "nan"]),
