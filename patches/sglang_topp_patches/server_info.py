@@ -37,7 +37,8 @@ def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) ->
         "active": not problems,
         "problems": problems,
         "model": model.to_record(),
-        "sanitizes_logits": model.sanitizes_logits(),
+        # Asked only of a release that is supported: another may not have the switch.
+        "sanitizes_logits": report["active"] and model.sanitizes_logits(),
     }
     return result
 
