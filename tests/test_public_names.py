@@ -11,6 +11,14 @@ import pytest
 PUBLIC = {
     "sglang_topp": ["CandidateSets", "SglangToppError"],
     "sglang_topp.candidates": ["NO_TOKEN", "CandidateSets"],
+    "sglang_topp.engine_request": [
+        "GRAMMARS",
+        "Model",
+        "check_sampling_params",
+        "check_token_ids",
+        "overlong_param",
+        "overlong_text",
+    ],
     "sglang_topp.errors": [
         "AuthenticationError",
         "BadRequestError",
@@ -32,6 +40,7 @@ PUBLIC = {
     "sglang_topp.nucleus": ["top_p_candidates"],
     "sglang_topp.nucleus.reference": ["nucleus", "top_p_candidates"],
     "sglang_topp.nucleus.select": ["top_p_candidates"],
+    "sglang_topp.stop_regex": ["MAX_STEPS", "search_steps"],
     "sglang_topp.wire": [
         "NO_DISTRIBUTION",
         "decode_input_sets",
@@ -56,7 +65,7 @@ def test_all_is_pinned(module):
         assert getattr(imported, name) is not None
 
 
-@pytest.mark.parametrize("module", ["sglang_topp", "sglang_topp.wire"])
+@pytest.mark.parametrize("module", ["sglang_topp", "sglang_topp.wire", "sglang_topp.engine_request"])
 def test_the_core_needs_numpy_and_pybase64_only(module):
     code = (
         f"import sys, {module}; "

@@ -7,12 +7,13 @@ callers that can only set those may write the same two names there themselves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches import routes
+from sglang_topp_patches import model, routes
 from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.mode import refusals, temperature_refusal
 from sglang_topp_patches.payload import KEY
@@ -57,13 +58,15 @@ def check_body(error: str | None, body: Any) -> str | None:
     if error is not None or not isinstance(body, Mapping):
         return error
     try:
-        _Asked.of(
+        asked = _Asked.of(
             body.get(THRESHOLD),
             body.get(BASE64, False),
             body.get("sampling_params"),
             body.get("return_logprob"),
             _num_prompts(body),
         )
+        if any(asked.thresholds):
+            model.check_request(body.get)
     except InvalidInputError as problem:
         return str(problem)
     return None
@@ -72,6 +75,9 @@ def check_body(error: str | None, body: Any) -> str | None:
 def normalize(original: Callable[[Any], None], self: Any) -> None:
     """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`."""
     raw = (getattr(self, THRESHOLD), getattr(self, BASE64), self.sampling_params, self.return_logprob)
+    # Before SGLang repeats the prompts `n` times.
+    if _asks(getattr(self, THRESHOLD), self.sampling_params):
+        model.check_request(functools.partial(getattr, self))
     original(self)
     asked = _Asked.of(*raw, num_prompts=self.batch_size)
     if self.is_single:
@@ -168,6 +174,14 @@ class _Asked:
                     f"{THRESHOLD}: candidate sets are not served here: {'; '.join(problems)}"
                 )
         return cls(thresholds, flags)
+
+
+def _asks(threshold: Any, sampling_params: Any) -> bool:
+    """Whether candidate sets are asked for anywhere, right or wrong."""
+    params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+    customs = [item.get("custom_params") for item in params if isinstance(item, Mapping)]
+    places = [threshold, *(custom.get(THRESHOLD) for custom in customs if isinstance(custom, Mapping))]
+    return any(any(place) if isinstance(place, list) else place for place in places)
 
 
 def _spread(name: str, value: Any, num_prompts: int) -> list[Any]:

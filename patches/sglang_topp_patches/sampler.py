@@ -17,6 +17,7 @@ import torch
 
 from sglang_topp_patches.budget import charge
 from sglang_topp_patches.extract import RowSets, extract
+from sglang_topp_patches.model import sanitizes_logits
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry
 from sglang_topp_patches.rows import Rows, rows_of
 
@@ -72,8 +73,19 @@ def compute_logprobs(
     if _active is not None:
         thresholds = _active.rows.thresholds
         thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # rows that belong to no request
-        _active.sets = extract(logprobs, thresholds, batch_next_token_ids)
+        _active.sets = extract(_with_zeros(logprobs), thresholds, batch_next_token_ids)
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
+
+
+def _with_zeros(logprobs: torch.Tensor) -> torch.Tensor:
+    """The log-probs with -inf for tokens of zero probability.
+
+    `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, has a logit of -1e30 stand for -inf. Where
+    SGLang reports `log_softmax` (greedy rows), a forbidden token then has a finite log-prob like that.
+    """
+    if not sanitizes_logits():
+        return logprobs
+    return logprobs.masked_fill(logprobs < -1e20, -torch.inf)
 
 
 @dataclass(frozen=True)

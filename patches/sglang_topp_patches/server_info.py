@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sglang_topp_patches import mode, routes
+from sglang_topp_patches import mode, model, routes
 from sglang_topp_patches.budget import budget, in_flight
 from sglang_topp_patches.payload import KEY
 from sglang_topp_patches.seams import status
@@ -24,7 +24,8 @@ async def note_scheduler_states(original: Callable[[Any], Awaitable[list[Any]]],
 
 
 def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) -> dict[str, Any]:
-    """AFTER hook on `build_server_info`: `{"sglang_topp": {"active": ..., "problems": [...], ...}}`."""
+    """AFTER hook on `build_server_info`: `{"sglang_topp": {"active": ..., "problems": [...], ...}}`, with
+    what the sidecar checks requests against."""
     report = status().to_dict()
     problems = [*report["problems"], *mode.refusals_of(server_args), *routes.refusals()]
     for rank, state in enumerate(_scheduler_states):
@@ -38,6 +39,9 @@ def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) ->
         "problems": problems,
         "notes": list(mode.environment_notes()),
         "budget": {**budget().to_dict(), "candidates_in_flight": in_flight().total},
+        "model": model.to_record(),
+        # Asked only of a release that is supported: another may not have the switch.
+        "sanitizes_logits": report["active"] and model.sanitizes_logits(),
     }
     return result
 

@@ -28,6 +28,7 @@ from sglang_topp_server.schema import (
     ErrorAnswer,
     Info,
     LimitsInfo,
+    ModelInfo,
     PatchInfo,
     RolloutRequest,
     RolloutsAnswer,
@@ -108,6 +109,7 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
                 model_path=status.model_path,
                 sglang_version=status.sglang_version,
                 weight_version=status.weight_version,
+                model=None if status.model is None else ModelInfo.of(status.model),
             ),
             patch=PatchInfo(
                 active=status.is_patched,

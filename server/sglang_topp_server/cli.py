@@ -27,6 +27,7 @@ __all__ = ["main"]
 _FAILED, _USAGE = 1, 2
 _KEY, _ENGINE_KEY = "SGLANG_TOPP_API_KEY", "SGLANG_TOPP_ENGINE_API_KEY"
 _PLUGIN = "sglang_topp"
+_SANITIZE = "SGLANG_SANITIZE_NAN_LOGITS"
 _MAX_FILES = 1 << 16
 _SERVER_MODULES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core")
 _OURS = {
@@ -153,6 +154,8 @@ def _serve(args: argparse.Namespace) -> int:
     command = launch.engine_command(
         args.model_path, args.engine_host, port, settings.engine_api_key, args.sglang_args
     )
+    # A grammar that leaves no token to draw would end the scheduler; so an answer ends instead.
+    os.environ.setdefault(_SANITIZE, "1")
     _raise_file_limit()
     asyncio.run(launch.run(settings, command))
     return 0

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import httpx
 
+from sglang_topp.engine_request import Model
 from sglang_topp.errors import (
     MissingCandidateSetsError,
     PatchError,
@@ -41,6 +42,7 @@ class EngineStatus:
         reason: a sentence for people wherever `phase` is not `ready`.
         model_path, sglang_version, weight_version: as the engine reports them.
         patch: what the patch set reports of itself; empty where it reports nothing.
+        model: what requests are checked against; None where it was never reported.
     """
 
     phase: Literal["unreachable", "starting", "unpatched", "ready"]
@@ -49,11 +51,17 @@ class EngineStatus:
     sglang_version: str | None = None
     weight_version: str | None = None
     patch: dict[str, Any] = field(default_factory=dict)
+    model: Model | None = None
 
     @property
     def is_patched(self) -> bool:
         """Whether the engine, when last heard, said that the patch set is in force."""
         return self.patch.get("active") is True
+
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether the engine, when last heard, survives a grammar that leaves no token to draw."""
+        return self.patch.get("sanitizes_logits") is True
 
     @property
     def problems(self) -> list[str]:
@@ -123,8 +131,8 @@ class Engine:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._in_doubt.wait(), _POLL_READY_S)
 
-    async def require_ready(self) -> None:
-        """Return where the engine has been seen ready, and not unpatched since.
+    async def require_ready(self) -> Model:
+        """The engine's model, where the engine has been seen ready, and not unpatched since.
 
         An engine that is silent now is asked all the same: it may only be busy, and if it is gone the
         request itself tells how.
@@ -136,8 +144,9 @@ class Engine:
         await self._looked.wait()
         if self.status.phase == "unpatched":
             raise PatchError(self.status.reason)
-        if not self._has_been_ready:
+        if not self._has_been_ready or self.status.model is None:
             raise ServerError(self.status.reason, status=503)
+        return self.status.model
 
     async def _look(self, *, is_healthy: bool) -> EngineStatus:
         """Ask `/server_info`, which SGLang answers from its scheduler, and `/health`, which has it make a
@@ -151,14 +160,16 @@ class Engine:
         if not isinstance(info, dict):
             return self._silent(f"its /server_info is no object but {type(info).__name__}")
         patch = info.get("sglang_topp")
+        patch = patch if isinstance(patch, dict) else {}
         status = EngineStatus(
             "ready",
             model_path=_text(info.get("model_path")),
             sglang_version=_text(info.get("version")),
             weight_version=_text(info.get("weight_version")),
-            patch=patch if isinstance(patch, dict) else {},
+            patch=patch,
+            model=Model.from_record(patch.get("model")),
         )
-        if not status.is_patched:
+        if not status.is_patched or status.model is None:
             return replace(status, phase="unpatched", reason=self._why_unpatched(status))
         if is_healthy:
             return status
@@ -183,6 +194,11 @@ class Engine:
                 f"the engine at {self.base_url} ({version}) runs without the sglang-topp patch set: its"
                 " /server_info does not mention it. Install sglang-topp in the engine's environment, leave it"
                 " in SGLANG_PLUGINS if that is set, and see `sglang-topp doctor`"
+            )
+        if status.is_patched:
+            return (
+                f"the patch set in the engine at {self.base_url} ({version}) reports no sizes of its model,"
+                " which requests are checked against; install the same sglang-topp there and here"
             )
         causes = "; ".join(status.problems) or "it gives no reason"
         return f"the patch set is not active in the engine at {self.base_url} ({version}): {causes}"

@@ -27,6 +27,7 @@ from sglang_topp.errors import (
     SglangToppError,
     WireError,
 )
+from sglang_topp_server.admission import check_admissible
 from sglang_topp_server.body import Bodies, HungUpError
 from sglang_topp_server.connection import Connection, connection_of
 from sglang_topp_server.engine import Engine, FailedPrompt
@@ -78,7 +79,10 @@ class RolloutExchange(Response):
                 self._flight.require_place()
                 request = await self._read(Headers(scope=scope), receive)
                 with self._flight:
-                    await self._engine.require_ready()
+                    model = await self._engine.require_ready()
+                    # A check of millions of ids takes milliseconds.
+                    takes_grammars = self._engine.status.takes_grammars
+                    await asyncio.to_thread(check_admissible, request, model, takes_grammars=takes_grammars)
                     is_admitted = True
                     outcome = await self._answer(request, receive, send)
             error: SglangToppError | None = None

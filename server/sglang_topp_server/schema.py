@@ -19,6 +19,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from sglang_topp.engine_request import Model
 from sglang_topp.errors import BadRequestError, InvalidInputError
 from sglang_topp_client.checks import MAX_REQUEST_ID, check_request_id
 from sglang_topp_client.request import SampleRequest, plan
@@ -235,12 +236,27 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+class ModelInfo(BaseModel):
+    """`Model`, as the engine reports it, and what follows from it."""
+
+    vocab_size: int
+    context_length: int
+    max_token_chars: int
+    max_text_chars: int = Field(description="Characters of the longest text that is taken as a prompt.")
+
+    @classmethod
+    def of(cls, model: Model) -> ModelInfo:
+        """The same numbers."""
+        return cls(**asdict(model), max_text_chars=model.max_text_chars)
+
+
 class EngineInfo(BaseModel):
     """The engine behind the sidecar; null where it has not been seen."""
 
     model_path: str | None
     sglang_version: str | None
     weight_version: str | None
+    model: ModelInfo | None
 
 
 class PatchInfo(BaseModel):

@@ -141,6 +141,36 @@ def test_bad_input_arrives_with_the_engines_words(served: Served) -> None:
         assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"ebnf": "root ::= root"},
+        {"ebnf": 'root ::= "a" b\nb ::= b'},
+        {"json_schema": '{"$ref": "#"}'},
+    ],
+)
+def test_a_grammar_without_a_way_on_ends_its_answer_and_not_the_engine(
+    served: Served, grammar: dict[str, str]
+) -> None:
+    for sets in (0.9, None):
+        body = {"prompts": "a", "sampling_params": {**SAMPLING, **grammar}, "top_logprobs_p": sets}
+        answer = httpx.post(f"{served.sidecar}/rollouts", json=body, timeout=120)
+        assert answer.status_code == 502, answer.text
+        assert "Grammar accept_token failed" in answer.json()["error"]["message"]
+        with RolloutClient(served.sidecar) as client:
+            check_rollout(client.generate("hello", SAMPLING, top_logprobs_p=0.9)[0], 0.9)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_grammar_forbids_is_in_no_set(served: Served, temperature: float) -> None:
+    """Also at p = 1, where every token of non-zero probability is a candidate."""
+    params = {"temperature": temperature, "regex": "[a-f]{6}", "max_new_tokens": 6}
+    with RolloutClient(served.sidecar) as client:
+        (rollout,) = client.generate("hello", params, top_logprobs_p=1.0)
+    assert rollout.candidates is not None
+    assert rollout.candidates.sizes.tolist() == [6] * 6
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_aborts_in_the_engine(served: Served, stream: bool) -> None:
     wait_until(lambda: served.running_requests() == 0)

@@ -83,7 +83,13 @@ def test_info_names_service_engine_limits_and_patch(start, engine):
 
     info = sidecar.http.get("/info").json()
     assert (info["service"], info["ready"], info["reason"]) == ("sglang-topp", True, "")
-    assert info["engine"] == {"model_path": "fake-model", "sglang_version": "0.5.23", "weight_version": "7"}
+    sizes = {"vocab_size": 512, "context_length": 4096, "max_token_chars": 8, "max_text_chars": 4096 * 8}
+    assert info["engine"] == {
+        "model_path": "fake-model",
+        "sglang_version": "0.5.23",
+        "weight_version": "7",
+        "model": sizes,
+    }
     assert info["patch"] == {"active": True, "version": "0.1.0", "seams": {"a": "holds"}, "problems": []}
     assert info["limits"]["max_samples"] == 12
 

@@ -31,7 +31,13 @@ class FakeEngine:
     """The routes that the sidecar uses. Attributes may be changed while it serves."""
 
     def __init__(self) -> None:
-        self.patch: dict[str, Any] | None = {"version": "0.1.0", "active": True, "seams": {"a": "holds"}}
+        self.patch: dict[str, Any] | None = {
+            "version": "0.1.0",
+            "active": True,
+            "seams": {"a": "holds"},
+            "model": {"vocab_size": 512, "context_length": 4096, "max_token_chars": 8},
+            "sanitizes_logits": True,
+        }
         self.health = 200
         self.api_key: str | None = None
         self.bodies: list[dict[str, Any]] = []

@@ -1,0 +1,150 @@
+"""The served model's sizes, and the checks against them that SGLang lacks: a request for candidate sets
+is answered with a 400 where SGLang's scheduler would die of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from sglang_topp.engine_request import (
+    Model,
+    check_sampling_params,
+    check_token_ids,
+    overlong_param,
+    overlong_text,
+)
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["check_request", "note_model", "sanitizes_logits", "to_record"]
+
+_MAX_SAMPLES = 8192  # of one request, as the sidecar has it by default
+_TOKEN_CHARS = 64  # where nothing is known
+_JSON = (bool, int, float, str, list, dict)
+_model: Model | None = None
+_hidden_size = 0
+_dtype = ""
+
+
+def note_model(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `TokenizerManager.__init__`."""
+    global _model, _hidden_size, _dtype
+    config, tokenizer = self.model_config, self.tokenizer
+    _hidden_size, _dtype = config.hidden_size, str(config.dtype).removeprefix("torch.")
+    # Not every tokenizer can list its tokens; the bound on a text does not follow the longest anyway.
+    tokens: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    longest = max(map(len, tokens), default=_TOKEN_CHARS)
+    _model = Model(config.vocab_size, config.context_len, longest)
+
+
+def to_record() -> dict[str, int] | None:
+    """What `GET /server_info` shows as `model`."""
+    return None if _model is None else asdict(_model)
+
+
+def sanitizes_logits() -> bool:
+    """Whether a row without a token to draw fails alone: SGLang's own switch, off by default."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
+
+
+def check_request(field: Callable[[str], Any]) -> None:
+    """Check a request for candidate sets; `field` looks one of its fields up, None where it is not there.
+
+    Raises:
+        InvalidInputError: the sentence names the field, what it got and what it takes.
+    """
+    if _model is None:
+        raise InvalidInputError("the model's sizes are not known in this process; nothing can be checked")
+    for name, text in _each("text", field("text"), str):
+        if not text:
+            # No token at all: the scheduler fails where it lays out the prompt's keys.
+            raise InvalidInputError(f"{name}: got an empty text, expected at least one token")
+        if sentence := overlong_text(name, text, _model):
+            raise InvalidInputError(sentence)
+    # Beside a text they are what SGLang takes.
+    ids = field("input_ids")
+    is_batch = _holds(ids, list)
+    for name, one in (
+        _each("input_ids", ids, list) if is_batch else [("input_ids", () if ids is None else ids)]
+    ):
+        if is_batch and not one:
+            raise InvalidInputError(f"{name}: got no token id, expected at least one")
+        check_token_ids(name, one, _model.vocab_size)
+    if field("text") is None and ids is None:
+        _check_embeds(field("input_embeds"))
+    num_prompts = _check_lists(field, _model)
+    overrides = field("positional_embed_overrides")
+    if any(isinstance(one, _JSON) for one in (overrides if isinstance(overrides, list) else [overrides])):
+        # A field for objects of the Python interface: the scheduler fails on anything else.
+        raise InvalidInputError("positional_embed_overrides: got JSON, which cannot hold it; leave it out")
+    for name, params in _each("sampling_params", field("sampling_params"), dict):
+        # SGLang copies the prompts `n` times before it looks at anything.
+        n, most = params.get("n", 1), max(1, _MAX_SAMPLES // num_prompts)
+        if not isinstance(n, int) or n > most:
+            raise InvalidInputError(
+                f"{name}.n: got {n}, expected an integer of at most {most} for {num_prompts} prompts"
+            )
+        if sentence := overlong_param(name, params):
+            raise InvalidInputError(sentence)
+        check_sampling_params(name, params, _model)
+
+
+def _check_embeds(embeds: Any) -> None:
+    """Embeddings that do not fit the model's first layer end the scheduler there."""
+    if not isinstance(embeds, list):
+        return
+    if _dtype != "bfloat16":
+        raise InvalidInputError(
+            f"input_embeds: SGLang hands them on in bfloat16, and this model takes {_dtype}; send text or ids"
+        )
+    prompts = embeds if _holds(embeds, list) and _holds(embeds[0], list) else [embeds]
+    for prompt in prompts:
+        widths = {len(row) if isinstance(row, list) else 1 for row in prompt}
+        if widths != {_hidden_size}:
+            raise InvalidInputError(
+                f"input_embeds: got rows of {sorted(widths)} numbers, expected one or more of {_hidden_size}"
+            )
+
+
+def _check_lists(field: Callable[[str], Any], model: Model) -> int:
+    """Check what comes as one value or one per prompt; returns the number of prompts."""
+    text, ids, embeds = field("text"), field("input_ids"), field("input_embeds")
+    count = None
+    if isinstance(text, list):
+        count = len(text)
+    elif text is None and _holds(ids, list):
+        count = len(ids)
+    elif text is None and ids is None and _holds(embeds, list) and _holds(embeds[0], list):
+        count = len(embeds)
+    for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
+        value = field(name)
+        # A list for one prompt reaches the scheduler as it is.
+        if isinstance(value, list) and len(value) != count:
+            expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
+            raise InvalidInputError(f"{name}: got a list of {len(value)}, expected {expected}")
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, int):
+                continue
+            if name == "logprob_start_len" and one < -1:
+                # Not from the prompt's end: the scheduler counts positions with it.
+                raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
+            if name == "top_logprobs_num" and one > model.vocab_size:
+                raise InvalidInputError(
+                    f"{name}: got {one}, expected at most {model.vocab_size}, the model's vocabulary"
+                )
+    return count or 1
+
+
+def _holds(value: Any, kind: type) -> bool:
+    """Whether a list begins with one of these."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], kind)
+
+
+def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
+    """The entries of a field that holds one for all or one per prompt, by name; what is of another type is
+    SGLang's to refuse."""
+    entries = enumerate(value) if isinstance(value, list) else ()
+    given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]
+    return [(at, one) for at, one in given if isinstance(one, kind)]

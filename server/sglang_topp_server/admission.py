@@ -1,0 +1,61 @@
+"""Does the engine survive a request? Asked of every one, once the engine has told how large its model is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_topp.engine_request import (
+    GRAMMARS,
+    Model,
+    check_sampling_params,
+    check_token_ids,
+    overlong_param,
+    overlong_text,
+)
+from sglang_topp.errors import BadRequestError, InvalidInputError
+from sglang_topp_server.schema import RolloutRequest
+
+__all__ = ["check_admissible"]
+
+
+def check_admissible(request: RolloutRequest, model: Model, *, takes_grammars: bool) -> None:
+    """Check a request that `parse_request` has read against the model that is to serve it.
+
+    Args:
+        request: what is asked for.
+        model: how large the model is.
+        takes_grammars: whether the engine survives a grammar that leaves no token to draw; which ones do,
+            nobody can tell beforehand.
+
+    Raises:
+        InvalidInputError: 400, with a sentence that names the field, what it got and what it takes.
+        BadRequestError: 413, a text is longer than the engine can tokenise while others wait.
+    """
+    is_list = len(request.wanted) > 1 or _holds_prompts(request.prompts)
+    for one in request.wanted:
+        name = f"prompts[{one.prompt_index}]" if is_list else "prompts"
+        if isinstance(one.prompt, str):
+            _refuse_long(overlong_text(name, one.prompt, model))
+        else:
+            check_token_ids(name, one.prompt, model.vocab_size)
+    params = request.sampling_params
+    each = params if isinstance(params, list) else [params or {}]
+    for i, given in enumerate(each):
+        name = f"sampling_params[{i}]" if isinstance(params, list) else "sampling_params"
+        _refuse_long(overlong_param(name, given))
+        check_sampling_params(name, given, model)
+        if not takes_grammars and (key := next((key for key in GRAMMARS if given.get(key)), None)):
+            raise InvalidInputError(
+                f"{name}.{key}: got one, expected none: a grammar that leaves no token to draw would end this"
+                " engine; start it with SGLANG_SANITIZE_NAN_LOGITS=1, as `sglang-topp serve` does"
+            )
+
+
+def _holds_prompts(prompts: Any) -> bool:
+    """Whether a list is one of prompts, and not the token ids of one."""
+    return isinstance(prompts, list) and not isinstance(prompts[0], int)
+
+
+def _refuse_long(sentence: str | None) -> None:
+    if sentence is not None:
+        raise BadRequestError(sentence, status=413)
