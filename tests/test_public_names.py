@@ -51,6 +51,7 @@ PUBLIC = {
         "merge_output_fields",
         "pack",
         "pack_base64",
+        "pack_parts",
         "unpack",
         "unpack_base64",
     ],
