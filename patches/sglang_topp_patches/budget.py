@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.heap import LARGE_BYTES, trim_soon
 from sglang_topp_patches.payload import KEY, PROMPT_KEY
 
 __all__ = [
@@ -151,6 +152,8 @@ class Account:
         if not self.is_closed:
             self.is_closed = True
             self._flight.total -= self.candidates
+            if self.candidates * 8 >= LARGE_BYTES:
+                trim_soon()
 
     def __del__(self) -> None:
         self.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_topp_patches import (
     admission,
+    heap,
     http_app,
     mode,
     model,
@@ -66,6 +67,11 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ),
     ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER", prefill.forget_rows),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", model.note_model),
+    (
+        "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out",
+        "AFTER",
+        heap.trim_after_batch,
+    ),
     (f"{_TOKENIZER_MANAGER}._handle_batch_output", "BEFORE", tokenizer_manager.receive_entries),
     (f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info", "AFTER", tokenizer_manager.write_meta_info),
     (f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks", "AFTER", tokenizer_manager.merge_chunks),

@@ -157,6 +157,11 @@ _SGLANG_0_5_23 = (
         hooked=False,
     ),
     Seam(
+        "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out",
+        ("self", "recv_obj"),
+        "the detokenizer gives back what large sets took on their way",
+    ),
+    Seam(
         f"{_TOKENIZER_MANAGER}._handle_batch_output",
         ("self", "recv_obj"),
         "the sets arrive from the scheduler",
