@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from sglang_topp.errors import InvalidInputError, SglangToppError
 from sglang_topp_server.limits import Limits
+from sglang_topp_server.start_sglang import KEY_VARIABLE as _ENGINE_KEY
 
 if TYPE_CHECKING:
     from sglang_topp_server import launch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _FAILED, _USAGE = 1, 2
-_KEY, _ENGINE_KEY = "SGLANG_TOPP_API_KEY", "SGLANG_TOPP_ENGINE_API_KEY"
+_KEY = "SGLANG_TOPP_API_KEY"
 _PLUGIN = "sglang_topp"
 _MAX_FILES = 1 << 16
 _SERVER_MODULES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core")
@@ -139,9 +140,7 @@ def _serve(args: argparse.Namespace) -> int:
     if (args.host, args.port) == (args.engine_host, port):
         return _fail(f"--port and --engine-port: got {port} for both, expected two", _USAGE)
     settings = _settings(args, launch.url_of(args.engine_host, port), ready_timeout_s=args.ready_timeout_s)
-    command = launch.engine_command(
-        args.model_path, args.engine_host, port, settings.engine_api_key, args.sglang_args
-    )
+    command = launch.engine_command(args.model_path, args.engine_host, port, args.sglang_args)
     _raise_file_limit()
     asyncio.run(launch.run(settings, command))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from sglang_topp.errors import InvalidInputError, PatchError, ServerError, Trans
 from sglang_topp_server.app import create_app
 from sglang_topp_server.engine import Engine
 from sglang_topp_server.limits import Limits
+from sglang_topp_server.start_sglang import KEY_VARIABLE
 
 __all__ = ["Settings", "check_free", "engine_command", "run", "url_of"]
 
@@ -60,22 +62,17 @@ class _Server(uvicorn.Server):
         yield
 
 
-def engine_command(
-    model_path: str, host: str, port: int, api_key: str | None, extra: Sequence[str]
-) -> list[str]:
-    """The command that starts SGLang; the patch set comes in through its entry point.
+def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
+    """The command that starts SGLang; the patch set comes in through its entry point, the key through the
+    environment.
 
     Args:
         model_path: the model.
         host, port: where the engine is to listen.
-        api_key: what the engine is to ask of its callers, or None.
         extra: SGLang's own arguments, passed on as they are.
     """
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model_path]
-    command += ["--host", host, "--port", str(port)]
-    if api_key is not None:
-        command += ["--api-key", api_key]
-    return [*command, *extra]
+    command = [sys.executable, "-m", "sglang_topp_server.start_sglang", "--model-path", model_path]
+    return [*command, "--host", host, "--port", str(port), *extra]
 
 
 def url_of(host: str, port: int) -> str:
@@ -135,7 +132,7 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
     listener = _listen(settings.host, settings.port)
     url = url_of(settings.host, listener.getsockname()[1])
     if command is not None:
-        keeper = await _start_keeper(command, settings.grace_s)
+        keeper = await _start_keeper(command, settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     attending = asyncio.create_task(_attend(engine, keeper, settings, url))
     signalled = asyncio.create_task(stopping.wait())
@@ -181,13 +178,17 @@ async def _attend(engine: Engine, keeper: Process | None, settings: Settings, ur
     raise ServerError(f"the engine ended with exit status {await ended}; its own words are above")
 
 
-async def _start_keeper(command: Sequence[str], grace_s: float) -> Process:
+async def _start_keeper(command: Sequence[str], settings: Settings) -> Process:
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    if settings.engine_api_key is not None:
+        environment[KEY_VARIABLE] = settings.engine_api_key
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "sglang_topp_server.keeper",
-        str(grace_s),
+        str(settings.grace_s),
         *command,
+        env=environment,
         stdin=PIPE,
         # Standard output carries the line that says where the servers are, and nothing else.
         stdout=_STDERR,

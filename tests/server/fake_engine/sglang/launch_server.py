@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -172,12 +173,16 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--api-key")
     parser.add_argument("--fake-pids")
+    parser.add_argument("--fake-log-arguments", action="store_true", help="as SGLang does when it starts")
     parser.add_argument("--fake-exit", type=int, help="end at once, with this status")
     parser.add_argument("--fake-unpatched", action="store_true")
     parser.add_argument("--fake-starting", action="store_true", help="answer, and never be ready")
     parser.add_argument("--fake-stubborn", action="store_true", help="pass over SIGTERM")
     args = parser.parse_args()
     print("the engine's own words", file=sys.stderr, flush=True)
+    if args.fake_log_arguments:
+        logging.basicConfig(force=True)
+        logging.getLogger(__name__).warning("the engine's arguments: %s", sys.argv)
     if args.fake_exit is not None:
         sys.exit(args.fake_exit)
     stubborn = signal.SIG_IGN if args.fake_stubborn else signal.SIG_DFL
