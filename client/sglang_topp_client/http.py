@@ -207,7 +207,8 @@ class _Lanes(httpx.AsyncBaseTransport):
     async def _release(self, lane: httpx.AsyncHTTPTransport) -> None:
         now = time.monotonic()
         self._idle.append((now, lane))
-        while self._idle[0][0] < now - _KEEPALIVE_EXPIRY_S:
+        # While one is being closed, requests may take all others.
+        while self._idle and self._idle[0][0] < now - _KEEPALIVE_EXPIRY_S:
             _, expired = self._idle.popleft()
             self._lanes.discard(expired)
             await expired.aclose()

@@ -46,6 +46,20 @@ def test_idle_connections_go_before_the_server_drops_them():
     assert default_s > http._KEEPALIVE_EXPIRY_S
 
 
+async def test_all_other_connections_are_taken_while_an_old_one_is_closed(monkeypatch):
+    lanes = http._Lanes()
+    old, new = lanes._open(), lanes._open()
+    lanes._idle.append((0.0, old))
+
+    async def close():
+        lanes._idle.clear()
+
+    monkeypatch.setattr(old, "aclose", close)
+    await lanes._release(new)
+    assert old not in lanes._lanes
+    await lanes.aclose()
+
+
 async def test_a_reset_before_the_answer_is_retried():
     async def handle(number, reader, writer):
         await read_request(reader)
