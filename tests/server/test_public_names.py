@@ -8,7 +8,8 @@ NAMES = {
     "sglang_topp_server": [],
     "sglang_topp_server.app": ["create_app"],
     "sglang_topp_server.cli": ["main"],
-    "sglang_topp_server.engine": ["Engine", "EngineStatus", "FailedPrompt"],
+    "sglang_topp_server.engine": ["Engine", "FailedPrompt"],
+    "sglang_topp_server.engine_status": ["EngineProbe", "EngineStatus"],
     "sglang_topp_server.exchange": ["RolloutExchange"],
     "sglang_topp_server.flight": ["Flight"],
     "sglang_topp_server.guard": ["OPEN_PATHS", "RequireKey"],
@@ -23,6 +24,7 @@ NAMES = {
         "status_of",
         "upstream_error",
     ],
+    "sglang_topp_server.start_sglang": ["KEY_VARIABLE", "main"],
     "sglang_topp_server.schema": [
         "ErrorAnswer",
         "Info",

@@ -36,6 +36,7 @@ class FakeEngine:
         self.health = 200
         self.api_key: str | None = None
         self.bodies: list[dict[str, Any]] = []
+        self.probes: list[dict[str, Any]] = []
         self.authorizations: set[str | None] = set()
         self.aborted: list[str] = []
         self.hung_up: list[str] = []
@@ -53,7 +54,7 @@ class FakeEngine:
             return await _answer(send, self.health, None)
         if self.api_key is not None and authorization != b"Bearer " + self.api_key.encode():
             return await _answer(send, 401, {"error": "Unauthorized"})
-        if path == "/server_info":
+        if path in ("/server_info", "/get_server_info"):
             info = {"model_path": "fake-model", "version": "0.5.23", "weight_version": "7"}
             return await _answer(
                 send, 200, info if self.patch is None else {**info, "sglang_topp": self.patch}
@@ -63,7 +64,7 @@ class FakeEngine:
             self.aborted.append(body["rid"])
             return await _answer(send, 200, None)
         assert path == "/generate", path
-        self.bodies.append(body)
+        (self.probes if body["rid"].startswith("sglang-topp-probe") else self.bodies).append(body)
         self.running += 1
         work = asyncio.ensure_future(self._generate(body, send))
         gone = asyncio.ensure_future(_disconnect(receive))
