@@ -199,6 +199,7 @@ async def _start_keeper(command: Sequence[str], settings: Settings) -> Process:
 
 async def _end_keeper(keeper: Process, grace_s: float) -> None:
     assert keeper.stdin is not None
+    keeper.stdin.write(b".")
     keeper.stdin.close()
     try:
         await asyncio.wait_for(keeper.wait(), grace_s + _KEEPER_S)
