@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from sglang_topp_server.engine import Engine
 from sglang_topp_server.limits import Limits
 from sglang_topp_server.start_sglang import KEY_VARIABLE
 
-__all__ = ["Settings", "check_free", "engine_command", "run", "url_of"]
+__all__ = ["Settings", "check_free", "engine_command", "engine_environment", "run", "url_of"]
 
 _POLL_S = 0.1
 # Longer than clients and load balancers keep idle connections, so that they are the ones to close them.
@@ -28,6 +28,9 @@ _KEEP_ALIVE_S = 75
 # What the keeper needs beyond the engine's grace: to kill, reap and exit.
 _KEEPER_S = 30.0
 _STDERR = 2
+# When one of its processes has died, SGLang first sleeps for 5 s, and where others of them still run it waits
+# for a minute more, to collect diagnostics; until then its callers wait with it.
+_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,19 @@ def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) 
     """
     command = [sys.executable, "-m", "sglang_topp_server.start_sglang", "--model-path", model_path]
     return [*command, "--host", host, "--port", str(port), *extra]
+
+
+def engine_environment(environment: Mapping[str, str], api_key: str | None) -> dict[str, str]:
+    """What the engine finds in its environment: this one's, with the engine's key or none, and without
+    the diagnostics of a crash, unless they are asked for there.
+
+    Args:
+        environment: this process's.
+        api_key: what the engine is to ask of its callers, or None.
+    """
+    changed = {**dict.fromkeys(_DIAGNOSTICS, "0"), **environment}
+    changed.pop(KEY_VARIABLE, None)
+    return changed if api_key is None else {**changed, KEY_VARIABLE: api_key}
 
 
 def url_of(host: str, port: int) -> str:
@@ -179,16 +195,13 @@ async def _attend(engine: Engine, keeper: Process | None, settings: Settings, ur
 
 
 async def _start_keeper(command: Sequence[str], settings: Settings) -> Process:
-    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-    if settings.engine_api_key is not None:
-        environment[KEY_VARIABLE] = settings.engine_api_key
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "sglang_topp_server.keeper",
         str(settings.grace_s),
         *command,
-        env=environment,
+        env=engine_environment(os.environ, settings.engine_api_key),
         stdin=PIPE,
         # Standard output carries the line that says where the servers are, and nothing else.
         stdout=_STDERR,

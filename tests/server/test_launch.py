@@ -307,6 +307,24 @@ def test_the_command_passes_sglangs_own_arguments_on():
     ]
 
 
+def test_the_engines_environment():
+    """SGLang's diagnostics of a crash keep every caller waiting: they are for who asks for them."""
+    pyspy, coredump = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
+    assert launch.engine_environment({"A": "1"}, None) == {"A": "1", pyspy: "0", coredump: "0"}
+    assert launch.engine_environment({pyspy: "1"}, None)[pyspy] == "1"
+
+    key = "SGLANG_TOPP_ENGINE_API_KEY"
+    assert launch.engine_environment({}, "k")[key] == "k"
+    assert key not in launch.engine_environment({key: "k"}, None)
+
+
+def test_sglang_reads_what_is_set_there():
+    from sglang.srt.environ import envs
+
+    for name in launch.engine_environment({}, None):
+        assert getattr(envs, name).name == name
+
+
 @pytest.mark.parametrize(
     ("host", "url"),
     [

@@ -14,7 +14,14 @@ NAMES = {
     "sglang_topp_server.flight": ["Flight"],
     "sglang_topp_server.guard": ["OPEN_PATHS", "RequireKey"],
     "sglang_topp_server.keeper": ["main"],
-    "sglang_topp_server.launch": ["Settings", "check_free", "engine_command", "run", "url_of"],
+    "sglang_topp_server.launch": [
+        "Settings",
+        "check_free",
+        "engine_command",
+        "engine_environment",
+        "run",
+        "url_of",
+    ],
     "sglang_topp_server.limits": ["Limits"],
     "sglang_topp_server.metrics": ["Metrics", "SizeHistogram"],
     "sglang_topp_server.problems": [

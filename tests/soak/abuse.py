@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import numpy as np
 
@@ -25,17 +25,15 @@ _LONGEST_S = 60.0
 _LEAST_S = 10.0
 
 
-async def run_abuse(server: Server, *, seconds: float) -> list[Report]:
+async def run_abuse(server: Server, *, seconds: float) -> AsyncGenerator[Report, None]:
     """A line without abuse, and one for each kind of it; the time is shared evenly."""
     kinds: list[tuple[str, Callable[[Server, Report], Awaitable[None]] | None]] = [
         ("no abuse", None),
         *((abuser.__name__.replace("_", " "), abuser) for abuser in abusers.ALL),
     ]
     share_s = max(_LEAST_S, seconds / len(kinds))
-    reports = []
     for name, abuser in kinds:
         report = Report(name)
-        reports.append(report)
         async with Memory(server.process.pid) as memory:
             await _beside(server, report, abuser, share_s)
         for role, mib in memory.peak_mib().items():
@@ -43,8 +41,9 @@ async def run_abuse(server: Server, *, seconds: float) -> list[Report]:
                 report.outcomes[f"MiB at most in {role}"] = round(mib)
         if server.process.poll() is not None:
             report.fault("the server is gone")
-            break
-    return reports
+        yield report
+        if server.process.poll() is not None:
+            return
 
 
 async def _beside(

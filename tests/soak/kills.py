@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from sglang_topp.errors import SglangToppError
@@ -24,24 +25,22 @@ _LONG = {"max_new_tokens": 480, "ignore_eos": True}
 _KNOWS_AT_ALL_S = 120.0
 
 
-async def run_kills(model: Path, folder: Path) -> list[Report]:
+async def run_kills(model: Path, folder: Path) -> AsyncGenerator[Report, None]:
     """One line for each process of the tree, and one for a sidecar that stands alone."""
-    reports = []
     with serve(model, folder / "kill-sidecar.log", *SGLANG_ARGUMENTS) as server:
         # The engine outlives a sidecar of its own, and what it ran for it ends.
         with run_sidecar(server.engine) as url:
             (alone,) = [each for each in tree_of(os.getpid()) if each.role == "sidecar"]
-            reports.append(await _kill("sidecar", alone, [url, url], server))
-        report = reports[-1]
+            report = await _kill("sidecar", alone, [url, url], server)
         if not await wait_until(lambda: _is_idle(server)):
             report.fault("the engine still runs what the killed sidecar had asked for")
         async with AsyncRolloutClient(server.sidecar) as client:
             await client.generate("still there", {"max_new_tokens": 2}, top_logprobs_p=0.9)
-        reports.append(await _kill_in(server, "parent"))
+        yield report
+        yield await _kill_in(server, "parent")
     for role in ("scheduler", "main", "detokenizer", "keeper"):
         with serve(model, folder / f"kill-{role}.log", *SGLANG_ARGUMENTS) as server:
-            reports.append(await _kill_in(server, role))
-    return reports
+            yield await _kill_in(server, role)
 
 
 async def _kill_in(server: Server, role: str) -> Report:
