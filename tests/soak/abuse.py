@@ -21,7 +21,7 @@ SGLANG_ARGUMENTS = ("--max-total-tokens", "16384")
 _NORMAL_CALLERS = 4
 _NORMAL_P = 0.9
 # Slower than this, and an answer does not keep coming.
-_LONGEST_S = 60.0
+_LONGEST_S = 30.0
 _LEAST_S = 10.0
 
 

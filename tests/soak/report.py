@@ -30,7 +30,7 @@ class Report:
         knew_s: seconds until each caller knew, the longest; None where nobody was to be told.
         left_running: processes that outlived what they belong to.
         p99_s: of normal callers, seconds; None where there are none.
-        what: a sentence for each thing that should not be, the first of them.
+        what: a sentence for each thing that should not be, and how often it was; the first of them.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Report:
     knew_s: float | None = None
     left_running: int = 0
     p99_s: float | None = None
-    what: list[str] = field(default_factory=list)
+    what: Counter[str] = field(default_factory=Counter)
 
     def fault(self, sentence: str) -> None:
         """Count something that should not be, which is not an answer's sets."""
@@ -63,8 +63,8 @@ class Report:
         self._note(f"{type(error).__name__}{at}: {str(error)[:300]} (asked: {str(asked)[:300]})")
 
     def _note(self, sentence: str) -> None:
-        if len(self.what) < _SHOWN:
-            self.what.append(sentence)
+        if sentence in self.what or len(self.what) < _SHOWN:
+            self.what[sentence] += 1
 
     def problems(self) -> list[str]:
         """The goals that are missed."""
@@ -114,5 +114,5 @@ def table(reports: list[Report]) -> str:
         if each.leaked_mib:
             held = ", ".join(f"{role} {mib:+.0f}" for role, mib in each.leaked_mib.items())
             lines.append(f"{each.name}: MiB, last quarter against first: {held}")
-        lines += [f"{each.name}: {sentence}" for sentence in each.what]
+        lines += [f"{each.name}: {count} x {sentence}" for sentence, count in each.what.items()]
     return "\n".join(lines)
