@@ -9,7 +9,7 @@ pipe whose write end only `serve` holds. A byte there means stop; end-of-file wi
 
 To stop: SIGTERM to the engine's first process (SGLang then drains and takes its children down itself);
 after `grace_s` seconds, or once that process has gone, SIGKILL to whatever it left. Where `serve` was
-killed, two seconds are the most: nobody waits for an orderly end, and who asked the engine itself must not
+killed, a second is the most: nobody waits for an orderly end, and who asked the engine itself must not
 wait for an answer that does not come. A SIGTERM to the keeper skips the grace. The keeper's exit status is
 the engine's, and it comes when all of them are gone.
 """
@@ -31,7 +31,7 @@ __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_ORPHANED_GRACE_S = 2.0
+_ORPHANED_GRACE_S = 1.0
 _HURRY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
