@@ -42,12 +42,14 @@ class _Mix:
         self.report = report
         self.rng = random.Random(seed)
         self.retractions = 0
-        limits = httpx.Limits(max_connections=4 * _AT_ONCE)
+        # Both servers drop a connection that is idle for 5 s, in pauses of the engine too: no request may
+        # meet one just then. The clients send it once more.
+        limits = httpx.Limits(max_connections=4 * _AT_ONCE, keepalive_expiry=2.0)
         self.engine = httpx.AsyncClient(base_url=server.engine, timeout=_LIMIT_S, limits=limits)
         self.sidecar = httpx.AsyncClient(base_url=server.sidecar, timeout=_LIMIT_S, limits=limits)
         self.clients = [
-            AsyncRolloutClient(server.sidecar, kind="sidecar", max_retries=0),
-            AsyncRolloutClient(server.engine, kind="sglang", max_retries=0),
+            AsyncRolloutClient(server.sidecar, kind="sidecar", max_retries=1),
+            AsyncRolloutClient(server.engine, kind="sglang", max_retries=1),
         ]
 
     async def close(self) -> None:
