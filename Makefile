@@ -6,7 +6,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 
-.PHONY: setup demo test lint bench lock clean
+.PHONY: setup demo test lint bench soak lock clean
 
 setup: .venv/.complete
 
@@ -30,6 +30,10 @@ bench: .venv/.bench
 .venv/.bench: requirements-bench.lock .venv/.complete
 	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements-bench.lock
 	touch $@
+
+# SECONDS and REQUESTS bound it; PART=mixed, kills or abuse runs one part of it.
+soak: setup
+	SECONDS=$(or $(SECONDS),1800) REQUESTS=$(or $(REQUESTS),20000) $(BIN)/python -m tests.soak $(PART)
 
 demo: setup
 	$(BIN)/python examples/rollout_loop.py

@@ -158,7 +158,8 @@ class GenerateExchange:
             raise WireError("output_ids", f"got {len(output_ids)} ids, completion_tokens is {shown(count)}")
 
         entries = [e for chunk in chunks for e in _field(chunk["meta_info"], "output_token_logprobs", list)]
-        logprobs = _sampled_logprobs(entries, output_ids)
+        # For `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
+        logprobs = _sampled_logprobs(entries if count else [], output_ids)
         candidates = None
         if wanted.top_logprobs_p is not None:
             candidates = CandidateSets.concat(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sglang_topp.errors import InvalidInputError, SglangToppError
 from sglang_topp_server.limits import Limits
+from sglang_topp_server.start_sglang import KEY_VARIABLE as _ENGINE_KEY
 
 if TYPE_CHECKING:
     from sglang_topp_server import launch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _FAILED, _USAGE = 1, 2
-_KEY, _ENGINE_KEY = "SGLANG_TOPP_API_KEY", "SGLANG_TOPP_ENGINE_API_KEY"
+_KEY = "SGLANG_TOPP_API_KEY"
 _PLUGIN = "sglang_topp"
 _SANITIZE = "SGLANG_SANITIZE_NAN_LOGITS"
 _MAX_FILES = 1 << 16
@@ -151,9 +152,7 @@ def _serve(args: argparse.Namespace) -> int:
     if (args.host, args.port) == (args.engine_host, port):
         return _fail(f"--port and --engine-port: got {port} for both, expected two", _USAGE)
     settings = _settings(args, launch.url_of(args.engine_host, port), ready_timeout_s=args.ready_timeout_s)
-    command = launch.engine_command(
-        args.model_path, args.engine_host, port, settings.engine_api_key, args.sglang_args
-    )
+    command = launch.engine_command(args.model_path, args.engine_host, port, args.sglang_args)
     # A grammar that leaves no token to draw would end the scheduler; so an answer ends instead.
     os.environ.setdefault(_SANITIZE, "1")
     _raise_file_limit()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-import httpx
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sglang_topp.engine_request import Model
 from sglang_topp.errors import (
@@ -20,54 +18,18 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.request import SampleRequest
+from sglang_topp_server.engine_status import EngineProbe, EngineStatus
 from sglang_topp_server.held import Share
 from sglang_topp_server.problems import as_known_error, upstream_error
 from sglang_topp_server.schema import RolloutRequest
 
-__all__ = ["Engine", "EngineStatus", "FailedPrompt"]
+__all__ = ["Engine", "FailedPrompt"]
 
-# SGLang's /health waits 20 s for its token.
-_PROBE_TIMEOUT_S = 30.0
+# The first token of every vocabulary: what it says does not matter.
+_PROBE_PROMPT = [0]
+_PROBE_ID = "sglang-topp-probe"
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """What one look at the engine found.
-
-    Attributes:
-        phase: `unreachable`: no answer, or one that is an error; `starting`: it answers and does not
-            serve yet; `unpatched`: it answers, and candidate sets cannot be had from it; `ready`.
-        reason: a sentence for people wherever `phase` is not `ready`.
-        model_path, sglang_version, weight_version: as the engine reports them.
-        patch: what the patch set reports of itself; empty where it reports nothing.
-        model: what requests are checked against; None where it was never reported.
-    """
-
-    phase: Literal["unreachable", "starting", "unpatched", "ready"]
-    reason: str = ""
-    model_path: str | None = None
-    sglang_version: str | None = None
-    weight_version: str | None = None
-    patch: dict[str, Any] = field(default_factory=dict)
-    model: Model | None = None
-
-    @property
-    def is_patched(self) -> bool:
-        """Whether the engine, when last heard, said that the patch set is in force."""
-        return self.patch.get("active") is True
-
-    @property
-    def takes_grammars(self) -> bool:
-        """Whether the engine, when last heard, survives a grammar that leaves no token to draw."""
-        return self.patch.get("sanitizes_logits") is True
-
-    @property
-    def problems(self) -> list[str]:
-        """Why the patch set is not in force, in its own words."""
-        problems = self.patch.get("problems")
-        return [str(problem) for problem in problems] if isinstance(problems, list) else []
 
 
 @dataclass(frozen=True)
@@ -103,13 +65,7 @@ class Engine:
         self._client = _Client(
             self.base_url, kind="sglang", api_key=api_key, max_connections=4096, max_retries=1
         )
-        self._probes = httpx.AsyncClient(
-            base_url=self.base_url,
-            timeout=_PROBE_TIMEOUT_S,
-            # The engine is beside the sidecar, or in its cluster: no proxy of the environment stands between.
-            trust_env=False,
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-        )
+        self._probe = EngineProbe(self.base_url, api_key=api_key, generate_one=self._generate_one)
 
     # -- what is known of it -----------------------------------------------------------------------
 
@@ -118,11 +74,8 @@ class Engine:
         while True:
             in_doubt = self._in_doubt.is_set()
             self._in_doubt.clear()
-            try:
-                self.status = await self._look(is_healthy=self.status.phase == "ready" and not in_doubt)
-            except Exception as error:
-                # Whatever it is (no answer, no JSON, no such host), the next look may find better.
-                self.status = self._silent(f"{type(error).__name__}: {error}")
+            is_healthy = self.status.phase == "ready" and not in_doubt
+            self.status = await self._probe.look(self.status, is_healthy=is_healthy)
             if self.status.phase in ("ready", "unpatched"):
                 self._has_been_ready = self.status.phase == "ready"
             self._looked.set()
@@ -148,60 +101,16 @@ class Engine:
             raise ServerError(self.status.reason, status=503)
         return self.status.model
 
-    async def _look(self, *, is_healthy: bool) -> EngineStatus:
-        """Ask `/server_info`, which SGLang answers from its scheduler, and `/health`, which has it make a
-        token, unless the engine is known to be healthy."""
-        answer = await self._probes.get("/server_info")
-        if answer.status_code in (401, 403):
-            return self._silent("it refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY")
-        if answer.status_code != 200:
-            return self._silent(f"its /server_info answers {answer.status_code}: {answer.text[:200]}")
-        info = answer.json()
-        if not isinstance(info, dict):
-            return self._silent(f"its /server_info is no object but {type(info).__name__}")
-        patch = info.get("sglang_topp")
-        patch = patch if isinstance(patch, dict) else {}
-        status = EngineStatus(
-            "ready",
-            model_path=_text(info.get("model_path")),
-            sglang_version=_text(info.get("version")),
-            weight_version=_text(info.get("weight_version")),
-            patch=patch,
-            model=Model.from_record(patch.get("model")),
+    async def _generate_one(self, timeout_s: float) -> None:
+        """One token with its candidate set, by the way that all others come."""
+        await self._client.generate(
+            [_PROBE_PROMPT],
+            {"max_new_tokens": 1, "temperature": 1.0},
+            top_logprobs_p=0.5,
+            timeout_s=timeout_s,
+            request_id=_PROBE_ID,
+            progress=False,
         )
-        if not status.is_patched or status.model is None:
-            return replace(status, phase="unpatched", reason=self._why_unpatched(status))
-        if is_healthy:
-            return status
-        health = await self._probes.get("/health")
-        if health.status_code != 200:
-            reason = f"the engine at {self.base_url} is not ready: its /health answers {health.status_code}"
-            return replace(status, phase="starting", reason=reason)
-        return status
-
-    def _silent(self, cause: str) -> EngineStatus:
-        """No usable answer; what was known stays known until there is one."""
-        return replace(
-            self.status,
-            phase="unreachable",
-            reason=f"the engine at {self.base_url} does not answer: {cause}",
-        )
-
-    def _why_unpatched(self, status: EngineStatus) -> str:
-        version = f"SGLang {status.sglang_version}" if status.sglang_version else "no SGLang that says so"
-        if not status.patch:
-            return (
-                f"the engine at {self.base_url} ({version}) runs without the sglang-topp patch set: its"
-                " /server_info does not mention it. Install sglang-topp in the engine's environment, leave it"
-                " in SGLANG_PLUGINS if that is set, and see `sglang-topp doctor`"
-            )
-        if status.is_patched:
-            return (
-                f"the patch set in the engine at {self.base_url} ({version}) reports no sizes of its model,"
-                " which requests are checked against; install the same sglang-topp there and here"
-            )
-        causes = "; ".join(status.problems) or "it gives no reason"
-        return f"the patch set is not active in the engine at {self.base_url} ({version}): {causes}"
 
     # -- what it makes -----------------------------------------------------------------------------
 
@@ -269,9 +178,5 @@ class Engine:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._probes.aclose()
+        await self._probe.close()
         await self._client.close()
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)

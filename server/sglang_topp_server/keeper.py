@@ -4,11 +4,14 @@
 
 SGLang is a tree of processes. `serve` can end them all as long as it lives; killed with SIGKILL, it ends
 nothing. So the engine is the child of this small process, which outlives `serve` by design: it reads a
-pipe whose write end only `serve` holds, and end-of-file there, however `serve` went, means stop.
+pipe whose write end only `serve` holds. A byte there means stop; end-of-file without one means that
+`serve` was killed, and then too.
 
 To stop: SIGTERM to the engine's first process (SGLang then drains and takes its children down itself);
-after `grace_s` seconds, or once that process has gone, SIGKILL to whatever it left. A SIGTERM to the
-keeper skips the grace. The keeper's exit status is the engine's, and it comes when all of them are gone.
+after `grace_s` seconds, or once that process has gone, SIGKILL to whatever it left. Where `serve` was
+killed, a second is the most: nobody waits for an orderly end, and who asked the engine itself must not
+wait for an answer that does not come. A SIGTERM to the keeper skips the grace. The keeper's exit status is
+the engine's, and it comes when all of them are gone.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_ORPHANED_GRACE_S = 1.0
 _HURRY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command until it ends, or until the pipe on standard input closes.
+    """Run the command until it ends, or until standard input says to stop: a byte, or its end.
 
     Args:
         argv: the grace in seconds, then the command; None reads the process's own.
@@ -80,7 +84,9 @@ def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
         ready, _, _ = select.select(watched, [], [], left_s)
         if woken in ready and _HURRY.intersection(os.read(woken, 64)):
             return
-        if pipe in ready and not os.read(pipe, 1):
+        if pipe in ready:
+            is_in_order = bool(os.read(pipe, 1))
+            grace_s = grace_s if is_in_order else min(grace_s, _ORPHANED_GRACE_S)
             watched, deadline = [woken], time.monotonic() + grace_s
             os.kill(engine_pid, signal.SIGTERM)
 

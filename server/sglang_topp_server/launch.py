@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,8 +20,9 @@ from sglang_topp_server.connection import http_protocol
 from sglang_topp_server.engine import Engine
 from sglang_topp_server.heap import return_large_blocks
 from sglang_topp_server.limits import Limits
+from sglang_topp_server.start_sglang import KEY_VARIABLE
 
-__all__ = ["Settings", "check_free", "engine_command", "run", "url_of"]
+__all__ = ["Settings", "check_free", "engine_command", "engine_environment", "run", "url_of"]
 
 _POLL_S = 0.1
 # Longer than clients and load balancers keep idle connections, so that they are the ones to close them.
@@ -28,6 +30,9 @@ _KEEP_ALIVE_S = 75
 # What the keeper needs beyond the engine's grace: to kill, reap and exit.
 _KEEPER_S = 30.0
 _STDERR = 2
+# When one of its processes has died, SGLang first sleeps for 5 s, and where others of them still run it waits
+# for a minute more, to collect diagnostics; until then its callers wait with it.
+_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 
 @dataclass(frozen=True)
@@ -62,22 +67,30 @@ class _Server(uvicorn.Server):
         yield
 
 
-def engine_command(
-    model_path: str, host: str, port: int, api_key: str | None, extra: Sequence[str]
-) -> list[str]:
-    """The command that starts SGLang; the patch set comes in through its entry point.
+def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
+    """The command that starts SGLang; the patch set comes in through its entry point, the key through the
+    environment.
 
     Args:
         model_path: the model.
         host, port: where the engine is to listen.
-        api_key: what the engine is to ask of its callers, or None.
         extra: SGLang's own arguments, passed on as they are.
     """
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model_path]
-    command += ["--host", host, "--port", str(port)]
-    if api_key is not None:
-        command += ["--api-key", api_key]
-    return [*command, *extra]
+    command = [sys.executable, "-m", "sglang_topp_server.start_sglang", "--model-path", model_path]
+    return [*command, "--host", host, "--port", str(port), *extra]
+
+
+def engine_environment(environment: Mapping[str, str], api_key: str | None) -> dict[str, str]:
+    """What the engine finds in its environment: this one's, with the engine's key or none, and without
+    the diagnostics of a crash, unless they are asked for there.
+
+    Args:
+        environment: this process's.
+        api_key: what the engine is to ask of its callers, or None.
+    """
+    changed = {**dict.fromkeys(_DIAGNOSTICS, "0"), **environment}
+    changed.pop(KEY_VARIABLE, None)
+    return changed if api_key is None else {**changed, KEY_VARIABLE: api_key}
 
 
 def url_of(host: str, port: int) -> str:
@@ -140,7 +153,7 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
     listener = _listen(settings.host, settings.port)
     url = url_of(settings.host, listener.getsockname()[1])
     if command is not None:
-        keeper = await _start_keeper(command, settings.grace_s)
+        keeper = await _start_keeper(command, settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     attending = asyncio.create_task(_attend(engine, keeper, settings, url))
     signalled = asyncio.create_task(stopping.wait())
@@ -186,13 +199,14 @@ async def _attend(engine: Engine, keeper: Process | None, settings: Settings, ur
     raise ServerError(f"the engine ended with exit status {await ended}; its own words are above")
 
 
-async def _start_keeper(command: Sequence[str], grace_s: float) -> Process:
+async def _start_keeper(command: Sequence[str], settings: Settings) -> Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "sglang_topp_server.keeper",
-        str(grace_s),
+        str(settings.grace_s),
         *command,
+        env=engine_environment(os.environ, settings.engine_api_key),
         stdin=PIPE,
         # Standard output carries the line that says where the servers are, and nothing else.
         stdout=_STDERR,
@@ -203,6 +217,7 @@ async def _start_keeper(command: Sequence[str], grace_s: float) -> Process:
 
 async def _end_keeper(keeper: Process, grace_s: float) -> None:
     assert keeper.stdin is not None
+    keeper.stdin.write(b".")
     keeper.stdin.close()
     try:
         await asyncio.wait_for(keeper.wait(), grace_s + _KEEPER_S)

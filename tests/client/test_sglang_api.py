@@ -77,6 +77,20 @@ def test_incremental_streaming_is_put_together(fakes):
     assert rollout.text == made.text
 
 
+@pytest.mark.parametrize("p", [0.9, None])
+def test_a_prompt_that_is_only_scored_may_come_with_the_logprob_of_a_token_that_is_not_there(fakes, p):
+    made = fakes.sample([5, 6], 0)
+    chunk = fakes.chunk(made, start=0, stop=0)
+    chunk["meta_info"] |= {
+        "completion_tokens": 0,
+        "finish_reason": {"type": "length", "length": 0},
+        "output_token_logprobs": [[-0.5, 7, None]],
+    }
+    (rollout,) = exchange(p=p).read(event(chunk))
+    assert len(rollout.output_ids) == len(rollout.logprobs) == 0
+    assert (rollout.candidates is None) == (p is None)
+
+
 def test_a_lost_chunk_is_an_error(fakes):
     made = fakes.sample([5, 6], 0, 7)
     one = exchange()

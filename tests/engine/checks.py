@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from sglang_topp import CandidateSets
+from sglang_topp_client import Rollout
 
 # Where the mass above a cutoff lies this near to p, both neighbours are right answers.
 ROUNDING = 1e-5
@@ -25,6 +26,17 @@ def checked_sets(answer: dict[str, Any], p: float) -> CandidateSets:
     return sets
 
 
+def check_rollout(rollout: Rollout, p: float) -> None:
+    """The same of a rollout that a client has decoded."""
+    assert rollout.candidates is not None
+    assert len(rollout.candidates) == len(rollout.output_ids) == len(rollout.logprobs)
+    np.testing.assert_array_equal(rollout.candidates.sampled_ids, rollout.output_ids)
+    np.testing.assert_array_equal(rollout.candidates.sampled_logprobs, rollout.logprobs)
+    for t, (token_ids, logprobs) in enumerate(rollout.candidates):
+        check_nucleus(token_ids, logprobs, int(rollout.output_ids[t]), p, t)
+    assert (rollout.masked_logprobs <= 1e-6).all()
+
+
 def check_nucleus(
     token_ids: np.ndarray, logprobs: np.ndarray, sampled_id: int, p: float, position: int
 ) -> None:
@@ -32,8 +44,9 @@ def check_nucleus(
 
     Only the sampled token may stand where the mass above it has already reached p.
     """
+    assert (np.diff(logprobs) <= 0).all(), f"position {position}: not in order"
     mass = np.exp(logprobs.astype(np.float64))
-    above = np.array([mass[logprobs > each].sum() for each in logprobs])
+    above = np.concatenate(([0.0], np.cumsum(mass)))[np.searchsorted(-logprobs, -logprobs)]
     forced = above >= p + ROUNDING
     assert set(token_ids[forced]) <= {sampled_id}, (
         f"position {position}: {token_ids[forced]} below the cutoff"

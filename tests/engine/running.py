@@ -16,7 +16,15 @@ from typing import Any
 
 import httpx
 
-__all__ = ["START_LIMIT_S", "Engine", "free_port", "run_engine", "stop_group"]
+__all__ = [
+    "START_LIMIT_S",
+    "Engine",
+    "free_port",
+    "run_engine",
+    "run_gateway",
+    "run_sidecar",
+    "stop_group",
+]
 
 START_LIMIT_S = 400
 
@@ -108,3 +116,48 @@ def run_engine(
     finally:
         engine.http.close()
         stop_group(process)
+
+
+@contextmanager
+def run_gateway(log: Path, *workers: str) -> Iterator[str]:
+    """The gateway `smg` before these workers; its address, once all of them are known to it."""
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("smg")), "launch", "--worker-urls", *workers]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--worker-startup-check-interval", "1"]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    command += ["--policy", "round_robin"]
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while _num_workers(url) != len(workers):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"smg did not start:\n{log.read_text(errors='replace')[-6000:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        stop_group(process)
+
+
+def _num_workers(gateway: str) -> int:
+    try:
+        workers = httpx.get(f"{gateway}/workers", timeout=30).json()["workers"]
+    except httpx.TransportError:
+        return 0
+    return sum(worker["is_healthy"] for worker in workers)
+
+
+@contextmanager
+def run_sidecar(engine_url: str) -> Iterator[str]:
+    """`sglang-topp sidecar` before an engine, or a gateway; its address, ready or not."""
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_topp_server.cli", "sidecar"]
+    command += ["--engine-url", engine_url, "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "sidecar at" in process.stdout.readline()
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()

@@ -19,7 +19,7 @@ import pytest
 
 from sglang_topp.errors import RequestError
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
-from tests.engine.checks import check_nucleus
+from tests.engine.checks import check_rollout
 from tests.engine.running import START_LIMIT_S, free_port
 
 SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
@@ -59,16 +59,6 @@ def served(model_path: Path, log_folder: Path) -> Iterator[Served]:
         yield Served(process, words[words.index("sidecar") + 1], words[words.index("engine") + 1])
         process.terminate()
         process.wait(120)
-
-
-def check_rollout(rollout: Rollout, p: float) -> None:
-    assert rollout.candidates is not None
-    assert len(rollout.candidates) == len(rollout.output_ids) == len(rollout.logprobs)
-    np.testing.assert_array_equal(rollout.candidates.sampled_ids, rollout.output_ids)
-    np.testing.assert_array_equal(rollout.candidates.sampled_logprobs, rollout.logprobs)
-    for t, (token_ids, logprobs) in enumerate(rollout.candidates):
-        check_nucleus(token_ids, logprobs, int(rollout.output_ids[t]), p, t)
-    assert (rollout.masked_logprobs <= 1e-6).all()
 
 
 def wait_until(condition: object, limit_s: float = 30) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 
 from sglang_topp.errors import MissingCandidateSetsError, PatchError, SglangToppError
 from sglang_topp_client import RolloutClient
-from tests.engine.running import Engine, free_port, run_engine
+from tests.engine.running import Engine, run_engine, run_gateway, run_sidecar
 
 # SGLang's own allow-list of plugins: only the CPU platform, which it needs to start here.
 UNPATCHED = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
@@ -106,25 +104,33 @@ def test_server_info_does_not_claim_the_patch_set(unpatched: Engine) -> None:
 
 
 def test_the_sidecar_before_it_is_not_ready_and_refuses(unpatched: Engine) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "sglang_topp_server.cli", "sidecar"]
-    command += ["--engine-url", unpatched.url, "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sidecar:
-        try:
-            assert sidecar.stdout is not None
-            assert "sidecar at" in sidecar.stdout.readline()
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-                assert http.get("/healthz").status_code == 200
-                for _ in range(100):
-                    ready = http.get("/readyz")
-                    if "without the sglang-topp patch set" in ready.text:
-                        break
-                    time.sleep(0.1)
-                assert ready.status_code == 503
-                assert "without the sglang-topp patch set" in ready.text
-                for p in (0.9, None):
-                    refused = http.post("/rollouts", json={"prompts": ["hello"], "top_logprobs_p": p})
-                    assert refused.status_code == 503
-                    assert "patch set" in refused.json()["error"]["message"]
-        finally:
-            sidecar.terminate()
+    with run_sidecar(unpatched.url) as url, httpx.Client(base_url=url, timeout=60) as http:
+        assert http.get("/healthz").status_code == 200
+        assert "without the sglang-topp patch set" in why_not_ready(http)
+        for p in (0.9, None):
+            refused = http.post("/rollouts", json={"prompts": ["hello"], "top_logprobs_p": p})
+            assert refused.status_code == 503
+            assert "patch set" in refused.json()["error"]["message"]
+
+
+def test_behind_a_gateway_it_is_named(engine: Engine, unpatched: Engine, tmp_path: Path) -> None:
+    with (
+        run_gateway(tmp_path / "smg.log", engine.url, unpatched.url) as gateway,
+        run_sidecar(gateway) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+        reason = why_not_ready(http)
+        assert f"the engine at {unpatched.url} behind the gateway at {gateway}" in reason
+        assert "without the sglang-topp patch set" in reason
+        assert http.post("/rollouts", json={"prompts": ["hello"]}).status_code == 503
+
+
+def why_not_ready(http: httpx.Client) -> str:
+    """What the sidecar says, once it has looked."""
+    for _ in range(300):
+        answer = http.get("/readyz")
+        if "was not asked yet" not in answer.text:
+            break
+        time.sleep(0.1)
+    assert answer.status_code == 503
+    return str(answer.json()["error"]["message"])

@@ -78,9 +78,7 @@ def test_serve_passes_everything_on(runs, monkeypatch):
     assert (settings.ready_timeout_s, settings.grace_s) == (7.0, 8.0)
     port = settings.engine_url.removeprefix("http://127.0.0.1:")
     assert int(port) > 0
-    assert command == launch.engine_command(
-        "m", "127.0.0.1", int(port), "theirs", ["--tp-size", "2", "--", "--x"]
-    )
+    assert command == launch.engine_command("m", "127.0.0.1", int(port), ["--tp-size", "2", "--", "--x"])
 
 
 def test_the_defaults_are_those_of_limits(runs):

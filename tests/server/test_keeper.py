@@ -50,6 +50,12 @@ def keep():
         keeper.wait(timeout=60)
 
 
+def stop(keeper):
+    """What `serve` does in order."""
+    keeper.stdin.write(b".")
+    keeper.stdin.close()
+
+
 def alive(pid):
     """Whether the process runs; a zombie, which waits for somebody to read its status, does not."""
     try:
@@ -66,9 +72,10 @@ def test_the_tree_stands(keep):
     assert keeper.poll() is None
 
 
-def test_end_of_file_ends_everything(keep):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_byte_ends_everything_and_so_does_the_end_of_file(keep, is_killed):
     keeper, pids = keep()
-    keeper.stdin.close()
+    keeper.stdin.close() if is_killed else stop(keeper)
 
     assert keeper.wait(timeout=60) == 128 + signal.SIGTERM
     assert not any(map(alive, pids))
@@ -76,7 +83,7 @@ def test_end_of_file_ends_everything(keep):
 
 def test_the_grace_ends_a_stubborn_tree(keep):
     keeper, pids = keep(stubborn=True, grace_s=0.2)
-    keeper.stdin.close()
+    stop(keeper)
 
     assert keeper.wait(timeout=60) == 128 + signal.SIGKILL
     assert not any(map(alive, pids))
@@ -84,9 +91,18 @@ def test_the_grace_ends_a_stubborn_tree(keep):
 
 def test_the_first_process_may_clean_up_in_its_grace(keep):
     keeper, pids = keep(before="signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))")
-    keeper.stdin.close()
+    stop(keeper)
 
     assert keeper.wait(timeout=60) == 5
+    assert not any(map(alive, pids))
+
+
+def test_there_is_little_grace_where_serve_was_killed(keep):
+    """Who asked the engine itself learns soon that there is no answer."""
+    keeper, pids = keep(stubborn=True, grace_s=600)
+    keeper.stdin.close()
+
+    assert keeper.wait(timeout=60) == 128 + signal.SIGKILL
     assert not any(map(alive, pids))
 
 
@@ -94,7 +110,7 @@ def test_the_first_process_may_clean_up_in_its_grace(keep):
 def test_a_signal_skips_the_grace(keep, while_stopping):
     keeper, pids = keep(stubborn=True, grace_s=600)
     if while_stopping:
-        keeper.stdin.close()
+        stop(keeper)
     keeper.terminate()
 
     assert keeper.wait(timeout=60) == 128 + signal.SIGKILL

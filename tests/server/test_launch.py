@@ -5,10 +5,12 @@ The fake is a `sglang` package of its own, put before the real one on the path o
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from http.client import HTTPResponse
 from pathlib import Path
 
@@ -28,6 +30,15 @@ def alive(pid):
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def command_lines():
+    """What the list of processes shows of every process, by its id."""
+    shown = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            shown[int(path.parent.name)] = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return shown
 
 
 class Serve:
@@ -221,6 +232,28 @@ def test_keys_come_from_the_environment(serve):
         assert len(client.generate("a", top_logprobs_p=0.9)) == 1
 
 
+def test_no_key_stands_in_the_list_of_processes_or_in_the_log(serve):
+    keys = {"SGLANG_TOPP_API_KEY": secrets.token_hex(), "SGLANG_TOPP_ENGINE_API_KEY": secrets.token_hex()}
+    running = serve("--fake-log-arguments", environment=keys)
+    running.wait_until_ready()
+
+    shown = command_lines()
+    for pid in (running.process.pid, *running.pids()):
+        assert shown[pid]
+    for key in keys.values():
+        assert [line for line in shown.values() if key in line] == []
+        assert key not in running.errors()
+    assert "'--api-key', '***'" in running.errors()
+
+
+def test_the_engine_takes_no_key_that_the_sidecar_does_not_have(serve):
+    running = serve("--fake-log-arguments")
+    running.wait_until_ready()
+
+    assert "the engine's arguments" in running.errors()
+    assert "--api-key" not in running.errors()
+
+
 def test_a_taken_port_is_said_before_anything_starts(serve):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -267,13 +300,29 @@ def _refuses(url):
 
 
 def test_the_command_passes_sglangs_own_arguments_on():
-    command = launch.engine_command("org/model", "0.0.0.0", 1234, "k", ["--tp-size", "2"])
-    assert command[1:3] == ["-m", "sglang.launch_server"]
+    command = launch.engine_command("org/model", "0.0.0.0", 1234, ["--tp-size", "2"])
+    assert command[1:3] == ["-m", "sglang_topp_server.start_sglang"]
     assert command[3:] == [
-        *("--model-path", "org/model", "--host", "0.0.0.0", "--port", "1234", "--api-key", "k"),
-        *("--tp-size", "2"),
+        *("--model-path", "org/model", "--host", "0.0.0.0", "--port", "1234", "--tp-size", "2"),
     ]
-    assert "--api-key" not in launch.engine_command("m", "h", 1, None, [])
+
+
+def test_the_engines_environment():
+    """SGLang's diagnostics of a crash keep every caller waiting: they are for who asks for them."""
+    pyspy, coredump = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
+    assert launch.engine_environment({"A": "1"}, None) == {"A": "1", pyspy: "0", coredump: "0"}
+    assert launch.engine_environment({pyspy: "1"}, None)[pyspy] == "1"
+
+    key = "SGLANG_TOPP_ENGINE_API_KEY"
+    assert launch.engine_environment({}, "k")[key] == "k"
+    assert key not in launch.engine_environment({key: "k"}, None)
+
+
+def test_sglang_reads_what_is_set_there():
+    from sglang.srt.environ import envs
+
+    for name in launch.engine_environment({}, None):
+        assert getattr(envs, name).name == name
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -41,6 +42,7 @@ class FakeEngine:
         self.health = 200
         self.api_key: str | None = None
         self.bodies: list[dict[str, Any]] = []
+        self.probes: list[dict[str, Any]] = []
         self.authorizations: set[str | None] = set()
         self.aborted: list[str] = []
         self.hung_up: list[str] = []
@@ -58,7 +60,7 @@ class FakeEngine:
             return await _answer(send, self.health, None)
         if self.api_key is not None and authorization != b"Bearer " + self.api_key.encode():
             return await _answer(send, 401, {"error": "Unauthorized"})
-        if path == "/server_info":
+        if path in ("/server_info", "/get_server_info"):
             info = {"model_path": "fake-model", "version": "0.5.23", "weight_version": "7"}
             return await _answer(
                 send, 200, info if self.patch is None else {**info, "sglang_topp": self.patch}
@@ -68,7 +70,7 @@ class FakeEngine:
             self.aborted.append(body["rid"])
             return await _answer(send, 200, None)
         assert path == "/generate", path
-        self.bodies.append(body)
+        (self.probes if body["rid"].startswith("sglang-topp-probe") else self.bodies).append(body)
         self.running += 1
         work = asyncio.ensure_future(self._generate(body, send))
         gone = asyncio.ensure_future(_disconnect(receive))
@@ -178,12 +180,16 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--api-key")
     parser.add_argument("--fake-pids")
+    parser.add_argument("--fake-log-arguments", action="store_true", help="as SGLang does when it starts")
     parser.add_argument("--fake-exit", type=int, help="end at once, with this status")
     parser.add_argument("--fake-unpatched", action="store_true")
     parser.add_argument("--fake-starting", action="store_true", help="answer, and never be ready")
     parser.add_argument("--fake-stubborn", action="store_true", help="pass over SIGTERM")
     args = parser.parse_args()
     print("the engine's own words", file=sys.stderr, flush=True)
+    if args.fake_log_arguments:
+        logging.basicConfig(force=True)
+        logging.getLogger(__name__).warning("the engine's arguments: %s", sys.argv)
     if args.fake_exit is not None:
         sys.exit(args.fake_exit)
     stubborn = signal.SIG_IGN if args.fake_stubborn else signal.SIG_DFL

@@ -1,0 +1,94 @@
+"""The gateway `smg` before two patched engines: clients straight, and through the sidecar."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sglang_topp_client import AsyncRolloutClient, RolloutClient
+from tests.engine.checks import check_rollout
+from tests.engine.running import Engine, run_engine, run_gateway, run_sidecar
+
+SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engines(engine: Engine, model_path: Path, log_folder: Path) -> Iterator[tuple[Engine, Engine]]:
+    with run_engine(model_path, log_folder / "second.log") as second:
+        yield engine, second
+
+
+@pytest.fixture(scope="module")
+def gateway(engines: tuple[Engine, Engine], log_folder: Path) -> Iterator[str]:
+    with run_gateway(log_folder / "smg.log", *(engine.url for engine in engines)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def sidecar(gateway: str) -> Iterator[str]:
+    with run_sidecar(gateway) as url:
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
+        yield url
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def num_generated(engine: Engine) -> int:
+    """Requests that it has answered, from its own log."""
+    return engine.log.read_text(errors="replace").count('"POST /generate')
+
+
+def num_running(engine: Engine) -> int:
+    loads = engine.http.get("/v1/loads").json()["loads"]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+@pytest.mark.parametrize("where", ["sidecar", "gateway"])
+def test_every_answer_has_its_sets(
+    where: str, engines: tuple[Engine, Engine], request: pytest.FixtureRequest
+) -> None:
+    before = [num_generated(engine) for engine in engines]
+    with RolloutClient(request.getfixturevalue(where)) as client:
+        prompts = ["x" * (1 + i) for i in range(12)]
+        thresholds = [(0.5, 0.9, 1.0)[i % 3] for i in range(12)]
+        rollouts = client.generate(prompts, {**SAMPLING, "n": 2}, top_logprobs_p=thresholds)
+        assert [(r.prompt_index, r.sample_index) for r in rollouts] == [
+            (i, j) for i in range(12) for j in range(2)
+        ]
+        for rollout in rollouts:
+            check_rollout(rollout, thresholds[rollout.prompt_index])
+        assert client.generate("hello", SAMPLING)[0].candidates is None
+    # Both of them made some.
+    assert all(num_generated(engine) > count for engine, count in zip(engines, before, strict=True))
+
+
+def test_the_sidecar_says_what_stands_behind_the_gateway(sidecar: str, model_path: Path) -> None:
+    info = httpx.get(f"{sidecar}/info").json()
+    assert (info["ready"], info["patch"]["active"], info["patch"]["problems"]) == (True, True, [])
+    assert info["engine"]["model_path"] == str(model_path)
+
+
+@pytest.mark.parametrize("where", ["sidecar", "gateway"])
+def test_a_client_that_hangs_up_aborts_in_the_engines(
+    where: str, engines: tuple[Engine, Engine], request: pytest.FixtureRequest
+) -> None:
+    async def hang_up() -> None:
+        async with AsyncRolloutClient(request.getfixturevalue(where)) as client:
+            long = {**SAMPLING, "max_new_tokens": 3000, "n": 2}
+            sending = asyncio.create_task(client.generate(["a", "b"], long, top_logprobs_p=0.9))
+            await asyncio.to_thread(wait_until, lambda: sum(map(num_running, engines)) >= 4)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    asyncio.run(hang_up())
+    wait_until(lambda: sum(map(num_running, engines)) == 0)

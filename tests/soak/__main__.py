@@ -1,0 +1,81 @@
+"""`make soak`: the real server under everything at once for half an hour, and one table at the end.
+
+    SECONDS=1800 REQUESTS=20000 python -m tests.soak [mixed] [kills] [abuse]
+
+SECONDS bounds the mixed requests and the abuse (two thirds and one third of it), REQUESTS the mixed ones;
+the kills take what five starts of SGLang take. The exit status is 1 where a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+
+from sglang_topp_server.tiny_model import make_tiny_model
+from tests.soak import abuse, kills, mixed
+from tests.soak.asks import VOCAB_SIZE
+from tests.soak.report import Report, table
+from tests.soak.serving import serve
+
+_PARTS = ("mixed", "kills", "abuse")
+_LARGE_VOCAB_SIZE = 151_936
+
+
+async def _run(parts: list[str], folder: Path, seconds: float, count: int) -> AsyncGenerator[Report, None]:
+    model = make_tiny_model(folder / "model", vocab_size=VOCAB_SIZE)
+    if "mixed" in parts:
+        seed = time.time_ns() % 1_000_000
+        print(f"mixed requests, seed {seed}", flush=True)
+        with serve(model, folder / "mixed.log", *mixed.SGLANG_ARGUMENTS) as server:
+            yield await mixed.run_mixed(server, model, seconds=seconds * 2 / 3, count=count, seed=seed)
+    if "kills" in parts:
+        async for report in kills.run_kills(model, folder):
+            yield report
+    if "abuse" in parts:
+        large = make_tiny_model(folder / "large", vocab_size=_LARGE_VOCAB_SIZE, logit_std=7.0)
+        with serve(large, folder / "abuse.log", *abuse.SGLANG_ARGUMENTS) as server:
+            async for report in abuse.run_abuse(server, seconds=seconds / 3):
+                yield report
+
+
+async def _collect(parts: list[str], folder: Path, seconds: float, count: int) -> list[Report]:
+    reports = []
+    async with aclosing(_run(parts, folder, seconds, count)) as lines:
+        async for report in lines:
+            print(f"{report.name}: {'; '.join(report.problems()) or 'every goal is met'}", flush=True)
+            reports.append(report)
+    return reports
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("part", nargs="*", metavar="PART", help=f"of {', '.join(_PARTS)}; all by default")
+    parts = parser.parse_args().part or list(_PARTS)
+    if unknown := sorted(set(parts) - set(_PARTS)):
+        parser.error(f"no part named {', '.join(unknown)}; there are {', '.join(_PARTS)}")
+    seconds = float(os.environ.get("SECONDS", 1800))
+    count = int(os.environ.get("REQUESTS", 20_000))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # So that the server is ended, whoever ends this.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="sglang-topp-soak-") as folder:
+        reports = asyncio.run(_collect(parts, Path(folder), seconds, count))
+        print(table(reports))
+    problems = [problem for report in reports for problem in report.problems()]
+    for problem in problems:
+        print(f"goal missed: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Whether an answer is what was asked for; `AssertionError` and the wire's own errors where it is not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from sglang_topp import CandidateSets, wire
+from sglang_topp_client import Rollout
+from sglang_topp_client.record import from_record
+from tests.engine.checks import check_rollout, checked_sets
+from tests.soak.asks import Ask
+
+__all__ = ["check_chunk", "check_lines", "check_whole", "events", "samples_of"]
+
+
+def check_whole(rollouts: list[Rollout], ask: Ask) -> None:
+    """Every sample of one prompt, as a client or the sidecar gave it."""
+    assert sorted(rollout.sample_index for rollout in rollouts) == list(range(ask.n))
+    for rollout in rollouts:
+        if not isinstance(ask.prompt, str):
+            assert rollout.prompt_ids.tolist() == ask.prompt
+        if ask.p:
+            check_rollout(rollout, ask.p)
+        else:
+            assert rollout.candidates is None
+        _check_length(len(rollout.output_ids), rollout.finish_reason, ask)
+
+
+def check_chunk(chunk: dict[str, Any], ask: Ask) -> bool:
+    """One JSON of `/generate`, whole or the head of what is to come; whether the sample is finished."""
+    meta_info = chunk["meta_info"]
+    if not ask.p:
+        assert not wire.has_output_sets(meta_info)
+    elif ask.sampling["max_new_tokens"]:
+        checked_sets(chunk, ask.p)
+    else:
+        # SGLang may report the log-prob of a token that is not part of the sample.
+        assert len(CandidateSets.from_meta_info(meta_info, chunk["output_ids"])) == 0
+    if ask.p and ask.scores_prompt:
+        reported = meta_info["input_token_logprobs"]
+        sets = wire.decode_input_sets(meta_info, [token_id for _, token_id, _ in reported])
+        expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
+        np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
+    reason = meta_info["finish_reason"]
+    if reason is None:
+        return False
+    _check_length(len(chunk["output_ids"]), reason["type"], ask)
+    return True
+
+
+def check_lines(text: str, ask: Ask) -> None:
+    """The NDJSON of `/rollouts`."""
+    *records, end = map(json.loads, text.splitlines())
+    assert end == {"done": True, "rollouts": ask.n}, end
+    check_whole([from_record(record) for record in records], ask)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The chunks of server-sent events, all samples'."""
+    lines = [line for line in text.splitlines() if line]
+    assert lines[-1] == "data: [DONE]", "the stream was cut off"
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def samples_of(answer: Any) -> list[dict[str, Any]]:
+    """The JSON of `/generate` as a list, however many samples it holds."""
+    return answer if isinstance(answer, list) else [answer]
+
+
+def _check_length(num_tokens: int, reason: str, ask: Ask) -> None:
+    wanted = ask.sampling["max_new_tokens"]
+    assert reason in ("stop", "length"), reason
+    assert num_tokens <= wanted
+    assert num_tokens == wanted or reason == "stop", f"{num_tokens} tokens of {wanted}"

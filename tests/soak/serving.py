@@ -1,0 +1,99 @@
+"""A real `sglang-topp serve`, started as a person starts it, and what is asked of it besides rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.engine.running import START_LIMIT_S, free_port
+from tests.soak.processes import Process, alive, tree_of
+
+__all__ = ["Server", "serve", "wait_until"]
+
+_END_LIMIT_S = 60.0
+
+
+class Server:
+    """A running `sglang-topp serve`."""
+
+    def __init__(self, process: subprocess.Popen[str], sidecar: str, engine: str, log: Path) -> None:
+        self.process, self.sidecar, self.engine, self.log = process, sidecar, engine, log
+        self.tree = tree_of(process.pid)
+
+    def role(self, name: str) -> Process:
+        """The one process in that role."""
+        (found,) = [process for process in self.tree if process.role == name]
+        return found
+
+    async def num_running(self) -> int:
+        """Requests that the engine has, running or waiting, by its own word."""
+        async with httpx.AsyncClient(timeout=30) as http:
+            loads = (await http.get(f"{self.engine}/v1/loads")).json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    async def left_running(self, within_s: float = _END_LIMIT_S) -> int:
+        """How many of its processes still run so many seconds from now; those are killed then."""
+        deadline = time.monotonic() + within_s
+        while (left := [each for each in self.tree if alive(each)]) and time.monotonic() < deadline:
+            self.process.poll()
+            await asyncio.sleep(0.1)
+        for each in left:
+            each.kill(signal.SIGKILL)
+        return len(left)
+
+
+@contextmanager
+def serve(model: Path, log: Path, *sglang: str, options: Sequence[str] = ()) -> Iterator[Server]:
+    """The patched SGLang and the sidecar before `model`; ended, with all that is left, on the way out."""
+    command = [sys.executable, "-m", "sglang_topp_server.cli", "serve", "--model-path", str(model)]
+    command += ["--port", str(free_port()), "--engine-port", str(free_port())]
+    command += ["--ready-timeout-s", str(START_LIMIT_S), *options]
+    command += ["--", "--dtype", "float32", "--mem-fraction-static", "0.2", "--sleep-on-idle", *sglang]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            # The model is small. On a machine with few cores, threads that wait for one another in each of
+            # its layers keep the callers and SGLang's other processes from theirs.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ) as process,
+    ):
+        server = None
+        try:
+            assert process.stdout is not None
+            words = process.stdout.readline().split()
+            if "ready:" not in words:
+                raise RuntimeError(f"serve did not start:\n{log.read_text(errors='replace')[-4000:]}")
+            server = Server(process, words[words.index("sidecar") + 1], words[words.index("engine") + 1], log)
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            for each in server.tree if server else []:
+                each.kill(signal.SIGKILL)
+
+
+async def wait_until(condition: object, within_s: float = 60.0) -> bool:
+    """Whether an awaitable condition came true in time."""
+    assert callable(condition)
+    deadline = time.monotonic() + within_s
+    while not await condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.05)
+    return True

@@ -1,0 +1,65 @@
+"""The soak's checks find what they are there to find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_topp.wire import encode_sets
+from tests.soak.answers import check_chunk
+from tests.soak.asks import Ask
+from tests.soak.report import Report, table
+
+ASK = Ask("ab", 0.9, {"n": 1, "max_new_tokens": 2})
+SETS = (([7, 3, 5], [0.6, 0.25, 0.1]), ([4, 9], [0.7, 0.25]))
+
+
+def chunk(sets: Any = SETS, with_sets: bool = True) -> dict[str, Any]:
+    """Two tokens, 3 and 4, and these sets beside them."""
+    reported = [[float(np.log(np.float32(p))), token, None] for token, p in ((3, 0.25), (4, 0.7))]
+    meta_info: dict[str, Any] = {
+        "completion_tokens": 2,
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": reported,
+    }
+    if with_sets:
+        ids = np.concatenate([np.array(ids, np.int32) for ids, _ in sets])
+        logprobs = np.concatenate([np.log(np.array(probs, np.float32)) for _, probs in sets])
+        meta_info |= encode_sets("output", ids, logprobs, [len(ids) for ids, _ in sets])
+    return {"output_ids": [3, 4], "meta_info": meta_info}
+
+
+def counted(answer: dict[str, Any]) -> tuple[int, int, int]:
+    """What becomes of it: faults, misses, misplaced."""
+    report = Report("test")
+    try:
+        assert check_chunk(answer, ASK)
+    except Exception as error:
+        report.failed(error, ASK)
+        assert report.problems()
+        assert "test" in table([report])
+    return report.faults, report.misses, report.misplaced
+
+
+def test_an_answer_as_it_should_be_passes() -> None:
+    assert counted(chunk()) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        SETS[::-1],  # each the other position's
+        (([7, 3, 5], [0.6, 0.2, 0.1]), SETS[1]),  # another log-prob than the one reported
+        (([7, 2, 5], [0.6, 0.25, 0.1]), SETS[1]),  # without its token
+        (([7, 3], [0.6, 0.25]), SETS[1]),  # less than p
+        (([7, 3, 5, 1, 2], [0.6, 0.25, 0.1, 0.03, 0.02]), SETS[1]),  # more than p
+    ],
+)
+def test_sets_that_are_not_this_tokens_are_misplaced(sets: Any) -> None:
+    assert counted(chunk(sets)) == (0, 0, 1)
+
+
+def test_no_sets_are_a_miss() -> None:
+    assert counted(chunk(with_sets=False)) == (0, 1, 0)
