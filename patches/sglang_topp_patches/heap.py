@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from typing import Any
 
 __all__ = ["LARGE_BYTES", "trim_after_batch", "trim_soon"]
@@ -16,22 +17,21 @@ __all__ = ["LARGE_BYTES", "trim_after_batch", "trim_soon"]
 LARGE_BYTES = 1 << 24
 """Sets that take less than this leave nothing worth asking for."""
 
-_DELAY_S = 1.0
+# SGLang's loops hold what they received last until there is something else.
+_DELAYS_S = (1.0, 4.0, 25.0)
 
 _lock = threading.Lock()
-_is_planned = False
+_generation = 0
 
 
 def trim_soon() -> None:
-    """Have free memory given back in a second, once for all who ask until then."""
-    global _is_planned
+    """Have free memory given back soon, and some times more; who asks again begins anew."""
+    global _generation
     with _lock:
-        if _is_planned:
+        _generation += 1
+        if _generation > 1:
             return
-        _is_planned = True
-    timer = threading.Timer(_DELAY_S, _trim)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=_trim, name="sglang-topp-trim", daemon=True).start()
 
 
 def trim_after_batch(result: Any, self: Any, recv_obj: Any) -> None:
@@ -41,8 +41,15 @@ def trim_after_batch(result: Any, self: Any, recv_obj: Any) -> None:
 
 
 def _trim() -> None:
-    global _is_planned
-    with _lock:
-        _is_planned = False
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
+    global _generation
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    while True:
+        begun = _generation
+        for delay_s in _DELAYS_S:
+            time.sleep(delay_s)
+            if trim is not None:
+                trim(0)
+        with _lock:
+            if _generation == begun:
+                _generation = 0
+                return
