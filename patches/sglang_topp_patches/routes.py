@@ -117,6 +117,12 @@ class Call:
         """Have `let_go` called where this call is ended before its time."""
         self._at_end.append(let_go)
 
+    def close(self) -> None:
+        """The answer has been sent, or nobody takes it. Left referring to each other, its samples and it
+        would wait for the collector, which seldom runs in a server."""
+        self._at_end.clear()
+        self.account.close()
+
     def _end(self, reason: str) -> None:
         self.problem = reason
         while self._at_end:
@@ -153,7 +159,7 @@ class Guard:
             await self._app(scope, receive, _in_pieces(send, call))
         finally:
             current_call.reset(token)
-            call.account.close()
+            call.close()
 
 
 def refuse_grpc(self: Any, *, req_dict: Mapping[str, Any], **kwargs: Any) -> None:

@@ -152,12 +152,20 @@ def _serve(args: argparse.Namespace) -> int:
     if (args.host, args.port) == (args.engine_host, port):
         return _fail(f"--port and --engine-port: got {port} for both, expected two", _USAGE)
     settings = _settings(args, launch.url_of(args.engine_host, port), ready_timeout_s=args.ready_timeout_s)
+    if settings.engine_api_key is not None and _has_http_workers(args.sglang_args):
+        return _fail(f"SGLang takes no key with several HTTP workers: unset {_ENGINE_KEY}", _USAGE)
     command = launch.engine_command(args.model_path, args.engine_host, port, args.sglang_args)
     # A grammar that leaves no token to draw would end the scheduler; so an answer ends instead.
     os.environ.setdefault(_SANITIZE, "1")
     _raise_file_limit()
     asyncio.run(launch.run(settings, command))
     return 0
+
+
+def _has_http_workers(sglang_args: Sequence[str]) -> bool:
+    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option.add_argument("--tokenizer-worker-num", default="1")
+    return bool(option.parse_known_args(sglang_args)[0].tokenizer_worker_num != "1")
 
 
 def _sidecar(args: argparse.Namespace) -> int:

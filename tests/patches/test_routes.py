@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -147,6 +149,29 @@ async def test_a_large_answer_goes_out_in_pieces_and_is_held_until_then() -> Non
         (1 << 20, False, before + 7),
     ]
     assert budget.in_flight().total == before
+
+
+async def test_what_was_held_goes_with_the_answer_and_not_with_the_collector() -> None:
+    class Held:
+        def let_go(self) -> None: ...
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        call = routes.current_call.get()
+        assert call is not None
+        held = Held()
+        held.call = call
+        call.at_end(held.let_go)
+        gone.append(weakref.ref(held))
+
+    async def send(message: Any) -> None: ...
+
+    gone: list[Any] = []
+    gc.disable()
+    try:
+        await _serve(app, send)
+        assert gone[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

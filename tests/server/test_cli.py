@@ -121,6 +121,16 @@ def test_a_key_that_no_header_can_carry_is_refused(runs, monkeypatch, capsys, na
     assert not runs
 
 
+@pytest.mark.parametrize("workers", [["--tokenizer-worker-num", "2"], ["--tokenizer-worker-num=4"]])
+def test_a_key_with_several_http_workers_is_refused(runs, monkeypatch, capsys, workers):
+    argv = ["serve", "--model-path", "m", "--engine-port", "0", "--", "--tp-size", "2", *workers]
+    assert cli.main(argv) == 0
+    monkeypatch.setenv("SGLANG_TOPP_ENGINE_API_KEY", "theirs")
+    assert cli.main(argv) == 2
+    assert "several HTTP workers" in capsys.readouterr().err
+    assert len(runs) == 1
+
+
 def test_one_port_for_both_is_refused(runs, capsys):
     port = str(launch.check_free("127.0.0.1", 0))
     assert cli.main(["serve", "--model-path", "m", "--port", port, "--engine-port", port]) == 2
