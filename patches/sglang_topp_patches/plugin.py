@@ -29,6 +29,7 @@ from sglang_topp_patches.seams import check_seams
 __all__ = ["register"]
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _GRPC = "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle"
 _REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
 
@@ -59,12 +60,8 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         prefill.compute_logprobs_only,
     ),
     ("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", "AROUND", prefill.forward),
-    (
-        "sglang.srt.managers.scheduler_components.output_streamer"
-        ".SchedulerOutputStreamer.is_request_level_customized_info_key",
-        "AFTER",
-        prefill.is_sent_once,
-    ),
+    (f"{_STREAMER}.is_request_level_customized_info_key", "AFTER", prefill.is_sent_once),
+    (f"{_STREAMER}.stream_output", "AFTER", sampler.let_go_of_what_was_sent),
     ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER", prefill.forget_rows),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", model.note_model),
     (

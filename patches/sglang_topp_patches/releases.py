@@ -134,6 +134,11 @@ _SGLANG_0_5_23 = (
         "the prompt positions' sets are taken from the logits that SGLang scores the prompt with",
     ),
     Seam(
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
+        ("self", "reqs", "return_logprob"),
+        "sets that were sent are let go of",
+    ),
+    Seam(
         "sglang.srt.managers.scheduler_components.output_streamer"
         ".SchedulerOutputStreamer.is_request_level_customized_info_key",
         ("self", "key"),

@@ -21,7 +21,7 @@ from sglang_topp_patches.model import sanitizes_logits
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry
 from sglang_topp_patches.rows import Rows, rows_of
 
-__all__ = ["compute_logprobs", "sample"]
+__all__ = ["compute_logprobs", "let_go_of_what_was_sent", "sample"]
 
 
 @dataclass
@@ -123,7 +123,6 @@ class GeneratedSets:
             del entries[commit.output_index :]
             while len(entries) < commit.output_index:
                 entries.append(Entry(None, "a token became visible without passing through the sampler"))
-            _let_go_of_what_was_sent(req, entries)
             problem = self._problem(row, req.rid, commit.token_ids, spans)
             entries.append(Entry(None, problem) if problem else Entry(spans[row]))
             charge(req, 0 if problem else len(spans[row][0]) // 4)
@@ -142,11 +141,20 @@ class GeneratedSets:
         return ""
 
 
-def _let_go_of_what_was_sent(req: Any, entries: list[Entry | None]) -> None:
-    """SGLang sends the values from `send_token_offset` on, and keeps all of them until the request ends."""
-    last = min(req.send_token_offset, len(entries)) - 1
-    while last >= 0 and entries[last] is not None:
-        entries[last] = None
-        last -= 1
-    if req.stream and req.send_token_offset:
-        req.customized_info.pop(PROMPT_KEY, None)
+def let_go_of_what_was_sent(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `SchedulerOutputStreamer.stream_output`.
+
+    SGLang sends the values from `send_token_offset` on, and keeps all of them as long as it keeps the
+    request: until the collector finds it, where that has ended.
+    """
+    for req in reqs:
+        info = req.customized_info
+        if not info:
+            continue
+        entries = info.get(KEY, [])
+        last = min(req.send_token_offset, len(entries)) - 1
+        while last >= 0 and entries[last] is not None:
+            entries[last] = None
+            last -= 1
+        if req.finished_output or (req.stream and req.send_token_offset):
+            info.pop(PROMPT_KEY, None)

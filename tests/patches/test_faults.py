@@ -16,7 +16,7 @@ from sglang_topp_patches.extract import extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, join
 from sglang_topp_patches.prefill import PromptSets, forget_rows
 from sglang_topp_patches.rows import Rows
-from sglang_topp_patches.sampler import GeneratedSets
+from sglang_topp_patches.sampler import GeneratedSets, let_go_of_what_was_sent
 
 VOCAB = 32
 
@@ -31,7 +31,7 @@ class Req:
 
     def __init__(self, rid: str) -> None:
         self.rid, self.customized_info, self.is_retracted = rid, None, False
-        self.stream, self.send_token_offset = False, 0
+        self.stream, self.send_token_offset, self.finished_output = False, 0, False
         self.sampling_params = SimpleNamespace(custom_params=None)
 
     def finished(self) -> bool:
@@ -208,15 +208,19 @@ def test_a_chunk_holds_what_there_was_when_it_was_made(logprobs: torch.Tensor) -
         assert len(CandidateSets.from_meta_info(sent, sampled[:count])) == count
 
 
-def test_what_was_sent_for_good_is_not_held(logprobs: torch.Tensor) -> None:
+def test_what_was_sent_is_not_held(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
     req = Req("a")
-    batch = SimpleNamespace(reqs=[req])
     for index in range(3):
         sets = GeneratedSets(Rows(("a",), (0.9,)), extract(logprobs[:1], [0.9], torch.tensor(sampled[:1])))
-        sets.consume(batch, [commit(index, sampled[0])])
+        sets.consume(SimpleNamespace(reqs=[req]), [commit(index, sampled[0])])
         req.send_token_offset = index  # all but the last one
-    assert [entry is None for entry in req.customized_info[KEY]] == [True, False, False]
+        let_go_of_what_was_sent(None, None, [req], True)
+    req.customized_info[PROMPT_KEY] = ["a row"]
+    assert [entry is None for entry in req.customized_info[KEY]] == [True, True, False]
+    req.send_token_offset, req.finished_output = 3, True
+    let_go_of_what_was_sent(None, None, [req], True)
+    assert req.customized_info == {KEY: [None, None, None]}
 
 
 def test_a_call_that_was_ended_is_an_error_and_holds_nothing(logprobs: torch.Tensor) -> None:
