@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_topp_patches.mode import refusals_of, temperature_refusal
-from sglang_topp_patches.payload import KEY
-from sglang_topp_patches.request import THRESHOLD
+from sglang_topp_patches.payload import KEY, THRESHOLD
 from sglang_topp_patches.seams import status
 
 __all__ = ["check_request"]

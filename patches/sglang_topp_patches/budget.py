@@ -20,7 +20,7 @@ from weakref import WeakSet, ref
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.heap import LARGE_BYTES, trim_soon
-from sglang_topp_patches.payload import KEY, PROMPT_KEY
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, THRESHOLD
 
 __all__ = [
     "LIST_FORM_COST",
@@ -31,6 +31,7 @@ __all__ = [
     "budget_problem",
     "charge",
     "in_flight",
+    "refuse_prompt",
 ]
 
 LIST_FORM_COST = 16
@@ -203,6 +204,22 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
         account.close()
 
 
+def refuse_prompt(req: Any, *, is_busy: bool) -> None:
+    """End a request whose prompt's sets were not all taken, since they are beyond a limit."""
+    limits = budget()
+    limit, name = (
+        (limits.max_candidates_in_flight, _IN_FLIGHT)
+        if is_busy
+        else (limits.max_candidates_per_sample, _PER_SAMPLE)
+    )
+    _end(
+        req,
+        f"the sets of the prompt's positions, with all that is held beside them, are beyond {limit}"
+        f" candidates ({name}); ask for fewer positions (logprob_start_len) or a smaller p",
+        busy=is_busy,
+    )
+
+
 def _end(req: Any, reason: str, *, busy: bool) -> None:
     """Abort a request in the scheduler, and let go of its sets."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -210,11 +227,13 @@ def _end(req: Any, reason: str, *, busy: bool) -> None:
     if req is None:
         return
     status = HTTPStatus.TOO_MANY_REQUESTS if busy else HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    abort = FINISH_ABORT(f"top_logprobs_p: {reason}", status, "BudgetExceeded")
+    abort = FINISH_ABORT(f"{THRESHOLD}: {reason}", status, "BudgetExceeded")
     if req.finished():
         req.finished_reason = abort
     else:
         req.to_finish = abort
+    # Nothing more is taken for it.
+    (req.sampling_params.custom_params or {}).pop(THRESHOLD, None)
     info = req.customized_info or {}
     for key in (KEY, PROMPT_KEY):
         if key in info:

@@ -13,7 +13,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KEY", "PROMPT_KEY", "Entry", "Positions", "Span", "join", "span"]
+__all__ = ["BASE64", "KEY", "PROMPT_KEY", "THRESHOLD", "Entry", "Positions", "Span", "join", "span"]
+
+THRESHOLD = "top_logprobs_p"
+BASE64 = "return_logprobs_in_base64"
+"""The request's two fields, also inside `custom_params`."""
 
 KEY = "sglang_topp"
 """The key of the generated tokens' entries, one per token."""

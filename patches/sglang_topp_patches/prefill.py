@@ -8,18 +8,22 @@ Over chunked prefill the rows of one request arrive in several passes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from sglang_topp_patches.budget import charge
+from sglang_topp_patches.budget import budget, charge, in_flight, refuse_prompt
 from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Span
 from sglang_topp_patches.rows import rows_of
 
-__all__ = ["PromptSets", "compute_logprobs_only", "forget_rows", "forward", "is_sent_once"]
+# Of log-probs: the sets of so many rows are taken at once, at most as large.
+_VALUES_AT_ONCE = 1 << 25
+
+__all__ = ["PromptSets", "Taken", "compute_logprobs_only", "forget_rows", "forward", "is_sent_once"]
 
 
 def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -29,30 +33,78 @@ def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     if rows is None:
         return original(self, **kwargs)
 
-    # One threshold per scored row; the rows of a request stand together.
     counts = metadata.extend_logprob_pruned_lens_cpu
-    thresholds = [p for p, count in zip(rows.thresholds, counts, strict=True) for _ in range(count)]
+    taken = Taken(rows.thresholds, counts)
     indices = metadata.input_logprob_indices_cpu
     get_logits = kwargs["get_logits_fn"]
-    chunks: list[RowSets] = []
     position = 0
 
     def listen(states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         nonlocal position
         logits: torch.Tensor = get_logits(states, *args, **options)
         first, last = bisect_left(indices, position), bisect_left(indices, position + len(states))
-        if any(thresholds[first:last]):
-            scored = logits[kwargs["input_logprob_indices"][first:last] - position]
-            next_ids = metadata.extend_input_logprob_token_ids_gpu[first:last]
-            chunks.append(extract(_logprobs(self, scored), thresholds[first:last], next_ids))
-        elif last > first:
-            chunks.append(_no_sets(last - first, logits.device))
+        at_once = max(1, _VALUES_AT_ONCE // logits.shape[1])
+        for start in range(first, last, at_once):
+            stop = min(start + at_once, last)
+            thresholds = taken.thresholds[start:stop].tolist()
+            if any(thresholds):
+                scored = logits[kwargs["input_logprob_indices"][start:stop] - position]
+                next_ids = metadata.extend_input_logprob_token_ids_gpu[start:stop]
+                taken.add(extract(_logprobs(self, scored), thresholds, next_ids))
+            else:
+                taken.add(_no_sets(stop - start, logits.device))
         position += len(states)
         return logits
 
     result = original(self, **{**kwargs, "get_logits_fn": listen})
-    rows.prompt = PromptSets(rows.request_ids, rows.thresholds, tuple(counts), tuple(chunks))
+    rows.prompt = PromptSets(
+        rows.request_ids, rows.thresholds, tuple(counts), tuple(taken.chunks), taken.refused
+    )
     return result
+
+
+class Taken:
+    """What a pass has taken so far. Of a prompt that is beyond the budget nothing more is taken: at p = 1 the
+    rows of one pass may hold more than any device does.
+
+    Attributes:
+        thresholds: float64, one for each scored row of the pass; 0 where nothing is taken (any more).
+        chunks: the sets, in order.
+        refused: requests, by their place in the pass, that get an error in place of sets, and whether that
+            is because all together hold too much.
+    """
+
+    def __init__(self, thresholds: Sequence[float], counts: Sequence[int]) -> None:
+        self._owners = np.repeat(np.arange(len(counts)), counts)
+        self._candidates = np.zeros(len(counts), np.int64)
+        self.thresholds = np.repeat(np.array(thresholds, np.float64), counts)
+        self.chunks: list[RowSets] = []
+        self.refused: dict[int, bool] = {}
+        self._num_rows = 0
+
+    def add(self, chunk: RowSets) -> None:
+        """Take the next rows' sets."""
+        num_rows = len(chunk.offsets) - 1
+        if len(chunk.token_ids):
+            sizes = chunk.offsets.diff().cpu().numpy()
+            np.add.at(self._candidates, self._owners[self._num_rows :][:num_rows], sizes)
+            for owner in np.flatnonzero(self._candidates > budget().max_candidates_per_sample):
+                self._refuse(int(owner), is_busy=False)
+            while self._held() > in_flight().limit - in_flight().total:
+                kept = [owner for owner in range(len(self._candidates)) if owner not in self.refused]
+                self._refuse(max(kept, key=lambda owner: self._candidates[owner]), is_busy=True)
+            if self._candidates.sum() > _VALUES_AT_ONCE:
+                # The device may have no room for so much; the host's is what the budget is for.
+                chunk = chunk.map(lambda tensor: tensor.cpu())
+        self._num_rows += num_rows
+        self.chunks.append(chunk)
+
+    def _held(self) -> int:
+        return sum(int(n) for owner, n in enumerate(self._candidates) if owner not in self.refused)
+
+    def _refuse(self, owner: int, *, is_busy: bool) -> None:
+        self.refused.setdefault(owner, is_busy)
+        self.thresholds[self._owners == owner] = 0
 
 
 def compute_logprobs_only(
@@ -100,12 +152,14 @@ class PromptSets:
         thresholds: each row's threshold, 0 where its request asks for no sets.
         counts: how many scored rows each of them has.
         chunks: the sets of all scored rows, in order.
+        refused: see `Taken`.
     """
 
     request_ids: tuple[str, ...]
     thresholds: tuple[float, ...]
     counts: tuple[int, ...]
     chunks: tuple[RowSets, ...]
+    refused: Mapping[int, bool] = field(default_factory=dict)
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
         """Issue the copies; `consume` runs after SGLang has waited for them."""
@@ -117,13 +171,16 @@ class PromptSets:
         for chunk in self.chunks:
             spans += [None if row in chunk.problems else each for row, each in enumerate(chunk.spans())]
         start = 0
-        for req, request_id, p, count in zip(
-            batch.reqs, self.request_ids, self.thresholds, self.counts, strict=False
+        for row, (req, request_id, p, count) in enumerate(
+            zip(batch.reqs, self.request_ids, self.thresholds, self.counts, strict=False)
         ):
             own = spans[start : start + count]
             start += count
             # A request that was retracted since the pass began will be scored again, from its start.
             if not p or not own or req.rid != request_id or req.is_retracted:
+                continue
+            if row in self.refused:
+                refuse_prompt(req, is_busy=self.refused[row])
                 continue
             info = req.customized_info = req.customized_info or {}
             # After a retraction the prompt is scored again, but its rows are here already.

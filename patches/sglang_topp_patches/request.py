@@ -16,20 +16,15 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches import model, routes
 from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.mode import refusals, temperature_refusal
-from sglang_topp_patches.payload import KEY
+from sglang_topp_patches.payload import BASE64, KEY, THRESHOLD
 from sglang_topp_patches.seams import status
 
 __all__ = [
-    "BASE64",
-    "THRESHOLD",
     "check_body",
     "extend_request_class",
     "get_item",
     "normalize",
 ]
-
-THRESHOLD = "top_logprobs_p"
-BASE64 = "return_logprobs_in_base64"
 
 
 def extend_request_class(cls: type[Any]) -> None:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.budget import in_flight
+from sglang_topp_patches.payload import BASE64, THRESHOLD
 
 __all__ = [
     "NO_PROMPT",
@@ -36,7 +37,7 @@ __all__ = [
     "refuse_grpc_openai",
 ]
 
-_FIELDS = ("top_logprobs_p", "return_logprobs_in_base64")
+_FIELDS = (THRESHOLD, BASE64)
 _CONTAINERS = ("sampling_params", "custom_params", "extra_body", "options", "parameters", "instances")
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_topp_patches.request import THRESHOLD
+from sglang_topp_patches.payload import THRESHOLD
 
 if TYPE_CHECKING:
     from sglang_topp_patches.prefill import PromptSets

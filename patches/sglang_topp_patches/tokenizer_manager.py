@@ -18,8 +18,16 @@ from typing import Any
 
 from sglang_topp import wire
 from sglang_topp_patches.budget import LIST_FORM_COST
-from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, Positions, Span, join
-from sglang_topp_patches.request import BASE64, THRESHOLD
+from sglang_topp_patches.payload import (
+    BASE64,
+    KEY,
+    PROMPT_KEY,
+    THRESHOLD,
+    Entry,
+    Positions,
+    Span,
+    join,
+)
 from sglang_topp_patches.routes import Call, current_call
 
 __all__ = ["merge_chunks", "receive_entries", "write_meta_info", "write_sets"]

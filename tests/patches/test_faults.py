@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from sglang_topp import CandidateSets
-from sglang_topp_patches import routes, tokenizer_manager
+from sglang_topp_patches import prefill, routes, tokenizer_manager
+from sglang_topp_patches.budget import Budget, InFlight
 from sglang_topp_patches.extract import extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, join
-from sglang_topp_patches.prefill import PromptSets, forget_rows
+from sglang_topp_patches.prefill import PromptSets, Taken, forget_rows
 from sglang_topp_patches.rows import Rows
 from sglang_topp_patches.sampler import GeneratedSets, let_go_of_what_was_sent
 
@@ -98,6 +99,36 @@ def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch
     req.customized_info[KEY] = [Entry((b"", b""))]
     sets.consume(SimpleNamespace(reqs=[req]), [None])
     assert len(req.customized_info[PROMPT_KEY]) == 3
+
+
+def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
+    logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "budget", lambda: Budget(2 * VOCAB, 1000))
+    taken = Taken((1.0, 0.9), (3, 2))
+    rows = (logprobs[[0, 1]], logprobs[[2, 0]], logprobs[[1]])
+    for part in rows:
+        wanted = taken.thresholds[sum(len(chunk.offsets) - 1 for chunk in taken.chunks) :][: len(part)]
+        taken.add(extract(part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
+    assert taken.refused == {0: False}
+    assert taken.thresholds.tolist() == [0, 0, 0, 0.9, 0.9]
+    sets = PromptSets(("a", "b"), (1.0, 0.9), (3, 2), tuple(taken.chunks), taken.refused)
+    first, second = Req("a"), Req("b")
+    sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
+    assert first.to_finish.to_json()["status_code"] == 413
+    assert "of the prompt's positions" in first.to_finish.to_json()["message"]
+    assert first.customized_info is None
+    assert len(second.customized_info[PROMPT_KEY]) == 2
+    assert all(len(ids) > 0 for ids, _ in second.customized_info[PROMPT_KEY])
+
+
+def test_prompts_that_are_too_much_together_are_told_to_come_back(
+    logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "in_flight", lambda: InFlight(4 * VOCAB))
+    taken = Taken((1.0, 1.0), (3, 2))
+    taken.add(extract(logprobs[[0, 1, 2, 0, 1]], [1.0] * 5, torch.zeros(5, dtype=torch.int64)))
+    assert taken.refused == {0: True}
 
 
 def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
