@@ -17,12 +17,12 @@ from tests.engine.running import run_engine
 RUST = {"SGLANG_RUST_SERVER": "1"}
 
 
-def _sglang_topp(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _sglang_topp(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "sglang_topp_server.cli", *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, **RUST},
+        env={**os.environ, **RUST, **environment},
         timeout=600,
         check=False,
     )
@@ -56,7 +56,8 @@ def test_serve_does_not_start_it() -> None:
 
 
 def test_doctor_names_it() -> None:
-    ended = _sglang_topp("doctor")
+    ended = _sglang_topp("doctor", SGLANG_RETURN_ORIGINAL_LOGPROB="1")
     assert ended.returncode == 1
     assert "problem: SGLANG_RUST_SERVER" in ended.stdout
+    assert "note: requests at a temperature other than 1 are refused" in ended.stdout
     assert ended.stdout.splitlines()[-1].startswith("the patch set does NOT hold")
