@@ -168,7 +168,7 @@ def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
         yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"
     # SGLang's HTTP side knows it, its sampling parameters do not: a bare 500.
-    if params.get("choice") is not None:
+    if "choice" in params:
         yield "choice: SGLang does not take it; say the same with regex"
     yield from _bias_problems(params.get("logit_bias"), model.vocab_size)
     yield from _stop_problems(params, model)

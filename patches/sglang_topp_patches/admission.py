@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_topp_patches.mode import refusals_of, temperature_refusal
-from sglang_topp_patches.payload import KEY, THRESHOLD
+from sglang_topp_patches.payload import KEY, THRESHOLD, custom_params
 from sglang_topp_patches.seams import status
 
 __all__ = ["check_request"]
@@ -21,8 +21,8 @@ def check_request(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     Only here are the sampling parameters what the sampler will use: SGLang fills in a model's defaults
     before it sends them.
     """
-    custom = req.sampling_params.custom_params
-    if not custom or not custom.get(THRESHOLD) or req.to_finish is not None:
+    custom = custom_params(req)
+    if not custom.get(THRESHOLD) or req.to_finish is not None:
         return
     problem = temperature_refusal(req.sampling_params.temperature)
     if KEY not in custom:

@@ -20,7 +20,7 @@ from weakref import WeakSet, ref
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.heap import LARGE_BYTES, trim_soon
-from sglang_topp_patches.payload import KEY, PROMPT_KEY, THRESHOLD
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, THRESHOLD, custom_params
 
 __all__ = [
     "LIST_FORM_COST",
@@ -195,8 +195,7 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
         account = req.sglang_topp_account = in_flight().open(
             lambda reason: _end(held_by(), reason, busy=True)
         )
-    custom = req.sampling_params.custom_params or {}
-    account.add(candidates * custom.get(KEY, 1), positions)
+    account.add(candidates * custom_params(req).get(KEY, 1), positions)
     if problem := per_sample_refusal(account.candidates, account.positions):
         account.close()
         _end(req, problem, busy=False)
@@ -233,7 +232,7 @@ def _end(req: Any, reason: str, *, busy: bool) -> None:
     else:
         req.to_finish = abort
     # Nothing more is taken for it.
-    (req.sampling_params.custom_params or {}).pop(THRESHOLD, None)
+    custom_params(req).pop(THRESHOLD, None)
     info = req.customized_info or {}
     for key in (KEY, PROMPT_KEY):
         if key in info:

@@ -21,6 +21,12 @@ __all__ = ["check_request", "note_model", "sanitizes_logits", "to_record"]
 _MAX_SAMPLES = 8192  # of one request, as the sidecar has it by default
 _TOKEN_CHARS = 64  # where nothing is known
 _JSON = (bool, int, float, str, list, dict)
+_ONE_OR_PER_PROMPT = (
+    *("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt"),
+    *("return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode", "lora_path", "lora_id"),
+    *("custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+    *("decode_tp_size", "extra_key"),
+)
 _model: Model | None = None
 _hidden_size = 0
 _dtype = ""
@@ -79,6 +85,10 @@ def check_request(field: Callable[[str], Any]) -> None:
     if any(isinstance(one, _JSON) for one in (overrides if isinstance(overrides, list) else [overrides])):
         # A field for objects of the Python interface: the scheduler fails on anything else.
         raise InvalidInputError("positional_embed_overrides: got JSON, which cannot hold it; leave it out")
+    if (session := field("session_params")) is not None:
+        known = _session_fields()
+        if not isinstance(session, dict) or not session.keys() <= known:
+            raise InvalidInputError(f"session_params: expected an object with {', '.join(sorted(known))}")
     for name, params in _each("sampling_params", field("sampling_params"), dict):
         # SGLang copies the prompts `n` times before it looks at anything.
         n, most = params.get("n", 1), max(1, _MAX_SAMPLES // num_prompts)
@@ -89,6 +99,12 @@ def check_request(field: Callable[[str], Any]) -> None:
         if sentence := overlong_param(name, params):
             raise InvalidInputError(sentence)
         check_sampling_params(name, params, _model)
+
+
+def _session_fields() -> set[str]:
+    from sglang.srt.managers.io_struct import SessionParams
+
+    return set(SessionParams.__struct_fields__)
 
 
 def _check_embeds(embeds: Any) -> None:
@@ -118,7 +134,7 @@ def _check_lists(field: Callable[[str], Any], model: Model) -> int:
         count = len(ids)
     elif text is None and ids is None and _holds(embeds, list) and _holds(embeds[0], list):
         count = len(embeds)
-    for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
+    for name in _ONE_OR_PER_PROMPT:
         value = field(name)
         # A list for one prompt reaches the scheduler as it is.
         if isinstance(value, list) and len(value) != count:

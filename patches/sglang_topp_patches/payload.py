@@ -8,16 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BASE64", "KEY", "PROMPT_KEY", "THRESHOLD", "Entry", "Positions", "Span", "join", "span"]
+__all__ = [
+    "BASE64",
+    "KEY",
+    "PROMPT_KEY",
+    "THRESHOLD",
+    "Entry",
+    "Positions",
+    "Span",
+    "custom_params",
+    "join",
+    "span",
+]
 
 THRESHOLD = "top_logprobs_p"
 BASE64 = "return_logprobs_in_base64"
 """The request's two fields, also inside `custom_params`."""
+
+
+def custom_params(req: Any) -> dict[str, Any]:
+    """What a request of the scheduler's holds for extensions; SGLang takes anything there."""
+    custom = req.sampling_params.custom_params
+    return custom if isinstance(custom, dict) else {}
+
 
 KEY = "sglang_topp"
 """The key of the generated tokens' entries, one per token."""

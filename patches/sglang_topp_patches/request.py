@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -75,6 +76,8 @@ def normalize(original: Callable[[Any], None], self: Any) -> None:
         model.check_request(functools.partial(getattr, self))
     original(self)
     asked = _Asked.of(*raw, num_prompts=self.batch_size)
+    if any(asked.thresholds) and (path := routes.path_without_sets.get()):
+        raise InvalidInputError(f"{THRESHOLD}: {path} cannot return candidate sets; ask /generate")
     if self.is_single:
         setattr(self, THRESHOLD, asked.thresholds[0])
         setattr(self, BASE64, asked.base64[0])
@@ -137,7 +140,7 @@ class _Asked:
             )
         for i, custom in enumerate(customs[:num_prompts]):
             if not isinstance(custom, Mapping):
-                if custom is not None and thresholds[i]:
+                if custom is not None and (thresholds[i] or _mentions_threshold(custom)):
                     raise InvalidInputError(
                         f"sampling_params.custom_params: got {custom!r}, expected an object:"
                         f" {THRESHOLD} goes to the scheduler in it"
@@ -177,6 +180,13 @@ def _asks(threshold: Any, sampling_params: Any) -> bool:
     customs = [item.get("custom_params") for item in params if isinstance(item, Mapping)]
     places = [threshold, *(custom.get(THRESHOLD) for custom in customs if isinstance(custom, Mapping))]
     return any(any(place) if isinstance(place, list) else place for place in places)
+
+
+def _mentions_threshold(custom: Any) -> bool:
+    try:
+        return THRESHOLD in json.dumps(custom, default=str)
+    except RecursionError:
+        return True
 
 
 def _spread(name: str, value: Any, num_prompts: int) -> list[Any]:

@@ -32,6 +32,8 @@ __all__ = [
     "current_call",
     "guard",
     "guard_served_app",
+    "misplaced",
+    "path_without_sets",
     "refusals",
     "refuse_grpc",
     "refuse_grpc_openai",
@@ -93,12 +95,16 @@ NO_PROMPT = frozenset(
 )
 """Routes that take no prompt: there is nothing there to ask sets for, and their bodies are not looked at."""
 
+_TOO_DEEP = "a body nested too deep to be read"
 # A reader who does not take a piece within this time is gone, or holds others up.
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
 """The HTTP call that this code works for."""
+
+path_without_sets: ContextVar[str] = ContextVar("sglang_topp_path_without_sets", default="")
+"""The route that this code works for, where that is one whose answer has no room for sets."""
 
 
 class Call:
@@ -151,7 +157,11 @@ class Guard:
             return await _refusal(path, unserved[0])(scope, receive, send)
         if path in SERVED:
             return await self._serve(scope, receive, send)
-        await self._app(scope, receive, send)
+        token = path_without_sets.set(path)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            path_without_sets.reset(token)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call()
@@ -219,13 +229,24 @@ async def _read(receive: Receive) -> tuple[bytes, Receive]:
     return body, again
 
 
+def misplaced(path: str, body: Any) -> list[str]:
+    """The places in a body, dotted, that ask for sets where this route does not look."""
+    try:
+        return [place for place in _places(body, "") if not _is_served(path, place)]
+    except RecursionError:
+        return [_TOO_DEEP]
+
+
 def _asked_at(body: bytes) -> list[str]:
     """The places in a body, dotted, that ask for sets."""
-    if not any(field.encode() in body for field in _FIELDS):
+    # A name may be written with escapes.
+    if b"\\u" not in body and not any(field.encode() in body for field in _FIELDS):
         return []
     try:
         return list(_places(json.loads(body), ""))
-    except (ValueError, RecursionError):
+    except RecursionError:
+        return [_TOO_DEEP]
+    except ValueError:
         # No JSON: a form (audio), or what the route itself refuses.
         return [field for field in _FIELDS if b'name="%s"' % field.encode() in body]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_topp_patches.payload import THRESHOLD
+from sglang_topp_patches.payload import THRESHOLD, custom_params
 
 if TYPE_CHECKING:
     from sglang_topp_patches.prefill import PromptSets
@@ -56,8 +56,7 @@ def rows_of(top_logprobs_nums: list[int] | None) -> Rows | None:
 
 
 def _threshold(req: Any) -> float:
-    custom = req.sampling_params.custom_params
-    return (custom.get(THRESHOLD) or 0.0) if custom else 0.0
+    return custom_params(req).get(THRESHOLD) or 0.0
 
 
 def _answers_requests() -> bool:

@@ -166,6 +166,8 @@ def write_meta_info(
     if problem := received.check(len(state.input_token_logprobs_val)):
         if finished:
             _fail(meta_info, problem)
+        else:
+            meta_info[KEY] = None  # not to be shown
         return
     meta_info[KEY] = [start, received.num_tokens]
 
@@ -197,6 +199,9 @@ async def _with_sets(
         async for out in chunks:
             received.check_call()
             if KEY in out["meta_info"]:
+                if out["meta_info"][KEY] is None:
+                    # Tokens without their sets look like an answer without the feature. The error is to come.
+                    continue
                 _write_sets(self, out, state, received)
             yield out
 
@@ -237,8 +242,10 @@ def merge_chunks(
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(wire.merge_output_fields(parts))
-        if all(KEY in part for part in parts):
+        if all(part.get(KEY) for part in parts):
             result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
+        elif KEY in result["meta_info"]:
+            result["meta_info"][KEY] = None
     return result
 
 

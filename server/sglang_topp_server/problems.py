@@ -50,7 +50,8 @@ def upstream_error(error: SglangToppError) -> SglangToppError:
     if isinstance(error, AuthenticationError):
         message = f"the engine refused the sidecar's own key (SGLANG_TOPP_ENGINE_API_KEY): {error}"
     elif isinstance(error, BadRequestError) and error.status in _ABOUT_THE_REQUEST:
-        return BadRequestError(str(error), status=400, body=error.body)
+        status = 413 if error.status == 413 else 400
+        return BadRequestError(str(error), status=status, body=error.body)
     elif isinstance(error, RolloutError):
         return RolloutError(str(error), status=502, body=error.body)
     elif isinstance(error, OverloadedError):

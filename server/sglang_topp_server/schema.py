@@ -131,6 +131,8 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
     request._wanted = plan(request.prompts, request.sampling_params, request.top_logprobs_p)
     for one in request._wanted:
         custom = one.sampling_params.get("custom_params")
+        if custom is not None and not isinstance(custom, dict):
+            raise InvalidInputError("sampling_params.custom_params: expected an object")
         if isinstance(custom, dict) and "top_logprobs_p" in custom:
             raise InvalidInputError(
                 "sampling_params.custom_params.top_logprobs_p: got it here, where its sets would not reach"

@@ -137,7 +137,11 @@ def test_a_sample_beyond_its_budget_is_an_error_that_says_what_fits(doors: Engin
     assert f"expected at most {PER_SAMPLE} for one sample" in answer.text
     assert f"{fitting} positions fit" in answer.text
     if stream:
-        *_, last = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        *shown, last = [
+            json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+        ]
+        for chunk in shown:
+            CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"])
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
         assert last["meta_info"]["finish_reason"]["status_code"] == 413
         assert "output_top_p_logprobs_lengths" not in last["meta_info"]

@@ -105,6 +105,7 @@ FATAL_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     # An unnamed 500.
     "deep custom_params": ({"custom_params": {"a": DEEP}}, "custom_params: got more than 64 levels"),
     "choice": ({"choice": ["a"]}, "choice: SGLang does not take it"),
+    "no choice": ({"choice": None}, "choice: SGLang does not take it"),
     "a broken stop regex": ({"stop_regex": "("}, "no regular expression: missing )"),
 }
 
@@ -128,6 +129,37 @@ def test_fatal_parameters(unharmed: None, engine: Engine, sidecar: httpx.Client,
         "custom_params": {**params.get("custom_params", {}), "top_logprobs_p": 0.9},
     }
     refused(engine.post(**asked, sampling_params=custom), 400, words)
+
+
+@pytest.mark.parametrize("custom", ["x", [1], [{"top_logprobs_p": 0.9}], 5])
+def test_custom_params_that_are_no_object(
+    unharmed: None, engine: Engine, sidecar: httpx.Client, custom: Any
+) -> None:
+    params = {**SAMPLING, "custom_params": custom}
+    refused(
+        sidecar.post("/rollouts", json={"prompts": "hello", "sampling_params": params}), 400, "custom_params"
+    )
+    asked = {"text": "hello", "return_logprob": True, "sampling_params": params}
+    refused(engine.post(**asked, top_logprobs_p=0.9), 400, "custom_params")
+    # Without the field nobody asked for anything: SGLang's own answer.
+    assert engine.post(**asked).status_code == (400 if "top_logprobs_p" in str(custom) else 200)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("return_hidden_states", []),
+        ("lora_id", ["x"]),
+        ("extra_key", ["x", "y"]),
+        ("session_params", {"a": 1}),
+        ("session_params", [None]),
+    ],
+)
+def test_what_a_request_for_one_prompt_does_not_take(
+    unharmed: None, engine: Engine, field: str, value: Any
+) -> None:
+    asked = {"text": "hello", "return_logprob": True, "sampling_params": SAMPLING, "top_logprobs_p": 0.9}
+    refused(engine.post(**asked, **{field: value}), 400, field)
 
 
 # -- prompts ----------------------------------------------------------------------------------------

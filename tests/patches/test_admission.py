@@ -10,9 +10,11 @@ import pytest
 from sglang_topp_patches import admission
 from sglang_topp_patches.payload import KEY
 
+ASKED = {"top_logprobs_p": 0.9}
+
 
 class Request:
-    def __init__(self, custom_params: dict[str, Any] | None, temperature: float = 1.0) -> None:
+    def __init__(self, custom_params: Any, temperature: float = 1.0) -> None:
         self.sampling_params = SimpleNamespace(custom_params=custom_params, temperature=temperature)
         self.to_finish: Any = None
 
@@ -29,8 +31,8 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize("custom", [None, {}, {"mine": 1}, {"top_logprobs_p": 0}])
-def test_who_does_not_ask_passes(custom: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("custom", [None, {}, {"mine": 1}, {"top_logprobs_p": 0}, "x", [ASKED]])
+def test_who_does_not_ask_passes(custom: Any) -> None:
     req = Request(custom)
     admission.check_request(SCHEDULER, req)
     assert req.to_finish is None

@@ -111,6 +111,49 @@ async def test_vertex_takes_the_fields_among_its_parameters_alone(client: httpx.
         assert answer.status_code == 400
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"prompt": "x", "top_logprobs\u005fp": 0.9}',
+        rb'{"prompt": "x", "custom_params": {"top\u005flogprobs_p": 0.9}}',
+        b'{"prompt": "x", "top_logprobs_p": 0.9, "junk": ' + b"[" * 2000 + b"]" * 2000 + b"}",
+    ],
+    ids=["escaped", "escaped in custom_params", "deep"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate", "/vertex_generate"])
+async def test_however_it_is_written(client: httpx.AsyncClient, path: str, body: bytes) -> None:
+    answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    kept = await client.post(path, content=rb'{"prompt": "\u4f60\u597d"}')
+    assert kept.status_code == 200
+
+
+def test_what_generate_does_not_look_at_is_named() -> None:
+    for body in ({"extra_body": ASKED}, {"custom_params": ASKED}, {"options": ASKED}):
+        (place,) = routes.misplaced("/generate", {"text": "x", **body})
+        assert place.endswith(".top_logprobs_p")
+    deep: Any = ASKED
+    for _ in range(2000):
+        deep = {"custom_params": deep}
+    assert routes.misplaced("/generate", deep)
+    for body in (ASKED, {"sampling_params": {"custom_params": ASKED}}, {"text": "top_logprobs_p"}):
+        assert routes.misplaced("/generate", body) == []
+
+
+async def test_code_behind_a_refused_route_knows() -> None:
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(routes.path_without_sets.get())
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}"}
+
+    for path in ("/v1/completions", "/generate", "/server_info"):
+        await routes.Guard(app)({"type": "http", "method": "POST", "path": path}, receive, None)
+    assert seen == ["/v1/completions", "", ""]
+
+
 def test_grpc_refuses() -> None:
     for asking in (ASKED, {"sampling_params": {"custom_params": ASKED}}):
         with pytest.raises(InvalidInputError, match="gRPC cannot return candidate sets"):

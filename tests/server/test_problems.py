@@ -9,7 +9,7 @@ from sglang_topp_server.problems import answer_of, as_known_error, headers_of, s
     [
         (errors.BadRequestError("x", status=400), "BadRequestError", 400),
         (errors.BadRequestError("x", status=422), "BadRequestError", 400),
-        (errors.BadRequestError("x", status=413), "BadRequestError", 400),
+        (errors.BadRequestError("x", status=413), "BadRequestError", 413),
         (errors.BadRequestError("x", status=None), "BadRequestError", 400),
         # Not about the caller's request: the sidecar asked for a path that this engine does not have.
         (errors.BadRequestError("x", status=404), "ServerError", 502),
