@@ -159,7 +159,8 @@ def test_a_prompt_beyond_the_budget_is_an_error(doors: Engine) -> None:
     body = _whole(1, logprob_start_len=0, text="x" * (PER_SAMPLE // VOCAB + 2))
     answer = doors.post(**body)
     assert answer.status_code == 413
-    assert "for one sample" in answer.text
+    assert "the sets of the prompt's positions" in answer.text
+    assert f"{PER_SAMPLE} candidates (SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE)" in answer.text
     assert doors.post(**{**body, "text": "x" * 50}).status_code == 200
 
 

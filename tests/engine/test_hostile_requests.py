@@ -152,7 +152,6 @@ def test_custom_params_that_are_no_object(
         ("lora_id", ["x"]),
         ("extra_key", ["x", "y"]),
         ("session_params", {"a": 1}),
-        ("session_params", [None]),
     ],
 )
 def test_what_a_request_for_one_prompt_does_not_take(
