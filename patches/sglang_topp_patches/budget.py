@@ -166,7 +166,7 @@ def in_flight() -> InFlight:
     return InFlight(budget().max_candidates_in_flight)
 
 
-def per_sample_refusal(candidates: int, positions: int) -> str:
+def _per_sample_refusal(candidates: int, positions: int) -> str:
     """Why a sample cannot go on that holds so much, or nothing."""
     limit = budget().max_candidates_per_sample
     if candidates <= limit:
@@ -196,7 +196,7 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
             lambda reason: _end(held_by(), reason, busy=True)
         )
     account.add(candidates * custom_params(req).get(KEY, 1), positions)
-    if problem := per_sample_refusal(account.candidates, account.positions):
+    if problem := _per_sample_refusal(account.candidates, account.positions):
         account.close()
         _end(req, problem, busy=False)
     if req.finished():
