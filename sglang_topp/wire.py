@@ -196,7 +196,8 @@ def decode_input_sets(
     Args:
         meta_info: the response's `meta_info`.
         prompt_ids: integers [T], the prompt tokens from `logprob_start_len` on; each stands in for
-            the sampled token of its position.
+            the sampled token of its position. Those that were sent: in `input_token_logprobs` SGLang
+            0.5.23 reports the vocabulary's last id as 0.
         vocab_size: when given, ids at or above it are errors.
 
     Returns:
