@@ -85,10 +85,10 @@ class _Received:
         if self._call is not None and self._call.problem:
             raise _EndedError(f"{THRESHOLD}: {self._call.problem}")
 
-    def forget(self, stop: int) -> None:
-        """Let go of the positions before `stop`, which have been written for the last time."""
-        gone = [span for span in self.generated[:stop] if span]
-        self.generated[:stop] = [None] * stop
+    def forget(self, start: int, stop: int) -> None:
+        """Let go of these positions, which have been written for the last time."""
+        gone = [span for span in self.generated[start:stop] if span]
+        self.generated[start:stop] = [None] * (stop - start)
         self._count(-sum(len(span[0]) // 4 for span in gone), -len(gone))
 
     def _count(self, candidates: int, positions: int) -> None:
@@ -226,7 +226,7 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, received: _Received)
             fields = _list_form(self, side, positions, with_text)
         meta_info.update(fields)
     if incremental:
-        received.forget(stop)
+        received.forget(start, stop)
 
 
 def _received(state: Any) -> _Received:
