@@ -26,7 +26,7 @@ MAX_STEPS = 2e7
 """Steps of one search: a second or two of Python's `re` at its slowest, some 10 million paths a second."""
 
 # Private since 3.11; SGLang itself bounds the length of a match with it.
-_parse = re._parser.parse  # type: ignore[attr-defined]
+_parse = re._parser.parse  # type: ignore[attr-defined]  # has no types
 _MAX_LOG = 700.0  # the largest that `exp` takes
 
 

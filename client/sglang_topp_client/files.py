@@ -16,7 +16,7 @@ import weakref
 try:
     import resource
 except ImportError:  # pragma: no cover - Windows has no such limit
-    resource = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]  # a module, or none
 
 __all__ = ["Share", "limit", "shortage"]
 

@@ -133,7 +133,7 @@ class Connection(H11Protocol):
 
     # -- asyncio's and uvicorn's calls -------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._expect_headers()
         self._roster.enter(self)
