@@ -42,9 +42,9 @@ class _Mix:
         self.report = report
         self.rng = random.Random(seed)
         self.retractions = 0
-        # Both servers drop a connection that is idle for 5 s, in pauses of the engine too: no request may
-        # meet one just then. The clients send it once more.
-        limits = httpx.Limits(max_connections=4 * _AT_ONCE, keepalive_expiry=2.0)
+        # Both servers drop a connection that is idle for 5 s, and a caller that is behind by some seconds
+        # itself cannot tell: so each request has its own. (The clients keep theirs, and send once more.)
+        limits = httpx.Limits(max_connections=4 * _AT_ONCE, max_keepalive_connections=0)
         self.engine = httpx.AsyncClient(base_url=server.engine, timeout=_LIMIT_S, limits=limits)
         self.sidecar = httpx.AsyncClient(base_url=server.sidecar, timeout=_LIMIT_S, limits=limits)
         self.clients = [
