@@ -51,13 +51,13 @@ def main() -> int:
                 PROMPTS,
                 {"top_p": args.top_p, "temperature": 1.0, "n": args.samples, "ignore_eos": True}
                 | {"max_new_tokens": args.max_new_tokens},
-                top_logprobs_p=args.top_p,
+                top_logprobs_source="sampler",  # what it could draw at that top_p
             )
         rolled_out = time.monotonic()
         trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         scores = [score(trainer, rollout) for rollout in rollouts]
 
-    # What the sampler drew from is the nucleus, renormalised.
+    # What the sampler drew from is the set, renormalised.
     behaviour = np.concatenate([rollout.masked_logprobs for rollout in rollouts])
     without = np.exp(np.concatenate([full for full, _ in scores]) - behaviour)
     replayed = np.exp(np.concatenate([masked for _, masked in scores]) - behaviour)

@@ -59,7 +59,7 @@ def train(
     history = []
     with RolloutClient(rollout_url) as client, tempfile.TemporaryDirectory() as folder:
         for step in range(steps):
-            rollouts = client.generate(PROMPTS, sampling, top_logprobs_p=top_p)
+            rollouts = client.generate(PROMPTS, sampling, top_logprobs_source="sampler")
             assert step == 0 or {rollout.weight_version for rollout in rollouts} == {str(step)}
             rewards = np.array([np.mean(rollout.output_ids % 2 == 0) for rollout in rollouts])
             optimizer.zero_grad()

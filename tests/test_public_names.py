@@ -37,9 +37,10 @@ PUBLIC = {
         "TransportError",
         "WireError",
     ],
-    "sglang_topp.nucleus": ["top_p_candidates"],
-    "sglang_topp.nucleus.reference": ["nucleus", "top_p_candidates"],
-    "sglang_topp.nucleus.select": ["top_p_candidates"],
+    "sglang_topp.nucleus": ["support_candidates", "top_p_candidates"],
+    "sglang_topp.nucleus.reference": ["nucleus", "support_candidates", "top_p_candidates"],
+    "sglang_topp.nucleus.select": ["falling", "top_p_candidates"],
+    "sglang_topp.nucleus.support": ["support_candidates"],
     "sglang_topp.stop_regex": ["MAX_STEPS", "search_steps"],
     "sglang_topp.wire": [
         "NO_DISTRIBUTION",

@@ -26,7 +26,14 @@ from sglang_topp_client.aborts import Aborts
 from sglang_topp_client.checks import check_request_id, seconds, shown, whole_number
 from sglang_topp_client.http import Connections, Server
 from sglang_topp_client.progress import Progress
-from sglang_topp_client.request import Prompts, SampleRequest, SamplingParams, TopLogprobsP, plan
+from sglang_topp_client.request import (
+    Prompts,
+    SampleRequest,
+    SamplingParams,
+    TopLogprobsP,
+    TopLogprobsSource,
+    plan,
+)
 from sglang_topp_client.retry import delay_s, is_retryable
 from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.sglang_api import GenerateExchange
@@ -127,6 +134,7 @@ class AsyncRolloutClient:
         sampling_params: SamplingParams = None,
         *,
         top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -142,6 +150,9 @@ class AsyncRolloutClient:
                 of samples of each prompt.
             top_logprobs_p: the threshold p of the candidate sets, one for all or one per prompt; None
                 or 0 for none.
+            top_logprobs_source: `"sampler"` in place of a threshold: the sets are what the engine's
+                sampler could draw under top_k, top_p and min_p of `sampling_params`. One for all or one
+                per prompt; None or `"distribution"` where a threshold makes them.
             timeout_s: the time limit for all of it, retries included; None waits for as long as it takes.
             progress: None shows a progress line for what takes longer than two seconds, True always,
                 False never; only ever where stderr is a terminal.
@@ -167,6 +178,7 @@ class AsyncRolloutClient:
                 prompts,
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
+                top_logprobs_source=top_logprobs_source,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
@@ -180,6 +192,7 @@ class AsyncRolloutClient:
         sampling_params: SamplingParams = None,
         *,
         top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -197,7 +210,7 @@ class AsyncRolloutClient:
             raise InvalidInputError(f"progress: got {shown(progress)}, expected True, False or None")
         if request_id is not None:
             check_request_id(request_id)
-        wanted = plan(prompts, sampling_params, top_logprobs_p)
+        wanted = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
         return self._samples(wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
 
     async def abort(self, request_id: str) -> None:

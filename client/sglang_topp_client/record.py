@@ -8,6 +8,7 @@ One finished sample is one record::
     text                                string
     logprobs                            base64 of little-endian float32, one per output token
     candidates                          base64 of `sglang_topp.wire.pack`, or null
+    top_logprobs_source                 which rule made them, or null
     finish_reason                       "stop" or "length"
     weight_version                      string
     prompt_tokens, completion_tokens, cached_tokens
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from sglang_topp import CandidateSets, SglangToppError, errors, wire
 from sglang_topp.errors import ResponseError, ServerError, WireError
 from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, is_text, shown
+from sglang_topp_client.request import DISTRIBUTION, SAMPLER
 from sglang_topp_client.rollout import Rollout
 
 __all__ = [
@@ -59,6 +61,7 @@ def to_record(rollout: Rollout) -> dict[str, Any]:
         "text": rollout.text,
         "logprobs": pybase64.b64encode(rollout.logprobs.astype(_FLOAT32).tobytes()).decode("ascii"),
         "candidates": None if rollout.candidates is None else wire.pack_base64(rollout.candidates),
+        "top_logprobs_source": rollout.top_logprobs_source,
         "finish_reason": rollout.finish_reason,
         "weight_version": rollout.weight_version,
         "prompt_tokens": len(rollout.prompt_ids),
@@ -103,6 +106,7 @@ def from_record(record: Any) -> Rollout:
         weight_version=_text(record, "weight_version"),
         cached_tokens=_count(record, "cached_tokens"),
         latency_s=latency_s,
+        top_logprobs_source=_source(record, has_sets=candidates is not None),
     )
 
 
@@ -211,6 +215,18 @@ def _count(record: Mapping[str, Any], name: str) -> int:
     if not 0 <= value <= _MAX_COUNT:
         raise WireError(name, f"got {shown(value)}, expected 0 or more, of 64 bits")
     return value
+
+
+def _source(record: Mapping[str, Any], *, has_sets: bool) -> str | None:
+    if not has_sets:
+        return None
+    # Records of 0.1.0 have no such field: there was one rule.
+    source = record.get("top_logprobs_source", DISTRIBUTION)
+    if source not in (None, DISTRIBUTION, SAMPLER):
+        raise WireError(
+            "top_logprobs_source", f"got {shown(source)}, expected {DISTRIBUTION!r}, {SAMPLER!r} or null"
+        )
+    return None if source is None else str(source)
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:

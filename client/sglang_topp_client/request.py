@@ -11,14 +11,28 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp.errors import InvalidInputError
+from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client.checks import is_text, shown
 
-__all__ = ["Prompts", "SampleRequest", "SamplingParams", "TopLogprobsP", "plan"]
+__all__ = [
+    "DISTRIBUTION",
+    "SAMPLER",
+    "Prompts",
+    "SampleRequest",
+    "SamplingParams",
+    "TopLogprobsP",
+    "TopLogprobsSource",
+    "check_source",
+    "plan",
+]
 
 Prompts: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 SamplingParams: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 TopLogprobsP: TypeAlias = float | Sequence[float | None] | None
+TopLogprobsSource: TypeAlias = str | Sequence[str | None] | None
+
+DISTRIBUTION, SAMPLER = "distribution", "sampler"
+"""Which rule makes the sets: the threshold p, or what the engine's sampler could draw."""
 
 _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 # Each is a few objects here, before anything is sent.
@@ -36,7 +50,8 @@ class SampleRequest:
         prompt: text, or token ids.
         sampling_params: SGLang's sampling parameters, without `n`.
         samples: the sample indices that are wanted; a retry asks for those still missing.
-        top_logprobs_p: the threshold in (0, 1], or None where no candidate sets are wanted.
+        top_logprobs_p: the threshold in (0, 1], or None where the sets are not made by one.
+        top_logprobs_source: `DISTRIBUTION` or `SAMPLER`; None where no candidate sets are wanted.
     """
 
     prompt_index: int
@@ -44,10 +59,14 @@ class SampleRequest:
     sampling_params: Mapping[str, Any]
     samples: tuple[int, ...]
     top_logprobs_p: float | None
+    top_logprobs_source: str | None
 
 
 def plan(
-    prompts: Prompts, sampling_params: SamplingParams, top_logprobs_p: TopLogprobsP
+    prompts: Prompts,
+    sampling_params: SamplingParams,
+    top_logprobs_p: TopLogprobsP = None,
+    top_logprobs_source: TopLogprobsSource = None,
 ) -> list[SampleRequest]:
     """Check a caller's arguments and spread them over the prompts.
 
@@ -57,6 +76,8 @@ def plan(
         sampling_params: SGLang's names; one mapping for all, or one per prompt. `n`, 1 by default, is
             the number of samples of each prompt.
         top_logprobs_p: one threshold for all, or one per prompt; None or 0 turns candidate sets off.
+        top_logprobs_source: `SAMPLER` for what the sampler could draw, without a threshold then;
+            `DISTRIBUTION` or None where a threshold makes the sets. One for all, or one per prompt.
 
     Raises:
         InvalidInputError: an argument is wrong; the message names it.
@@ -83,12 +104,28 @@ def plan(
             _threshold(f"top_logprobs_p[{i}]", given)
             for i, given in enumerate(_one_each("top_logprobs_p", top_logprobs_p, count))
         ]
+    if top_logprobs_source is None or isinstance(top_logprobs_source, str):
+        given_sources: Sequence[Any] = [top_logprobs_source] * count
+    else:
+        given_sources = _one_each("top_logprobs_source", top_logprobs_source, count)
+    sources = [
+        _source("top_logprobs_source", given, threshold)
+        for given, threshold in zip(given_sources, thresholds, strict=True)
+    ]
     return [
-        SampleRequest(index, prompt, without_n, tuple(range(n)), threshold)
-        for index, (prompt, (without_n, n), threshold) in enumerate(
-            zip(all_prompts, params, thresholds, strict=True)
+        SampleRequest(index, prompt, without_n, tuple(range(n)), threshold, source)
+        for index, (prompt, (without_n, n), threshold, source) in enumerate(
+            zip(all_prompts, params, thresholds, sources, strict=True)
         )
     ]
+
+
+def check_source(wanted: SampleRequest, source: Any) -> None:
+    """Raise WireError where an answer's sets were made by another rule than the one that was asked for."""
+    if source != wanted.top_logprobs_source:
+        raise WireError(
+            "top_logprobs_source", f"got {shown(source)}, and {wanted.top_logprobs_source!r} was asked for"
+        )
 
 
 def _prompts(prompts: Any) -> list[str | list[int]]:
@@ -200,6 +237,19 @@ def _threshold(name: str, given: Any) -> float | None:
     if not 0 <= value <= 1:
         raise InvalidInputError(f"{name}: got {shown(given)}, expected a number from 0 to 1, or None")
     return float(value) or None
+
+
+def _source(name: str, given: Any, threshold: float | None) -> str | None:
+    if given not in (None, DISTRIBUTION, SAMPLER):
+        raise InvalidInputError(f"{name}: got {shown(given)}, expected {DISTRIBUTION!r} or {SAMPLER!r}")
+    if given != SAMPLER:
+        return None if threshold is None else DISTRIBUTION
+    if threshold is not None:
+        raise InvalidInputError(
+            f"{name}: got {SAMPLER!r} and top_logprobs_p {threshold:g}, expected one of them: the sampler's"
+            " sets follow top_k, top_p and min_p of sampling_params"
+        )
+    return SAMPLER
 
 
 def _one_each(name: str, values: Any, count: int) -> Sequence[Any]:

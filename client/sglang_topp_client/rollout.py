@@ -31,6 +31,8 @@ class Rollout:
         weight_version: the engine's name for the weights that generated this.
         cached_tokens: how many prompt tokens came from the engine's prefix cache.
         latency_s: seconds from the engine's receipt of the request to its last token.
+        top_logprobs_source: which rule made the sets, `"distribution"` (the threshold p) or `"sampler"`
+            (what the sampler could draw); None where there are none, or somebody else made them.
     """
 
     prompt_index: int
@@ -45,11 +47,12 @@ class Rollout:
     weight_version: str
     cached_tokens: int
     latency_s: float
+    top_logprobs_source: str | None = None
 
     @property
     def masked_logprobs(self) -> NDArray[np.float32]:
         """float32 [T]: each token's log-prob under its candidate set, `logprobs - logprob_sum`."""
         if self.candidates is None:
-            raise InvalidInputError("this rollout was made without top_logprobs_p: it has no candidate sets")
+            raise InvalidInputError("this rollout has no candidate sets: none were asked for")
         masked: NDArray[np.float32] = self.logprobs - self.candidates.logprob_sum
         return masked

@@ -34,7 +34,7 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, is_text, shown
 from sglang_topp_client.record import check_kept_mass, check_seconds, check_sets
-from sglang_topp_client.request import SampleRequest
+from sglang_topp_client.request import DISTRIBUTION, SAMPLER, SampleRequest, check_source
 from sglang_topp_client.rollout import Rollout
 
 __all__ = ["GenerateExchange"]
@@ -85,7 +85,9 @@ class GenerateExchange:
         }
         if is_text:
             body["return_prompt_token_ids"] = True
-        if wanted.top_logprobs_p is not None:
+        if wanted.top_logprobs_source == SAMPLER:
+            body |= {"top_logprobs_source": SAMPLER, "return_logprobs_in_base64": True}
+        elif wanted.top_logprobs_source is not None:
             body |= {"top_logprobs_p": wanted.top_logprobs_p, "return_logprobs_in_base64": True}
         return body
 
@@ -161,7 +163,7 @@ class GenerateExchange:
         # For `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
         logprobs = _sampled_logprobs(entries if count else [], output_ids)
         candidates = None
-        if wanted.top_logprobs_p is not None:
+        if wanted.top_logprobs_source is not None:
             candidates = CandidateSets.concat(
                 [
                     CandidateSets.from_meta_info(chunk["meta_info"], ids)
@@ -169,7 +171,9 @@ class GenerateExchange:
                 ]
             )
             check_sets(candidates, output_ids, logprobs, field="output_top_p_logprobs")
-            check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
+            check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
+            if wanted.top_logprobs_p is not None:
+                check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
 
         if isinstance(wanted.prompt, str):
             prompt_ids = _token_ids("prompt_token_ids", _field(last, "prompt_token_ids", list))
@@ -195,6 +199,7 @@ class GenerateExchange:
             cached_tokens=_field(meta_info, "cached_tokens", int),
             # The difference of two readings of a clock that may have been set back between them.
             latency_s=check_seconds("e2e_latency", max(_field(meta_info, "e2e_latency", (int, float)), 0)),
+            top_logprobs_source=wanted.top_logprobs_source,
         )
 
 

@@ -3,7 +3,7 @@
 Request::
 
     {"prompts": [...], "sampling_params": {...} | [{...}, ...], "top_logprobs_p": p | [p, ...] | null,
-     "request_id": "...", "timeout_s": seconds | null, "stream": true}
+     "top_logprobs_source": "sampler", "request_id": "...", "timeout_s": seconds | null, "stream": true}
 
 Answer, a line per sample as it finishes (`record.py`), and last a line that a cut-off answer lacks::
 
@@ -23,7 +23,7 @@ from typing import Any
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError
 from sglang_topp_client.checks import fresh_id, shown
 from sglang_topp_client.record import check_kept_mass, error_from_record, from_record
-from sglang_topp_client.request import SampleRequest
+from sglang_topp_client.request import SAMPLER, SampleRequest, check_source
 from sglang_topp_client.rollout import Rollout
 
 __all__ = ["SERVICE", "RolloutsExchange"]
@@ -60,7 +60,8 @@ class RolloutsExchange:
         """The JSON body."""
         params = [{**one.sampling_params, "n": len(one.samples)} for one in self._wanted]
         thresholds = [one.top_logprobs_p for one in self._wanted]
-        return {
+        sources = [one.top_logprobs_source for one in self._wanted]
+        body: dict[str, Any] = {
             "prompts": [one.prompt for one in self._wanted],
             "sampling_params": params[0] if all(p == params[0] for p in params) else params,
             "top_logprobs_p": thresholds[0] if len(set(thresholds)) == 1 else thresholds,
@@ -68,6 +69,9 @@ class RolloutsExchange:
             "timeout_s": self._timeout_s,
             "stream": True,
         }
+        if SAMPLER in sources:  # which sidecars of 0.1.0 do not know
+            body["top_logprobs_source"] = SAMPLER if set(sources) == {SAMPLER} else sources
+        return body
 
     def unfinished_ids(self) -> list[str]:
         """None to abort by name: the sidecar aborts whatever a closed connection leaves behind."""
@@ -113,12 +117,14 @@ class RolloutsExchange:
             raise WireError("sample_index", f"got {at[1]} of prompt {at[0]} twice, or beyond the samples")
         if rollout.finish_reason not in ("stop", "length"):
             raise RolloutError(f"a sample finished with {shown(rollout.finish_reason)}")
-        if wanted.top_logprobs_p is not None:
+        if wanted.top_logprobs_source is not None:
             if rollout.candidates is None:
                 raise MissingCandidateSetsError(
                     "candidates", "the response holds none, though they were asked for"
                 )
-            check_kept_mass(rollout.candidates, wanted.top_logprobs_p, field="candidates")
+            check_source(wanted, rollout.top_logprobs_source)
+            if wanted.top_logprobs_p is not None:
+                check_kept_mass(rollout.candidates, wanted.top_logprobs_p, field="candidates")
         if not isinstance(wanted.prompt, str) and rollout.prompt_ids.tolist() != wanted.prompt:
             raise WireError("prompt_ids", f"are not those of prompt {at[0]}")
         self._finished.add(at)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sglang_topp_client.client import AsyncRolloutClient
 from sglang_topp_client.loop_thread import LoopThread
-from sglang_topp_client.request import Prompts, SamplingParams, TopLogprobsP
+from sglang_topp_client.request import Prompts, SamplingParams, TopLogprobsP, TopLogprobsSource
 from sglang_topp_client.rollout import Rollout
 
 __all__ = ["RolloutClient"]
@@ -62,6 +62,7 @@ class RolloutClient:
         sampling_params: SamplingParams = None,
         *,
         top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -72,6 +73,7 @@ class RolloutClient:
                 prompts,
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
+                top_logprobs_source=top_logprobs_source,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
@@ -84,6 +86,7 @@ class RolloutClient:
         sampling_params: SamplingParams = None,
         *,
         top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -94,6 +97,7 @@ class RolloutClient:
                 prompts,
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
+                top_logprobs_source=top_logprobs_source,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,

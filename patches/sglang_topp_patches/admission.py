@@ -1,4 +1,4 @@
-"""The scheduler's own door: a threshold that did not come through the checks of `request` ends its request.
+"""The scheduler's own door: who asks for sets past the checks of `request` is refused.
 
 An HTTP side that knows nothing of candidate sets (SGLang's Rust server, a gRPC server, a worker without
 the plugin) hands `custom_params` on as they came. It would answer with a 200 without the sets.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_topp_patches.mode import refusals_of, temperature_refusal
-from sglang_topp_patches.payload import KEY, THRESHOLD, custom_params
+from sglang_topp_patches.mode import refusals_of, source_refusals_of, temperature_refusal
+from sglang_topp_patches.payload import FIELDS, KEY, SOURCE, asking_field, custom_params
 from sglang_topp_patches.seams import status
 
 __all__ = ["check_request"]
@@ -22,12 +22,16 @@ def check_request(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     before it sends them.
     """
     custom = custom_params(req)
-    if not custom.get(THRESHOLD) or req.to_finish is not None:
+    field = asking_field(custom.get)
+    if not field or req.to_finish is not None:
         return
     problem = temperature_refusal(req.sampling_params.temperature)
+    if field == SOURCE and (causes := source_refusals_of(self.server_args)):
+        problem = "; ".join(causes)
     if KEY not in custom:
         causes = (*status().problems, *refusals_of(self.server_args))
         problem = "; ".join(causes) or "it came by a way that cannot carry candidate sets; ask POST /generate"
     if problem:
-        del custom[THRESHOLD]
-        req.set_finish_with_abort(f"{THRESHOLD}: candidate sets are not served here: {problem}")
+        for name in FIELDS:
+            custom.pop(name, None)
+        req.set_finish_with_abort(f"{field}: candidate sets are not served here: {problem}")

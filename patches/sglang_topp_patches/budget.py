@@ -20,7 +20,7 @@ from weakref import WeakSet, ref
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.heap import LARGE_BYTES, trim_soon
-from sglang_topp_patches.payload import KEY, PROMPT_KEY, THRESHOLD, custom_params
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, custom_params
 
 __all__ = [
     "LIST_FORM_COST",
@@ -31,6 +31,7 @@ __all__ = [
     "budget_problem",
     "charge",
     "in_flight",
+    "is_refused",
     "refuse_prompt",
 ]
 
@@ -219,24 +220,24 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
     )
 
 
-def _end(req: Any, reason: str, *, busy: bool) -> None:
-    """Abort a request in the scheduler, and let go of its sets."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+def is_refused(req: Any) -> bool:
+    """Whether a request of the scheduler's gets no more sets, and is about to be ended."""
+    return getattr(req, "sglang_topp_refused", False)
 
+
+def _end(req: Any, reason: str, *, busy: bool) -> None:
+    """Take no more sets for a request, let go of those it has, and leave word for the HTTP process to end it.
+
+    Not here: this is known to one rank alone, and a request has to end on all of them at the same step.
+    """
     if req is None:
         return
     status = HTTPStatus.TOO_MANY_REQUESTS if busy else HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    abort = FINISH_ABORT(f"{THRESHOLD}: {reason}", status, "BudgetExceeded")
-    if req.finished():
-        req.finished_reason = abort
-    else:
-        req.to_finish = abort
-    # Nothing more is taken for it.
-    custom_params(req).pop(THRESHOLD, None)
-    info = req.customized_info or {}
+    word = Entry(None, reason, status)
+    req.sglang_topp_refused = True
+    info = req.customized_info = req.customized_info or {}
     for key in (KEY, PROMPT_KEY):
-        if key in info:
-            info[key][:] = [None] * len(info[key])
+        info[key] = [word] * max(1, len(info.get(key, ())))
 
 
 def _count(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -14,12 +14,18 @@ __all__ = [
     "note_server_args",
     "refusals",
     "refusals_of",
+    "source_refusals",
+    "source_refusals_of",
     "temperature_refusal",
 ]
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
+# Backends whose filters were read, and are what SGLang captures for its own mask.
+_SAMPLING_BACKENDS = ("flashinfer", "pytorch")
+
 _refusals: tuple[str, ...] = ()
+_source_refusals: tuple[str, ...] = ()
 
 
 def refusals() -> tuple[str, ...]:
@@ -42,8 +48,32 @@ def refusals_of(server_args: Any) -> tuple[str, ...]:
         "disaggregated prefill and decode (--disaggregation-mode): the first token's set stays behind": (
             getattr(server_args, "disaggregation_mode", "null") not in (None, "null")
         ),
+        "watermarking (--watermark-config): tokens are not drawn from the distribution that is reported": (
+            getattr(server_args, "watermark_config", None)
+        ),
     }
     return environment_refusals() + tuple(reason for reason, applies in reasons.items() if applies)
+
+
+def source_refusals() -> tuple[str, ...]:
+    """Why this server cannot tell what its sampler could draw; empty where it can."""
+    return _source_refusals
+
+
+def source_refusals_of(server_args: Any) -> tuple[str, ...]:
+    """The same for given server arguments."""
+    reasons = []
+    backend = getattr(server_args, "sampling_backend", None)
+    if backend not in _SAMPLING_BACKENDS:
+        reasons.append(
+            f"the filters of the sampling backend {backend!r} are not known exactly; those of"
+            f" {' and '.join(_SAMPLING_BACKENDS)} are (--sampling-backend)"
+        )
+    if getattr(server_args, "rl_on_policy_target", None):
+        reasons.append(
+            "with --rl-on-policy-target the reported log-probs are rounded, and not those that are drawn from"
+        )
+    return tuple(reasons)
 
 
 def environment_refusals() -> tuple[str, ...]:
@@ -79,8 +109,9 @@ _ORIGINAL_LOGPROB = (
 
 def note_server_args(result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on `TokenizerManager.__init__`."""
-    global _refusals
+    global _refusals, _source_refusals
     _refusals = refusals_of(server_args)
+    _source_refusals = source_refusals_of(server_args)
     routes.guard_served_app()
 
 

@@ -6,8 +6,9 @@ fast and hold on to no batch. Both ends are one version of this package: not a w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,20 +16,44 @@ from numpy.typing import NDArray
 
 __all__ = [
     "BASE64",
+    "DISTRIBUTION",
+    "FIELDS",
     "KEY",
     "PROMPT_KEY",
+    "SAMPLER",
+    "SOURCE",
     "THRESHOLD",
     "Entry",
     "Positions",
     "Span",
+    "asking_field",
     "custom_params",
+    "from_sampler",
     "join",
     "span",
 ]
 
 THRESHOLD = "top_logprobs_p"
+SOURCE = "top_logprobs_source"
 BASE64 = "return_logprobs_in_base64"
-"""The request's two fields, also inside `custom_params`."""
+FIELDS = (THRESHOLD, SOURCE, BASE64)
+"""The request's fields, also inside `custom_params`."""
+
+DISTRIBUTION, SAMPLER = "distribution", "sampler"
+"""What `SOURCE` may be; the first where it is not given."""
+
+
+def asking_field(get: Callable[[str], Any]) -> str:
+    """The field that asks for sets (threshold, or source), or nothing; `get` looks one up, None where it is
+    not there."""
+    if get(THRESHOLD):
+        return THRESHOLD
+    return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""
+
+
+def from_sampler(get: Callable[[str], Any]) -> bool:
+    """Whether a request that was checked asks for what the sampler could draw."""
+    return bool(get(SOURCE) == SAMPLER)
 
 
 def custom_params(req: Any) -> dict[str, Any]:
@@ -41,7 +66,8 @@ KEY = "sglang_topp"
 """The key of the generated tokens' entries, one per token."""
 
 PROMPT_KEY = "sglang_topp_prompt"
-"""The key of the prompt's rows, one per row that SGLang scored; it goes out once per request."""
+"""The key of the prompt's rows, one per row that SGLang scored, or of one `Entry` that says why there are
+none; it goes out once per request."""
 
 Span: TypeAlias = tuple[bytes, bytes]
 """One position's int32 token ids and float32 log-probs."""
@@ -53,13 +79,21 @@ class Entry:
 
     Attributes:
         candidates: its set; None where there is none, and then `problem` says why.
+        status: of the error that comes of it. Other than 500, the scheduler takes no more sets for the
+            request, and leaves it to the HTTP process to end it.
     """
 
     candidates: Span | None
     problem: str = ""
+    status: int = HTTPStatus.INTERNAL_SERVER_ERROR
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request is to be ended."""
+        return self.status != HTTPStatus.INTERNAL_SERVER_ERROR
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Entry, (self.candidates, self.problem)
+        return Entry, (self.candidates, self.problem, int(self.status))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from sglang_topp_patches import (
     rows,
     sampler,
     server_info,
+    support,
     tokenizer_manager,
 )
 from sglang_topp_patches.seams import check_seams
@@ -53,6 +54,12 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
         "AROUND",
         sampler.compute_logprobs,
+    ),
+    ("sglang.srt.layers.sampler.Sampler._sample_from_probs", "AROUND", support.sample_from_probs),
+    (
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        "AROUND",
+        support.sample_of_the_highest,
     ),
     (
         "sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_topp_patches.budget import budget, charge, in_flight, refuse_prompt
+from sglang_topp_patches.budget import budget, charge, in_flight, is_refused, refuse_prompt
 from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Span
 from sglang_topp_patches.rows import rows_of
@@ -30,7 +30,8 @@ def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     """AROUND hook on `InputLogprobProcessor.forward`, which SGLang calls with keywords."""
     metadata = kwargs["logits_metadata"]
     rows = rows_of(metadata.top_logprobs_nums)
-    if rows is None:
+    # Nobody draws a prompt's tokens: what a sampler could draw is known of the generated ones alone.
+    if rows is None or not any(rows.thresholds):
         return original(self, **kwargs)
 
     counts = metadata.extend_logprob_pruned_lens_cpu
@@ -136,7 +137,7 @@ def forget_rows(result: None, self: Any) -> None:
 
     Once a token is visible the prompt's rows are whole, and stay.
     """
-    if self.customized_info and not self.customized_info.get(KEY):
+    if self.customized_info and not self.customized_info.get(KEY) and not is_refused(self):
         rows = self.customized_info.pop(PROMPT_KEY, [])
         charge(self, -_num_candidates(rows), -len(rows))
 
@@ -177,7 +178,7 @@ class PromptSets:
             own = spans[start : start + count]
             start += count
             # A request that was retracted since the pass began will be scored again, from its start.
-            if not p or not own or req.rid != request_id or req.is_retracted:
+            if not p or not own or req.rid != request_id or req.is_retracted or is_refused(req):
                 continue
             if row in self.refused:
                 refuse_prompt(req, is_busy=self.refused[row])

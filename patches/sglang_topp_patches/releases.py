@@ -37,7 +37,7 @@ _SGLANG_0_5_23 = (
     Seam(
         "sglang.srt.managers.io_struct.GenerateReqInput",
         ("text", "input_ids"),
-        "the request gains top_logprobs_p and return_logprobs_in_base64",
+        "the request gains top_logprobs_p, top_logprobs_source and return_logprobs_in_base64",
         hooked=False,
     ),
     Seam(
@@ -96,6 +96,16 @@ _SGLANG_0_5_23 = (
         "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
         ("self", "logprobs", "top_logprobs_nums", "token_ids_logprobs", "batch_next_token_ids"),
         "the sets are taken from the log-probs that SGLang reports",
+    ),
+    Seam(
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+        "the sampler's weights after its filters are captured, as SGLang does for its own mask",
+    ),
+    Seam(
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        ("probs", "top_ks", "sampling_seed", "return_filtered_probs", "max_top_k"),
+        "and no more of a row is sorted for that than top_k keeps",
     ),
     Seam(
         "sglang.srt.layers.logits_processor.LogitsMetadata",

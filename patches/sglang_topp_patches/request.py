@@ -1,7 +1,7 @@
-"""The request side, in the HTTP process: the two fields, their checks, and the way to the scheduler.
+"""The request side, in the HTTP process: the fields, their checks, and the way to the scheduler.
 
-A threshold reaches the scheduler inside `sampling_params.custom_params`, which SGLang already carries;
-callers that can only set those may write the same two names there themselves.
+What is asked reaches the scheduler inside `sampling_params.custom_params`, which SGLang already carries;
+callers that can only set those may write the same names there themselves.
 """
 
 from __future__ import annotations
@@ -16,9 +16,20 @@ from typing import Any
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches import model, routes
 from sglang_topp_patches.budget import LIST_FORM_COST
-from sglang_topp_patches.mode import refusals, temperature_refusal
-from sglang_topp_patches.payload import BASE64, KEY, THRESHOLD
+from sglang_topp_patches.mode import refusals, source_refusals, temperature_refusal
+from sglang_topp_patches.payload import (
+    BASE64,
+    DISTRIBUTION,
+    FIELDS,
+    KEY,
+    SAMPLER,
+    SOURCE,
+    THRESHOLD,
+    asking_field,
+)
 from sglang_topp_patches.seams import status
+
+_CUSTOM = "sampling_params.custom_params."
 
 __all__ = [
     "check_body",
@@ -29,7 +40,7 @@ __all__ = [
 
 
 def extend_request_class(cls: type[Any]) -> None:
-    """Give the dataclass `cls` (`GenerateReqInput`) the two fields, in place.
+    """Give the dataclass `cls` (`GenerateReqInput`) the fields, in place.
 
     `dataclasses.dataclass` replaces each `field(...)` by its default; they are put back first, so
     that keyword-only fields and default factories survive the second pass.
@@ -37,9 +48,9 @@ def extend_request_class(cls: type[Any]) -> None:
     for name, field in cls.__dataclass_fields__.items():
         setattr(cls, name, field)
     # `Any`: `check_body` answers bad input in words; pydantic would coerce some of it in silence.
-    cls.__annotations__ |= {THRESHOLD: Any, BASE64: Any}
-    setattr(cls, THRESHOLD, None)
-    setattr(cls, BASE64, False)
+    cls.__annotations__ |= dict.fromkeys(FIELDS, Any)
+    for name in FIELDS:
+        setattr(cls, name, False if name == BASE64 else None)
     # `dataclasses.dataclass` leaves an `__init__` alone that is there already.
     del cls.__init__
     dataclasses.dataclass(cls)
@@ -54,14 +65,8 @@ def check_body(error: str | None, body: Any) -> str | None:
     if error is not None or not isinstance(body, Mapping):
         return error
     try:
-        asked = _Asked.of(
-            body.get(THRESHOLD),
-            body.get(BASE64, False),
-            body.get("sampling_params"),
-            body.get("return_logprob"),
-            _num_prompts(body),
-        )
-        if any(asked.thresholds):
+        asked = _Asked.of(body.get, _num_prompts(body))
+        if asked.any:
             model.check_request(body.get)
     except InvalidInputError as problem:
         return str(problem)
@@ -70,38 +75,37 @@ def check_body(error: str | None, body: Any) -> str | None:
 
 def normalize(original: Callable[[Any], None], self: Any) -> None:
     """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`."""
-    raw = (getattr(self, THRESHOLD), getattr(self, BASE64), self.sampling_params, self.return_logprob)
+    get = functools.partial(getattr, self)
+    raw = {name: get(name) for name in (*FIELDS, "sampling_params", "return_logprob")}
     # Before SGLang repeats the prompts `n` times.
-    if _asks(getattr(self, THRESHOLD), self.sampling_params):
-        model.check_request(functools.partial(getattr, self))
+    if _asks(raw.get):
+        model.check_request(get)
     original(self)
-    asked = _Asked.of(*raw, num_prompts=self.batch_size)
-    if any(asked.thresholds) and (path := routes.path_without_sets.get()):
-        raise InvalidInputError(f"{THRESHOLD}: {path} cannot return candidate sets; ask /generate")
+    asked = _Asked.of(raw.get, self.batch_size)
+    if asked.any and (path := routes.path_without_sets.get()):
+        raise InvalidInputError(f"{asked.field}: {path} cannot return candidate sets; ask /generate")
     if self.is_single:
-        setattr(self, THRESHOLD, asked.thresholds[0])
-        setattr(self, BASE64, asked.base64[0])
-        if asked.thresholds[0]:
+        for name, values in asked.fields().items():
+            setattr(self, name, values[0])
+        if asked.wanted[0]:
             if isinstance(self.sampling_params, list):
                 raise InvalidInputError("sampling_params: got a list for one prompt, expected an object")
-            self.sampling_params = _with_threshold(self.sampling_params, asked.thresholds[0], asked.base64[0])
+            self.sampling_params = asked.to_scheduler(0, self.sampling_params)
         return
     # With n > 1 SGLang repeats the whole list of prompts.
-    count = len(self.sampling_params)
-    thresholds = [asked.thresholds[i % self.batch_size] for i in range(count)]
-    base64 = [asked.base64[i % self.batch_size] for i in range(count)]
-    setattr(self, THRESHOLD, thresholds)
-    setattr(self, BASE64, base64)
-    if any(thresholds):
+    prompts = [i % self.batch_size for i in range(len(self.sampling_params))]
+    for name, values in asked.fields().items():
+        setattr(self, name, [values[i] for i in prompts])
+    if asked.any:
         self.sampling_params = [
-            _with_threshold(params, p, flag) if p else params
-            for params, p, flag in zip(self.sampling_params, thresholds, base64, strict=True)
+            asked.to_scheduler(i, params) if asked.wanted[i] else params
+            for i, params in zip(prompts, self.sampling_params, strict=True)
         ]
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: the part keeps its own threshold."""
-    for name in (THRESHOLD, BASE64):
+    """AFTER hook on `GenerateReqInput.__getitem__`: the part keeps its own fields."""
+    for name in FIELDS:
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)
     return item
@@ -109,84 +113,134 @@ def get_item(item: Any, self: Any, i: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What a request asks for, one entry per prompt; None or 0 is off."""
+    """What a request asks for, one entry per prompt."""
 
-    thresholds: Sequence[float | None]
+    thresholds: Sequence[float | None]  # None or 0 is off
+    sampler: Sequence[bool]  # whether the sets are those that the sampler could draw
     base64: Sequence[bool]
 
+    @property
+    def wanted(self) -> list[bool]:
+        """Whether sets are asked for."""
+        return [bool(p) or drawn for p, drawn in zip(self.thresholds, self.sampler, strict=True)]
+
+    @property
+    def any(self) -> bool:
+        return any(self.wanted)
+
+    @property
+    def field(self) -> str:
+        """The field that messages name."""
+        return THRESHOLD if any(self.thresholds) else SOURCE
+
+    def fields(self) -> dict[str, list[Any]]:
+        """The request's own fields, one value per prompt."""
+        sources = [SAMPLER if drawn else None for drawn in self.sampler]
+        return {THRESHOLD: list(self.thresholds), SOURCE: sources, BASE64: list(self.base64)}
+
+    def to_scheduler(self, i: int, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+        """A prompt's sampling parameters with what is asked, and what one candidate costs (`budget.charge`).
+
+        The latter also shows there that the request came through these checks (`admission`).
+        """
+        custom = sampling_params.get("custom_params") or {}
+        asked = {SOURCE: SAMPLER} if self.sampler[i] else {THRESHOLD: self.thresholds[i]}
+        cost = 1 if self.base64[i] else LIST_FORM_COST
+        return {**sampling_params, "custom_params": {**custom, **asked, KEY: cost}}
+
     @classmethod
-    def of(
-        cls, threshold: Any, base64: Any, sampling_params: Any, return_logprob: Any, num_prompts: int
-    ) -> _Asked:
+    def of(cls, field: Callable[[str], Any], num_prompts: int) -> _Asked:
         """Check the fields of one request.
 
         Args:
-            threshold, base64, sampling_params, return_logprob: the request's fields as they came.
+            field: looks one of the request's fields up, as it came; None where it is not there.
             num_prompts: the number of prompts.
 
         Raises:
             InvalidInputError: a sentence naming the field, what it got and what it takes.
         """
-        per_prompt = _spread(THRESHOLD, threshold, num_prompts)
-        thresholds = [_threshold(THRESHOLD, value) for value in per_prompt]
-        flags = [_flag(BASE64, base64)] * num_prompts
+        thresholds = [
+            _threshold(THRESHOLD, each) for each in _spread(THRESHOLD, field(THRESHOLD), num_prompts)
+        ]
+        sampler = [_is_sampler(SOURCE, each) for each in _spread(SOURCE, field(SOURCE), num_prompts)]
+        flags = [_flag(BASE64, field(BASE64))] * num_prompts
 
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * num_prompts
+        given = field("sampling_params")
+        params = given if isinstance(given, list) else [given] * num_prompts
         customs = [item.get("custom_params") if isinstance(item, Mapping) else None for item in params]
-        is_used = any(thresholds) or any(isinstance(each, Mapping) and THRESHOLD in each for each in customs)
+        is_used = any(thresholds) or any(sampler) or any(map(_mentions, customs))
         if is_used and len(params) != num_prompts:
             raise InvalidInputError(
                 f"sampling_params: got {len(params)} for {num_prompts} prompts, expected one per prompt"
             )
         for i, custom in enumerate(customs[:num_prompts]):
             if not isinstance(custom, Mapping):
-                if custom is not None and (thresholds[i] or _mentions_threshold(custom)):
+                if custom is not None and (thresholds[i] or sampler[i] or _mentions(custom)):
                     raise InvalidInputError(
                         f"sampling_params.custom_params: got {custom!r}, expected an object:"
-                        f" {THRESHOLD} goes to the scheduler in it"
+                        f" {SOURCE if sampler[i] else THRESHOLD} goes to the scheduler in it"
                     )
                 continue
-            where = "sampling_params.custom_params."
-            inner = _threshold(where + THRESHOLD, custom.get(THRESHOLD))
+            inner = _threshold(_CUSTOM + THRESHOLD, custom.get(THRESHOLD))
             if inner and thresholds[i] and inner != thresholds[i]:
                 raise InvalidInputError(
                     f"{THRESHOLD}: got {thresholds[i]} and {inner} in sampling_params.custom_params;"
                     " expected it in one place, or the same in both"
                 )
             thresholds[i] = inner or thresholds[i]
-            flags[i] = flags[i] or _flag(where + BASE64, custom.get(BASE64, False))
+            sampler[i] = sampler[i] or _is_sampler(_CUSTOM + SOURCE, custom.get(SOURCE))
+            flags[i] = flags[i] or _flag(_CUSTOM + BASE64, custom.get(BASE64, False))
+        asked = cls(thresholds, sampler, flags)
+        if asked.any:
+            asked._check(params, field("return_logprob"))
+        return asked
 
-        if any(thresholds):
-            logprobs = return_logprob if isinstance(return_logprob, list) else [return_logprob] * num_prompts
-            if not all(wanted for wanted, p in zip(logprobs, thresholds, strict=False) if p):
-                raise InvalidInputError(
-                    f"{THRESHOLD}: needs return_logprob to be true, got {return_logprob!r}"
-                )
-            if any(isinstance(item, Mapping) and (item.get("beam_width") or 1) > 1 for item in params):
-                raise InvalidInputError(f"{THRESHOLD}: beam search (beam_width > 1) has no candidate sets")
-            for item, p in zip(params, thresholds, strict=False):
-                if p and isinstance(item, Mapping) and (why := temperature_refusal(item.get("temperature"))):
-                    raise InvalidInputError(f"sampling_params.temperature, with {THRESHOLD}: {why}")
-            if problems := (*status().problems, *refusals(), *routes.refusals()):
-                raise InvalidInputError(
-                    f"{THRESHOLD}: candidate sets are not served here: {'; '.join(problems)}"
-                )
-        return cls(thresholds, flags)
+    def _check(self, params: Sequence[Any], return_logprob: Any) -> None:
+        """Raise where what is asked for cannot be had."""
+        if any(p and drawn for p, drawn in zip(self.thresholds, self.sampler, strict=True)):
+            raise InvalidInputError(
+                f"{SOURCE}: got {SAMPLER!r} and {THRESHOLD}; expected one of them: the sampler's sets follow"
+                " the request's own top_k, top_p and min_p"
+            )
+        wanted, field = self.wanted, self.field
+        logprobs = return_logprob if isinstance(return_logprob, list) else [return_logprob] * len(wanted)
+        if not all(given for given, asks in zip(logprobs, wanted, strict=False) if asks):
+            raise InvalidInputError(f"{field}: needs return_logprob to be true, got {return_logprob!r}")
+        if any(isinstance(item, Mapping) and (item.get("beam_width") or 1) > 1 for item in params):
+            raise InvalidInputError(f"{field}: beam search (beam_width > 1) has no candidate sets")
+        for item, asks in zip(params, wanted, strict=False):
+            if asks and isinstance(item, Mapping) and (why := temperature_refusal(item.get("temperature"))):
+                raise InvalidInputError(f"sampling_params.temperature, with {field}: {why}")
+        problems = [*status().problems, *refusals(), *routes.refusals()]
+        if any(self.sampler):
+            problems += source_refusals()
+        if problems:
+            raise InvalidInputError(f"{field}: candidate sets are not served here: {'; '.join(problems)}")
 
 
-def _asks(threshold: Any, sampling_params: Any) -> bool:
+def _asks(field: Callable[[str], Any]) -> bool:
     """Whether candidate sets are asked for anywhere, right or wrong."""
-    params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+    given = field("sampling_params")
+    params = given if isinstance(given, list) else [given]
     customs = [item.get("custom_params") for item in params if isinstance(item, Mapping)]
-    places = [threshold, *(custom.get(THRESHOLD) for custom in customs if isinstance(custom, Mapping))]
-    return any(any(place) if isinstance(place, list) else place for place in places)
+    places = [field, *(custom.get for custom in customs if isinstance(custom, Mapping))]
+    given_values = [(name, get(name)) for get in places for name in (THRESHOLD, SOURCE)]
+    return any(
+        asking_field({name: one}.get)
+        for name, value in given_values
+        for one in (value if isinstance(value, list) else [value])
+    )
 
 
-def _mentions_threshold(custom: Any) -> bool:
+def _mentions(custom: Any) -> bool:
+    """Whether the name of a field that asks stands anywhere in `custom_params`."""
+    if isinstance(custom, Mapping):
+        return THRESHOLD in custom or SOURCE in custom
     try:
-        return THRESHOLD in json.dumps(custom, default=str)
+        text = json.dumps(custom, default=str)
     except RecursionError:
         return True
+    return THRESHOLD in text or SOURCE in text
 
 
 def _spread(name: str, value: Any, num_prompts: int) -> list[Any]:
@@ -214,24 +268,18 @@ def _threshold(name: str, value: Any) -> float | None:
     return float(value)
 
 
+def _is_sampler(name: str, value: Any) -> bool:
+    if value not in (None, DISTRIBUTION, SAMPLER):
+        raise InvalidInputError(f"{name}: got {value!r}, expected {DISTRIBUTION!r} or {SAMPLER!r}")
+    return bool(value == SAMPLER)
+
+
 def _flag(name: str, value: Any) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
         raise InvalidInputError(f"{name}: got {value!r}, expected true or false")
     return value
-
-
-def _with_threshold(sampling_params: Mapping[str, Any], p: float, base64: bool) -> dict[str, Any]:
-    """With what goes to the scheduler: the threshold, and what one candidate costs (`budget.charge`).
-
-    The latter also shows there that the request came through these checks (`admission`).
-    """
-    custom = sampling_params.get("custom_params") or {}
-    return {
-        **sampling_params,
-        "custom_params": {**custom, THRESHOLD: p, KEY: 1 if base64 else LIST_FORM_COST},
-    }
 
 
 def _num_prompts(body: Mapping[str, Any]) -> int:

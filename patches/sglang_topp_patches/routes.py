@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.budget import in_flight
-from sglang_topp_patches.payload import BASE64, THRESHOLD
+from sglang_topp_patches.payload import FIELDS
 
 __all__ = [
     "NO_PROMPT",
@@ -39,7 +39,6 @@ __all__ = [
     "refuse_grpc_openai",
 ]
 
-_FIELDS = (THRESHOLD, BASE64)
 _CONTAINERS = ("sampling_params", "custom_params", "extra_body", "options", "parameters", "instances")
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")
@@ -210,7 +209,7 @@ def _is_guarded(app: Any) -> bool:
 
 
 def _is_served(path: str, place: str) -> bool:
-    return any(place == f"{prefix}{field}" for prefix in SERVED.get(path, ()) for field in _FIELDS)
+    return any(place == f"{prefix}{field}" for prefix in SERVED.get(path, ()) for field in FIELDS)
 
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:
@@ -240,7 +239,7 @@ def misplaced(path: str, body: Any) -> list[str]:
 def _asked_at(body: bytes) -> list[str]:
     """The places in a body, dotted, that ask for sets."""
     # A name may be written with escapes.
-    if b"\\u" not in body and not any(field.encode() in body for field in _FIELDS):
+    if b"\\u" not in body and not any(field.encode() in body for field in FIELDS):
         return []
     try:
         return list(_places(json.loads(body), ""))
@@ -248,7 +247,7 @@ def _asked_at(body: bytes) -> list[str]:
         return [_TOO_DEEP]
     except ValueError:
         # No JSON: a form (audio), or what the route itself refuses.
-        return [field for field in _FIELDS if b'name="%s"' % field.encode() in body]
+        return [field for field in FIELDS if b'name="%s"' % field.encode() in body]
 
 
 def _places(value: Any, prefix: str) -> Iterator[str]:
@@ -256,7 +255,7 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
         for item in value:
             yield from _places(item, prefix)
     elif isinstance(value, dict):
-        yield from (f"{prefix}{field}" for field in _FIELDS if value.get(field))
+        yield from (f"{prefix}{field}" for field in FIELDS if value.get(field))
         for name in _CONTAINERS:
             if isinstance(value.get(name), dict | list):
                 yield from _places(value[name], f"{prefix}{name}.")

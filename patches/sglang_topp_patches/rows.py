@@ -8,29 +8,38 @@ that list apart, the note is gone, no sets are taken, and the requests end as er
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sglang_topp_patches.payload import THRESHOLD, custom_params
-
-if TYPE_CHECKING:
-    from sglang_topp_patches.prefill import PromptSets
+from sglang_topp_patches.budget import is_refused
+from sglang_topp_patches.payload import THRESHOLD, custom_params, from_sampler
 
 __all__ = ["Rows", "note_rows", "rows_of"]
 
 
 @dataclass
 class Rows:
-    """The rows of one forward pass that reach a client through this process.
+    """The rows of one forward pass.
 
     Attributes:
         request_ids: each row's request.
-        thresholds: each row's threshold, 0 where its request asks for no sets.
-        prompt: the prompt positions' sets, once the pass has scored them.
+        thresholds: each row's threshold, 0 where its request asks for no sets by one.
+        drawn: rows whose sets are what the sampler could draw.
+        greedy: those of them that are drawn greedily.
+        answers: whether this process's results reach the client. Other ranks only mirror them: all they
+            need to know is how to sample as this one does.
+        prompt: SGLang's auxiliary output with the prompt positions' sets, once the pass has scored them.
     """
 
     request_ids: tuple[str, ...]
     thresholds: tuple[float, ...]
-    prompt: PromptSets | None = None
+    drawn: tuple[int, ...] = ()
+    greedy: frozenset[int] = frozenset()
+    answers: bool = True
+    prompt: Any = None
+
+    def asks(self, row: int) -> bool:
+        """Whether this row's request asks for sets."""
+        return row < len(self.thresholds) and (self.thresholds[row] > 0 or row in self.drawn)
 
 
 class _TopLogprobsNums(list[int]):
@@ -41,12 +50,17 @@ class _TopLogprobsNums(list[int]):
 
 def note_rows(forward_batch: Any, cls: type[Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
     """AFTER hook on `ForwardBatch.init_new`, which sees the requests in row order."""
-    if batch.return_logprob and _answers_requests():
-        thresholds = tuple(_threshold(req) for req in batch.reqs)
-        if any(thresholds):
-            nums = _TopLogprobsNums(forward_batch.top_logprobs_nums)
-            nums.rows = Rows(tuple(req.rid for req in batch.reqs), thresholds)
-            forward_batch.top_logprobs_nums = nums
+    if not batch.return_logprob:
+        return forward_batch
+    answers = _answers_requests()
+    thresholds = tuple(_threshold(req) if answers and not is_refused(req) else 0.0 for req in batch.reqs)
+    drawn = tuple(row for row, req in enumerate(batch.reqs) if from_sampler(custom_params(req).get))
+    if any(thresholds) or drawn:
+        # SGLang has made 1 of the top_k of a request at temperature 0.
+        greedy = frozenset(row for row in drawn if batch.reqs[row].sampling_params.top_k == 1)
+        nums = _TopLogprobsNums(forward_batch.top_logprobs_nums)
+        nums.rows = Rows(tuple(req.rid for req in batch.reqs), thresholds, drawn, greedy, answers)
+        forward_batch.top_logprobs_nums = nums
     return forward_batch
 
 

@@ -4,21 +4,24 @@
 that SGLang reports together with the sampled tokens. The sets then travel to the host as an auxiliary
 output of SGLang's, and `consume` joins them to their requests once the tokens are committed: overlap,
 retraction and stops are resolved by then.
+
+What the sampler itself could draw is captured on the way (`support`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_topp_patches.budget import charge
+from sglang_topp_patches import support
+from sglang_topp_patches.budget import charge, is_refused
 from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.model import sanitizes_logits
-from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, Span
 from sglang_topp_patches.rows import Rows, rows_of
 
 __all__ = ["compute_logprobs", "let_go_of_what_was_sent", "sample"]
@@ -29,7 +32,9 @@ class _Capture:
     """Filled by `compute_logprobs` while `sample` runs around it."""
 
     rows: Rows
+    drawing: support.Drawing | None
     sets: RowSets | None = None
+    drawn: RowSets | None = None
 
 
 _active: _Capture | None = None  # a scheduler process samples one batch at a time
@@ -45,13 +50,17 @@ def sample(
         return original(self, logits_output, forward_batch)
     from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
-    _active = capture = _Capture(rows)
+    drawing = support.Drawing(rows.drawn, rows.greedy) if rows.drawn else None
+    _active = capture = _Capture(rows, drawing) if rows.answers else None
     try:
-        next_token_ids = original(self, logits_output, forward_batch)
+        with support.capture(drawing):
+            next_token_ids = original(self, logits_output, forward_batch)
     finally:
         _active = None
+    if capture is None:
+        return next_token_ids
     output = logits_output.auxiliary_device_output
-    for ours in (rows.prompt, GeneratedSets(rows, capture.sets)):
+    for ours in (rows.prompt, GeneratedSets(rows, capture.sets, capture.drawn)):
         output = append_auxiliary_output(output, ours)
     logits_output.auxiliary_device_output = output
     return next_token_ids
@@ -73,7 +82,10 @@ def compute_logprobs(
     if _active is not None:
         thresholds = _active.rows.thresholds
         thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # rows that belong to no request
-        _active.sets = extract(_with_zeros(logprobs), thresholds, batch_next_token_ids)
+        exact = _with_zeros(logprobs)
+        _active.sets = extract(exact, thresholds, batch_next_token_ids)
+        if _active.drawing is not None:
+            _active.drawn = _active.drawing.sets(exact, batch_next_token_ids)
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
 
 
@@ -96,15 +108,21 @@ class GeneratedSets:
 
     Attributes:
         rows: the rows as they were when the pass was built.
-        sets: one set per row; None where SGLang sampled without reporting log-probs.
+        sets: by the threshold rule, one per row; None where SGLang sampled without reporting log-probs.
+        drawn: what the sampler could draw, one for each of `rows.drawn`; None where there are none.
     """
 
     rows: Rows
     sets: RowSets | None
+    drawn: RowSets | None = None
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
         """Issue the copies; `consume` runs after SGLang has waited for them."""
-        return GeneratedSets(self.rows, self.sets and self.sets.map(copy_tensor))
+        return replace(
+            self,
+            sets=self.sets and self.sets.map(copy_tensor),
+            drawn=self.drawn and self.drawn.map(copy_tensor),
+        )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append one entry to `customized_info` of every request that a new token became visible of.
@@ -112,9 +130,9 @@ class GeneratedSets:
         Whatever does not fit (a row that moved, a token that was replaced after sampling, a position
         that was skipped) becomes an entry that says so: the HTTP process turns it into an error.
         """
-        spans = self.sets.spans() if self.sets else []
+        spans, problems = self._by_row()
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
-            if commit is None or row >= len(self.rows.thresholds) or not self.rows.thresholds[row]:
+            if commit is None or not self.rows.asks(row) or is_refused(req):
                 continue
             if req.customized_info is None:
                 req.customized_info = {}
@@ -123,15 +141,26 @@ class GeneratedSets:
             del entries[commit.output_index :]
             while len(entries) < commit.output_index:
                 entries.append(Entry(None, "a token became visible without passing through the sampler"))
-            problem = self._problem(row, req.rid, commit.token_ids, spans)
+            problem = problems.get(row) or self._problem(row, req.rid, commit.token_ids, spans)
             entries.append(Entry(None, problem) if problem else Entry(spans[row]))
             charge(req, 0 if problem else len(spans[row][0]) // 4)
 
-    def _problem(self, row: int, request_id: str, token_ids: tuple[int, ...], spans: Sequence[Any]) -> str:
+    def _by_row(self) -> tuple[dict[int, Span], dict[int, str]]:
+        """The sets, and why there is none, by row."""
+        spans: dict[int, Span] = {}
+        problems: dict[int, str] = {}
+        numbered = ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn))
+        for sets, rows in numbered:
+            if sets is not None:
+                spans.update(zip(rows, sets.spans(), strict=False))
+                problems.update({rows[i]: problem for i, problem in sets.problems.items() if i < len(rows)})
+        return spans, problems
+
+    def _problem(
+        self, row: int, request_id: str, token_ids: tuple[int, ...], spans: Mapping[int, Span]
+    ) -> str:
         if self.sets is None:
             return "SGLang sampled without reporting log-probs"
-        if row in self.sets.problems:
-            return self.sets.problems[row]
         if request_id != self.rows.request_ids[row]:
             return f"row {row} was sampled for request {self.rows.request_ids[row]}"
         if len(token_ids) != 1:

@@ -20,12 +20,16 @@ from sglang_topp import wire
 from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.payload import (
     BASE64,
+    DISTRIBUTION,
     KEY,
     PROMPT_KEY,
-    THRESHOLD,
+    SAMPLER,
+    SOURCE,
     Entry,
     Positions,
     Span,
+    asking_field,
+    from_sampler,
     join,
 )
 from sglang_topp_patches.routes import Call, current_call
@@ -50,25 +54,36 @@ class _Received:
         self.generated: list[Span | None] = []
         self.prompt: list[Span | None] = []
         self.problem = ""
+        self.refusal: Entry | None = None
         self._cost = cost
         self._candidates = self._positions = 0
         self._call: Call | None = None
 
     def add(
-        self, token_ids: Sequence[int], entries: Sequence[Entry | None], prompt_rows: Sequence[Span | None]
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[Entry | None],
+        prompt_rows: Sequence[Span | Entry | None],
     ) -> None:
         self.num_tokens += len(token_ids)
+        words = [each for each in (*entries, *prompt_rows) if isinstance(each, Entry) and each.is_refusal]
+        if words:
+            self.refusal = words[0]
+            self._let_go()
+        if self.refusal is not None:
+            return
         for entry in entries:
             if entry is None or entry.candidates is None:
                 cause = entry.problem if entry else "the scheduler sent none"
                 self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
             self.generated.append(entry.candidates if entry else None)
-        if prompt_rows:
+        rows = [row for row in prompt_rows if not isinstance(row, Entry)]
+        if rows:
             # A row is the distribution of the next token: the first position has none, and from the
             # last row the first generated token was drawn.
-            self.prompt = [None, *prompt_rows[:-1]]
-        new = [*(entry.candidates for entry in entries if entry), *prompt_rows]
-        self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(prompt_rows))
+            self.prompt = [None, *rows[:-1]]
+        new = [*(entry.candidates for entry in entries if entry), *rows]
+        self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
 
     def belongs_to(self, call: Call | None, abort: Callable[[], None]) -> None:
         """Say whose it is; `abort` stops the sample in the scheduler."""
@@ -83,7 +98,7 @@ class _Received:
     def check_call(self) -> None:
         """Raise where the call was ended: what was held is gone."""
         if self._call is not None and self._call.problem:
-            raise _EndedError(f"{THRESHOLD}: {self._call.problem}")
+            raise _EndedError(f"candidate sets: {self._call.problem}")
 
     def forget(self, start: int, stop: int) -> None:
         """Let go of these positions, which have been written for the last time."""
@@ -106,6 +121,8 @@ class _Received:
 
     def check(self, num_prompt: int) -> str:
         """Why there is not one set for each visible token, or nothing."""
+        if self.refusal is not None:
+            return self.refusal.problem
         if self.problem:
             return self.problem
         if len(self.generated) != self.num_tokens:
@@ -145,8 +162,9 @@ def write_meta_info(
     finished: bool,
 ) -> None:
     """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`."""
-    wanted, base64 = getattr(state.obj, THRESHOLD, None), getattr(state.obj, BASE64, False)
-    if not wanted and not base64:
+    get = vars(state.obj).get
+    field, base64 = asking_field(get), get(BASE64)
+    if not field and not base64:
         return
     stream = getattr(state.obj, "stream", False)
     shown = stream or finished
@@ -154,18 +172,22 @@ def write_meta_info(
     start = state.last_output_offset if stream and self.incremental_streaming_output else 0
     if base64 and top_logprobs_num and shown:
         _write_top_k(meta_info, state, start)
-    if not wanted:
+    if not field:
         return
 
     received = _received(state)
     received.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), (), ())))
+    if received.refusal is not None and not finished:
+        self.abort_request(state.obj.rid)
     if not shown:
         return
     # Visible tokens are counted, not log-probs: SGLang may report that of a token which `max_new_tokens` 0
     # keeps from being one.
-    if problem := received.check(len(state.input_token_logprobs_val)):
+    # Nobody drew a prompt's tokens.
+    num_prompt = 0 if from_sampler(get) else len(state.input_token_logprobs_val)
+    if problem := received.check(num_prompt):
         if finished:
-            _fail(meta_info, problem)
+            _fail(meta_info, f"{field}: {problem}", received.refusal)
         else:
             meta_info[KEY] = None  # not to be shown
         return
@@ -185,7 +207,7 @@ def write_sets(
     A reader that is slower than the engine is sent some of the chunks only: the others cost nothing.
     """
     chunks = original(self, obj=obj, state=state, request=request)
-    if not getattr(obj, THRESHOLD, None):
+    if not asking_field(vars(obj).get):
         return chunks
     return _with_sets(chunks, self, state)
 
@@ -210,6 +232,7 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, received: _Received)
     meta_info, obj = out["meta_info"], state.obj
     start, stop = meta_info.pop(KEY)
     incremental = getattr(obj, "stream", False) and self.incremental_streaming_output
+    meta_info[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
     if not incremental:
         # SGLang goes on writing into these lists until the chunk is sent.
         if "output_ids" in out:
@@ -271,12 +294,12 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
             )
 
 
-def _fail(meta_info: dict[str, Any], problem: str) -> None:
-    if (meta_info.get("finish_reason") or {}).get("type") == "abort":
+def _fail(meta_info: dict[str, Any], message: str, refusal: Entry | None) -> None:
+    if refusal is None and (meta_info.get("finish_reason") or {}).get("type") == "abort":
         return  # an error already, and its own cause comes first
     meta_info["finish_reason"] = {
         "type": "abort",
-        "message": f"{THRESHOLD}: {problem}",
-        "status_code": HTTPStatus.INTERNAL_SERVER_ERROR,
-        "err_type": "InternalServerError",
+        "message": message,
+        "status_code": refusal.status if refusal else HTTPStatus.INTERNAL_SERVER_ERROR,
+        "err_type": "BudgetExceeded" if refusal else "InternalServerError",
     }

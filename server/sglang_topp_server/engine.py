@@ -158,6 +158,7 @@ class Engine:
             prompts,
             {**wanted.sampling_params, "n": len(wanted.samples)},
             top_logprobs_p=wanted.top_logprobs_p,
+            top_logprobs_source=wanted.top_logprobs_source,
             request_id=request_id,
             progress=False,
         )

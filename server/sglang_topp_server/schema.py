@@ -22,7 +22,7 @@ from pydantic import (
 from sglang_topp.engine_request import Model
 from sglang_topp.errors import BadRequestError, InvalidInputError
 from sglang_topp_client.checks import MAX_REQUEST_ID, check_request_id
-from sglang_topp_client.request import SampleRequest, plan
+from sglang_topp_client.request import DISTRIBUTION, SAMPLER, SampleRequest, plan
 from sglang_topp_client.sidecar_api import SERVICE
 from sglang_topp_server.limits import Limits
 
@@ -64,10 +64,22 @@ _Threshold: TypeAlias = Annotated[
         }
     ),
 ]
-
+_SOURCE = {"type": "string", "enum": [DISTRIBUTION, SAMPLER]}
+_Source: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _SOURCE,
+                {"type": "array", "items": {"anyOf": [_SOURCE, {"type": "null"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 
 # Unknown fields of one body that are named; it may hold millions.
-_MAX_UNKNOWN = 8
+_MAX_UNKNOWN = 6
 _MAX_SHOWN_CHARS = 60
 
 
@@ -86,6 +98,10 @@ class RolloutRequest(BaseModel):
     top_logprobs_p: _Threshold = Field(
         default=None,
         description="The candidate sets' threshold, one for all prompts or one each; 0 or null: no sets.",
+    )
+    top_logprobs_source: _Source = Field(
+        default=None,
+        description="`sampler`: the sets are what the sampler could draw, in place of a threshold.",
     )
     stream: StrictBool = Field(default=False, description="One line of JSON per sample, as each finishes.")
     request_id: StrictStr | None = Field(
@@ -128,16 +144,19 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
         )
     if request.request_id is not None:
         check_request_id(request.request_id)
-    request._wanted = plan(request.prompts, request.sampling_params, request.top_logprobs_p)
+    request._wanted = plan(
+        request.prompts, request.sampling_params, request.top_logprobs_p, request.top_logprobs_source
+    )
     for one in request._wanted:
         custom = one.sampling_params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):
             raise InvalidInputError("sampling_params.custom_params: expected an object")
-        if isinstance(custom, dict) and "top_logprobs_p" in custom:
-            raise InvalidInputError(
-                "sampling_params.custom_params.top_logprobs_p: got it here, where its sets would not reach"
-                " the answer; expected top_logprobs_p beside sampling_params"
-            )
+        for name in ("top_logprobs_p", "top_logprobs_source"):
+            if isinstance(custom, dict) and name in custom:
+                raise InvalidInputError(
+                    f"sampling_params.custom_params.{name}: got it here, where its sets would not reach"
+                    f" the answer; expected {name} beside sampling_params"
+                )
     return request
 
 
@@ -211,6 +230,7 @@ class RolloutRecord(BaseModel):
     candidates: str | None = Field(
         description="base64 of `sglang_topp.wire.pack`; null: none were asked for."
     )
+    top_logprobs_source: str | None = Field(description="Which rule made them: distribution or sampler.")
     finish_reason: str
     weight_version: str
     prompt_tokens: int

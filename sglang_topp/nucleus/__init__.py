@@ -1,7 +1,7 @@
 """Log-probs on a device -> exact candidate sets.
 
-`top_p_candidates` is the op; `reference` holds its definition, written plainly; every other file is
-one implementation of it.
+`top_p_candidates` makes them by the threshold rule, `support_candidates` from what a sampler could draw.
+`reference` holds the definitions of both, written plainly; every other file is one implementation.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sglang_topp.nucleus import select
-from sglang_topp.nucleus._arguments import checked
+from sglang_topp.nucleus import select, support
+from sglang_topp.nucleus._arguments import checked, checked_support
 
-__all__ = ["top_p_candidates"]
+__all__ = ["support_candidates", "top_p_candidates"]
 
 
 def top_p_candidates(
@@ -48,3 +48,35 @@ def top_p_candidates(
     """
     with torch.no_grad():
         return select.top_p_candidates(*checked(logprobs, p, sampled_ids))
+
+
+def support_candidates(
+    logprobs: Tensor,
+    weights: Tensor,
+    token_ids: Tensor | None = None,
+    *,
+    sampled_ids: Sequence[int] | Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The candidate set of every row that a sampler drew from, as flat arrays.
+
+    The candidates of row `r` are the tokens that the sampler left a weight, and the one that it drew::
+
+        { token_ids[r, w] : weights[r, w] > 0 }  ∪  { sampled_ids[r] }
+
+    Args:
+        logprobs: floats [R, V], natural log-probs of the whole vocabulary; as for `top_p_candidates`.
+        weights: numbers [R, W] on the same device, what the sampler draws with after its filters; 0 (or
+            less, or NaN) is never drawn.
+        token_ids: integers [R, W], whose weights they are, no token twice in a row; None where W is V
+            and column `i` is token `i`.
+        sampled_ids: integers [R].
+
+    Returns:
+        As `top_p_candidates`.
+
+    Raises:
+        InvalidInputError: wrong shape or dtype, an id outside [0, V), log-probs of candidates that are
+            NaN or above 0, or a token of zero probability (`-inf`) that was not sampled but has a weight.
+    """
+    with torch.no_grad():
+        return support.support_candidates(*checked_support(logprobs, weights, token_ids, sampled_ids))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["MAX_LOGPROB", "checked", "not_logprobs", "sampled_out_of_range"]
+__all__ = ["MAX_LOGPROB", "checked", "checked_support", "not_logprobs", "sampled_out_of_range"]
 
 MAX_LOGPROB = 1e-3
 """Log-probs come out of float32 softmaxes and may round to just above 0; logits lie far above it."""
@@ -30,24 +30,57 @@ def checked(
         `logprobs` [B, V] (float64 became float32), `p` float64 [B] on the host, `sampled_ids` int64
         [B] on the device of `logprobs`.
     """
+    logprobs = _checked_logprobs(logprobs)
+    rows = len(logprobs)
+    p_B = _thresholds(p, rows)
+    return logprobs, p_B, None if sampled_ids is None else _checked_sampled(sampled_ids, logprobs)
+
+
+def checked_support(
+    logprobs: Tensor, weights: Tensor, token_ids: Tensor | None, sampled_ids: Sequence[int] | Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The same for `support_candidates`; ids are read here, since one outside of a row is no index.
+
+    Returns:
+        `logprobs` [R, V] (float64 became float32), `weights` [R, W], `token_ids` [R, W] or None,
+        `sampled_ids` int64 [R] on the device of `logprobs`.
+    """
+    logprobs = _checked_logprobs(logprobs)
+    rows, vocab = logprobs.shape
+    if not isinstance(weights, Tensor) or weights.ndim != 2 or len(weights) != rows:
+        raise InvalidInputError(f"weights: got {_describe(weights)}, expected a tensor [{rows}, W]")
+    if token_ids is None:
+        if weights.shape[1] != vocab:
+            raise InvalidInputError(
+                f"weights: got {_describe(weights)} without token_ids, expected [{rows}, {vocab}]"
+            )
+    elif token_ids.shape != weights.shape or token_ids.dtype not in _INTEGERS:
+        raise InvalidInputError(
+            f"token_ids: got {_describe(token_ids)}, expected integers {list(weights.shape)}"
+        )
+    elif token_ids.numel() and not (int(token_ids.amin()) >= 0 and int(token_ids.amax()) < vocab):
+        raise InvalidInputError(f"token_ids: got ids outside of 0 to {vocab - 1}")
+    return logprobs, weights.detach(), token_ids, _checked_sampled(sampled_ids, logprobs)
+
+
+def _checked_logprobs(logprobs: Tensor) -> Tensor:
     if not isinstance(logprobs, Tensor) or logprobs.ndim != 2 or logprobs.dtype not in _DTYPES:
         raise InvalidInputError(f"logprobs: got {_describe(logprobs)}, expected a float tensor [B, V]")
-    rows, vocab = logprobs.shape
+    vocab = logprobs.shape[1]
     if vocab == 0 or vocab > np.iinfo(np.int32).max:
         raise InvalidInputError(f"logprobs: got a vocabulary of {vocab}, expected 1 to 2^31 - 1")
-    if logprobs.dtype == torch.float64:
-        logprobs = logprobs.float()
+    return (logprobs.float() if logprobs.dtype == torch.float64 else logprobs).detach()
 
-    p_B = _thresholds(p, rows)
-    if sampled_ids is None:
-        return logprobs.detach(), p_B, None
+
+def _checked_sampled(sampled_ids: Sequence[int] | Tensor, logprobs: Tensor) -> Tensor:
+    rows = len(logprobs)
     try:
         sampled = torch.as_tensor(sampled_ids)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(f"sampled_ids: expected {rows} integers: {error}") from None
     if sampled.shape != (rows,) or (sampled.dtype not in _INTEGERS and rows):
         raise InvalidInputError(f"sampled_ids: got {_describe(sampled)}, expected integers [{rows}]")
-    return logprobs.detach(), p_B, sampled.to(logprobs.device, torch.int64)
+    return sampled.to(logprobs.device, torch.int64)
 
 
 def _thresholds(p: float | Sequence[float] | Tensor, rows: int) -> NDArray[np.float64]:

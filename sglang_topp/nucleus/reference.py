@@ -1,4 +1,4 @@
-"""The definition of a candidate set, written plainly: one row at a time, in float64, by a full sort.
+"""The definitions of a candidate set, written plainly: one row at a time, in float64, by a full sort.
 
 Slow; everything else in this package is compared with it.
 """
@@ -11,9 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sglang_topp.nucleus._arguments import MAX_LOGPROB, checked, not_logprobs, sampled_out_of_range
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.nucleus._arguments import (
+    MAX_LOGPROB,
+    checked,
+    checked_support,
+    not_logprobs,
+    sampled_out_of_range,
+)
 
-__all__ = ["nucleus", "top_p_candidates"]
+__all__ = ["nucleus", "support_candidates", "top_p_candidates"]
 
 
 def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[int]:
@@ -64,7 +71,44 @@ def top_p_candidates(
             token_ids += ordered
             values += [row[i] for i in ordered]
         offsets.append(len(token_ids))
-    device = logprobs_BV.device
+    return _flat(token_ids, values, offsets, logprobs_BV.device)
+
+
+def support_candidates(
+    logprobs: Tensor,
+    weights: Tensor,
+    token_ids: Tensor | None = None,
+    *,
+    sampled_ids: Sequence[int] | Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `sglang_topp.nucleus.support_candidates`, by definition."""
+    logprobs_RV, weights_RW, ids_RW, sampled_R = checked_support(logprobs, weights, token_ids, sampled_ids)
+    vocab = logprobs_RV.shape[1]
+    lowest = torch.finfo(logprobs_RV.dtype).min
+    ids: list[int] = []
+    values: list[float] = []
+    offsets = [0]
+    for r, row in enumerate(logprobs_RV.tolist()):
+        sampled = int(sampled_R[r])
+        if not 0 <= sampled < vocab:
+            raise sampled_out_of_range(r, sampled, vocab)
+        names = range(vocab) if ids_RW is None else ids_RW[r].tolist()
+        candidates = {i for i, weight in zip(names, weights_RW[r].tolist(), strict=True) if weight > 0}
+        for i in candidates | {sampled}:
+            if not row[i] <= MAX_LOGPROB:
+                raise not_logprobs(r, row[i])
+            if row[i] <= lowest and i != sampled:
+                raise InvalidInputError(f"weights: row {r} can draw token {i} of zero probability")
+        ordered = sorted(candidates | {sampled}, key=lambda i: (-row[i], i))
+        ids += ordered
+        values += [row[i] for i in ordered]
+        offsets.append(len(ids))
+    return _flat(ids, values, offsets, logprobs_RV.device)
+
+
+def _flat(
+    token_ids: list[int], values: list[float], offsets: list[int], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.tensor(token_ids, dtype=torch.int32, device=device),
         torch.tensor(values, dtype=torch.float32, device=device),

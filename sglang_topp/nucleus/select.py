@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sglang_topp.nucleus._arguments import MAX_LOGPROB, not_logprobs, sampled_out_of_range
 
-__all__ = ["top_p_candidates"]
+__all__ = ["falling", "top_p_candidates"]
 
 _BLOCK = 64
 # Blocks looked at, one attempt after the other. 128 suffice for nearly every row of a model at
@@ -157,7 +157,7 @@ def _cut(
     start_R, end_R = edges[:-1], edges[1:]
 
     logprobs_n = values_RM.flatten()[entry_n].float()
-    key_n = _falling(logprobs_n)
+    key_n = falling(logprobs_n)
     if num_rows > 1:
         key_n = ((entry_n // width) << 32) + key_n
     key_n, order_n = key_n.sort(stable=True)
@@ -192,7 +192,7 @@ def _cut(
     return _with_sampled(part, asked, asked.sampled_logprobs_R < least_R), short_R
 
 
-def _falling(logprobs: Tensor) -> Tensor:
+def falling(logprobs: Tensor) -> Tensor:
     """int32 keys that rise as float32 log-probs fall, equal for equal ones (-0.0 and 0.0 among them)."""
     bits = (0.0 - logprobs).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

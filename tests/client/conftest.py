@@ -176,6 +176,7 @@ def sample(prompt: Any, index: int, num_tokens: int = NUM_TOKENS) -> Rollout:
         weight_version="step-7",
         cached_tokens=1,
         latency_s=0.25,
+        top_logprobs_source="distribution",
     )
 
 

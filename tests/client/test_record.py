@@ -39,8 +39,20 @@ def test_round_trip_is_exact(rollout):
 def test_without_sets(rollout):
     back = from_record(to_record(replace(rollout, candidates=None)))
     assert back.candidates is None
-    with pytest.raises(errors.InvalidInputError, match="without top_logprobs_p"):
+    with pytest.raises(errors.InvalidInputError, match="none were asked for"):
         _ = back.masked_logprobs
+
+
+def test_the_source_of_the_sets(rollout):
+    record = to_record(replace(rollout, top_logprobs_source="sampler"))
+    assert from_record(record).top_logprobs_source == "sampler"
+    # As sidecars of 0.1.0 write it: there was one rule.
+    del record["top_logprobs_source"]
+    assert from_record(record).top_logprobs_source == "distribution"
+    assert from_record(record | {"candidates": None}).top_logprobs_source is None
+    for wrong in ("", "nucleus", 1):
+        with pytest.raises(errors.WireError, match="top_logprobs_source"):
+            from_record(record | {"top_logprobs_source": wrong})
 
 
 def test_unknown_fields_are_passed_over(rollout):

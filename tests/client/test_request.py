@@ -138,3 +138,30 @@ def test_arrays_that_are_no_prompts(prompts):
 def test_a_threshold_of_no_dimension_is_named():
     with pytest.raises(InvalidInputError, match="top_logprobs_p: got ndarray, expected one value"):
         plan([1], None, np.array(0.9))
+
+
+def test_a_threshold_or_the_sampler_makes_the_sets():
+    def sources(*given):
+        return [one.top_logprobs_source for one in plan(["a", "b"], None, *given)]
+
+    assert sources() == [None, None]
+    assert sources(0.9) == ["distribution"] * 2
+    assert sources([0.9, 0], "distribution") == ["distribution", None]
+    assert sources(None, "sampler") == ["sampler"] * 2
+    assert sources([None, 0.5], ["sampler", None]) == ["sampler", "distribution"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((0.9, "sampler"), "got 'sampler' and top_logprobs_p 0.9, expected one of them"),
+        (([None, 0.9], ["distribution", "sampler"]), "expected one of them"),
+        ((None, "nucleus"), "got nucleus, expected 'distribution' or 'sampler'"),
+        ((None, 7), "top_logprobs_source"),
+        ((None, ["sampler"]), "got 1 values for 2 prompts"),
+        ((None, ["sampler", 1.0]), "got 1.0, expected"),
+    ],
+)
+def test_a_source_that_makes_no_sense_is_named(given, message):
+    with pytest.raises(InvalidInputError, match=message):
+        plan(["a", "b"], None, *given)

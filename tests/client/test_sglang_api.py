@@ -41,6 +41,25 @@ def test_text_asks_for_the_prompts_ids_and_no_threshold_for_no_sets():
     assert "return_logprobs_in_base64" not in body
 
 
+def test_the_sampler_as_source(fakes):
+    one = GenerateExchange(plan([[5, 6]], None, None, "sampler"), request_id="mine")
+    body = one.body()
+    assert body["top_logprobs_source"] == "sampler"
+    assert body["return_logprobs_in_base64"] is True
+    assert "top_logprobs_p" not in body
+    chunk = fakes.chunk(fakes.sample([5, 6], 0))
+    # A server that does not know the field may have read another wish out of the request.
+    with pytest.raises(errors.WireError, match="got distribution, and 'sampler' was asked for"):
+        one.read(event(chunk))
+    chunk["meta_info"]["top_logprobs_source"] = "sampler"
+    one = GenerateExchange(plan([[5, 6]], None, None, "sampler"), request_id="mine")
+    (rollout,) = one.read(event(chunk))
+    assert rollout.top_logprobs_source == "sampler"
+    assert rollout.candidates is not None
+    with pytest.raises(errors.WireError, match="got sampler, and 'distribution' was asked for"):
+        exchange().read(event(chunk))
+
+
 def test_ids_are_fresh_and_none_is_the_start_of_another():
     rids = [exchange().body()["rid"] for _ in range(50)]
     assert len(set(rids)) == 50

@@ -34,8 +34,29 @@ def test_different_values_are_sent_one_each():
     assert body["top_logprobs_p"] == [None, 0.5]
 
 
+def test_the_sampler_as_source_is_sent_where_it_is_asked_for():
+    assert exchange(plan(["a", "b"], None, None, "sampler")).body()["top_logprobs_source"] == "sampler"
+    body = exchange(plan(["a", "b"], None, [0.9, None], ["distribution", "sampler"])).body()
+    assert body["top_logprobs_p"] == [0.9, None]
+    assert body["top_logprobs_source"] == ["distribution", "sampler"]
+    # Sidecars of 0.1.0 refuse a field that they do not know.
+    assert "top_logprobs_source" not in exchange(plan(["a"], None, 0.9, "distribution")).body()
+
+
+def test_sets_of_another_source_are_an_error(fakes):
+    record = to_record(fakes.sample([5], 0))
+    one = exchange(plan([[5]], None, None, "sampler"))
+    with pytest.raises(errors.WireError, match="got distribution, and 'sampler' was asked for"):
+        one.read(line(record))
+    (rollout,) = one.read(line(record | {"top_logprobs_source": "sampler"}))
+    assert rollout.top_logprobs_source == "sampler"
+
+
 def test_samples_get_the_callers_indices(fakes):
-    wanted = [SampleRequest(40, [5], {}, (1, 7), 0.9), SampleRequest(3, [6], {}, (2,), 0.9)]
+    wanted = [
+        SampleRequest(40, [5], {}, (1, 7), 0.9, "distribution"),
+        SampleRequest(3, [6], {}, (2,), 0.9, "distribution"),
+    ]
     one = exchange(wanted)
     assert one.body()["sampling_params"] == [{"n": 2}, {"n": 1}]
     places = [one.read(line(record))[0] for record in fakes.records(one.body())]

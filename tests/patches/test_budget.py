@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from typing import Any
 
 import pytest
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches import budget as module
-from sglang_topp_patches.budget import LIST_FORM_COST, Budget, InFlight, charge
-from sglang_topp_patches.payload import KEY, PROMPT_KEY
+from sglang_topp_patches.budget import LIST_FORM_COST, Budget, InFlight, charge, is_refused
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry
 
 PER_SAMPLE, IN_FLIGHT = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE", "SGLANG_TOPP_MAX_CANDIDATES_IN_FLIGHT"
 
@@ -22,8 +23,14 @@ class Request:
         self.sampling_params = self
         self.custom_params = custom_params
         self.customized_info: dict[str, list[Any]] = {KEY: ["a", "b"], PROMPT_KEY: ["c"], "other": ["d"]}
-        self.to_finish: Any = None
         self.finished_reason: Any = None
+
+    def word(self) -> Entry:
+        """What the HTTP process is told; the request itself goes on until that ends it, on all ranks."""
+        words = {entry for key in (KEY, PROMPT_KEY) for entry in self.customized_info[key]}
+        assert is_refused(self)
+        assert len(words) == 1
+        return words.pop()
 
     def finished(self) -> bool:
         return self.finished_reason is not None
@@ -61,48 +68,48 @@ def test_a_sample_ends_beyond_its_limit_and_says_what_fits(limits: InFlight) -> 
     req = Request()
     for _ in range(6):
         charge(req, 10)
-    assert req.to_finish is None
+    assert not is_refused(req)
     charge(req, 10)
-    reason = req.to_finish.to_json()
-    assert (reason["type"], reason["status_code"]) == ("abort", 413)
-    assert "got 70 candidates at 7 positions, expected at most 60" in reason["message"]
-    assert "6 positions fit" in reason["message"]
-    assert PER_SAMPLE in reason["message"]
+    word = req.word()
+    assert (word.candidates, word.status, word.is_refusal) == (None, 413, True)
+    assert "got 70 candidates at 7 positions, expected at most 60" in word.problem
+    assert "6 positions fit" in word.problem
+    assert PER_SAMPLE in word.problem
     # Nothing is held of it any more, and another's values are left alone.
     assert limits.total == 0
-    assert req.customized_info == {KEY: [None, None], PROMPT_KEY: [None], "other": ["d"]}
+    assert req.customized_info == {KEY: [word, word], PROMPT_KEY: [word], "other": ["d"]}
+    assert pickle.loads(pickle.dumps(word)) == word
 
 
 def test_a_sample_that_has_just_finished_ends_all_the_same(limits: InFlight) -> None:
     req = Request()
     req.finished_reason = object()
     charge(req, 61)
-    assert req.finished_reason.to_json()["status_code"] == 413
+    assert req.word().status == 413
 
 
 def test_the_largest_one_makes_room(limits: InFlight) -> None:
     large, small = Request(), Request()
     charge(large, 60)
     charge(small, 40)
-    assert (large.to_finish, small.to_finish) == (None, None)
+    assert not is_refused(large)
     charge(small, 5)
-    assert small.to_finish is None
-    reason = large.to_finish.to_json()
-    assert reason["status_code"] == 429
-    assert "hold 105 candidates, more than the 100 that fit" in reason["message"]
-    assert IN_FLIGHT in reason["message"]
+    assert not is_refused(small)
+    word = large.word()
+    assert word.status == 429
+    assert "hold 105 candidates, more than the 100 that fit" in word.problem
+    assert IN_FLIGHT in word.problem
     assert limits.total == 45
     # It may get another set before it is gone: that is not counted, and not held against it twice.
-    first = large.to_finish
     charge(large, 1)
     assert limits.total == 45
-    assert large.to_finish is first
+    assert large.word() is word
 
 
 def test_lists_count_more(limits: InFlight) -> None:
     req = Request({KEY: LIST_FORM_COST})
     charge(req, 4)
-    assert req.to_finish.to_json()["status_code"] == 413
+    assert req.word().status == 413
 
 
 def test_what_ends_however_it_ends_is_let_go_of(limits: InFlight) -> None:

@@ -115,10 +115,14 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
     sets = PromptSets(("a", "b"), (1.0, 0.9), (3, 2), tuple(taken.chunks), taken.refused)
     first, second = Req("a"), Req("b")
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
-    assert first.to_finish.to_json()["status_code"] == 413
-    assert "of the prompt's positions" in first.to_finish.to_json()["message"]
-    assert first.customized_info is None
-    assert len(second.customized_info[PROMPT_KEY]) == 2
+    (word,) = first.customized_info[PROMPT_KEY]
+    assert word.status == 413
+    assert "of the prompt's positions" in word.problem
+    # A pass that was under way meanwhile adds nothing, nor does a retraction take the word back.
+    sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
+    forget_rows(None, first)
+    assert first.customized_info[PROMPT_KEY] == [word]
+    assert len(second.customized_info[PROMPT_KEY]) == 4
     assert all(len(ids) > 0 for ids, _ in second.customized_info[PROMPT_KEY])
 
 

@@ -190,7 +190,8 @@ async def _operate(mix: _Mix, model: Path) -> None:
             mix.report.fault(f"{route} {body}: {answer.status_code} {answer.text[:200]}")
         mix.report.outcomes[route] += 1
 
-    weights = {"model_path": str(model), "weight_version": "again"}
+    # The same weights keep what is cached true; and to flush with requests in the queue is refused.
+    weights = {"model_path": str(model), "weight_version": "again", "flush_cache": False}
     while True:
         await asyncio.sleep(mix.rng.uniform(2, 8))
         what = mix.rng.choice(("retract", "in_place", "weights", "weights while paused"))
