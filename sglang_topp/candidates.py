@@ -15,7 +15,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp._checks import NO_TOKEN, as_float32, as_integers, check_sets, without_mass
-from sglang_topp._csr import Int32Array, Int64Array, blocks_of, first_true, offsets_of, row_keys, rows_of
+from sglang_topp._csr import (
+    Int32Array,
+    Int64Array,
+    blocks_of,
+    first_true,
+    log_sum_exp,
+    offsets_of,
+    row_keys,
+    rows_of,
+    sorted_by_id,
+)
 from sglang_topp.answers import sampling_mask, top_k, top_p
 from sglang_topp.answers.fields import Decoded, naming
 from sglang_topp.errors import InvalidInputError
@@ -161,19 +171,7 @@ class CandidateSets:
         0 where the span is empty: nothing is masked there, so `logprob - logprob_sum` is the
         log-prob itself. A set of one has exactly its own log-prob as its sum.
         """
-        logprobs = self.logprobs
-        out = np.zeros(len(self), np.float64)
-        for block in blocks_of(self.offsets):
-            offsets = self.offsets[block.start : block.stop + 1]
-            rows = np.flatnonzero(self.sizes[block])
-            if len(rows):
-                part = logprobs[offsets[0] : offsets[-1]]
-                starts = offsets[rows] - offsets[0]
-                # The first of a span is its highest.
-                peak = part[starts].astype(np.float64)
-                shifted = np.exp(part - np.repeat(peak, self.sizes[block][rows]))
-                out[block][rows] = peak + np.log(np.add.reduceat(shifted, starts))
-        return _read_only(out.astype(np.float32))
+        return _read_only(log_sum_exp(self.logprobs, self.offsets).astype(np.float32))
 
     @cached_property
     def sampled_logprobs(self) -> Float32Array:
@@ -317,8 +315,8 @@ class CandidateSets:
 
     def without_logprobs(self) -> CandidateSets:
         """The same candidates in the order of their ids, without log-probs."""
-        order = np.argsort(row_keys(rows_of(self.offsets), self.token_ids))
-        return CandidateSets._trusted(self.token_ids[order], None, self.offsets, self.sampled_ids)
+        token_ids = sorted_by_id(rows_of(self.offsets), self.token_ids)
+        return CandidateSets._trusted(token_ids, None, self.offsets, self.sampled_ids)
 
     def take(self, positions: ArrayLike) -> CandidateSets:
         """The sets of these positions, in this order; a position may come more than once.

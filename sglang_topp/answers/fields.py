@@ -68,14 +68,15 @@ def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.floa
         )
     lengths = np.fromiter((-1 if row is None else len(row) for row in rows), np.int32, len(rows))
     entries = list(chain.from_iterable(row for row in rows if row is not None))
-    if not all(isinstance(entry, list | tuple) and len(entry) in (2, 3) for entry in entries):
+    # By sets of types, which costs a tenth of a look at each entry.
+    if not set(map(type, entries)) <= {list, tuple} or not set(map(len, entries)) <= {2, 3}:
         raise WireError(name, "expected every candidate as [logprob, token_id, text or null]")
     logprobs = numbers(name, [entry[0] for entry in entries])
-    for entry in entries:
-        if not isinstance(entry[1], int) or isinstance(entry[1], bool):
-            raise WireError(name, f"got {shown(entry[1])} as a token id")
+    ids = [entry[1] for entry in entries]
+    if not set(map(type, ids)) <= {int}:
+        raise WireError(name, f"got {shown(next(i for i in ids if type(i) is not int))} as a token id")
     try:
-        token_ids = np.fromiter((entry[1] for entry in entries), np.int32, len(entries))
+        token_ids = np.fromiter(ids, np.int32, len(ids))
     except OverflowError as error:
         raise WireError(name, f"got a number that is too large: {error}") from None
     return token_ids, logprobs, lengths
@@ -83,9 +84,9 @@ def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.floa
 
 def numbers(name: str, values: list[Any]) -> NDArray[np.float64]:
     """A JSON list of log-probs."""
-    for value in values:
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise WireError(name, f"got {shown(value)} as a log-prob")
+    if not set(map(type, values)) <= {int, float}:
+        wrong = next(value for value in values if type(value) not in (int, float))
+        raise WireError(name, f"got {shown(wrong)} as a log-prob")
     try:
         return np.fromiter(values, np.float64, len(values))
     except OverflowError as error:

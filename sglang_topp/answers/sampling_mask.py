@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp._checks import LOWEST, MAX_LOGPROB, as_float32, check_distinct
-from sglang_topp._csr import first_true, offsets_of, rows_of
+from sglang_topp._csr import first_true, offsets_of, rows_of, sorted_by_id, sorted_by_logprob
 from sglang_topp.answers import sampled as sampled_tokens
 from sglang_topp.answers.fields import (
     Decoded,
@@ -56,39 +56,36 @@ def decode(meta_info: Mapping[str, Any], output_ids: ArrayLike, vocab_size: int 
     check_range(name, ids, 0, "token ids from 0 on")
     check_vocab(name, ids, vocab_size)
     offsets = offsets_of(sizes)
+    rows = rows_of(offsets)
     fields = dict.fromkeys(("token_ids", "offsets", "sampled_ids"), name) | {"logprobs": _LOGPROBS}
     with naming(fields):
-        check_distinct(ids, rows_of(offsets))
+        check_distinct(ids, rows)
     support = _read_support(meta_info.get(_LOGPROBS), sizes) if name == _MASK else None
     if support is None or meta_info.get(sampled_tokens.FIELD) is None:
-        order = np.lexsort((ids, rows_of(offsets)))
-        return Decoded(ids[order], None, offsets, sampled, fields)
+        return Decoded(sorted_by_id(rows, ids), None, offsets, sampled, fields)
 
     reported = sampled_tokens.sampled_logprobs(meta_info, sampled)
-    logprobs = _under_the_vocabulary(ids, support, offsets, sampled, reported)
-    rows = rows_of(offsets)
+    logprobs = _under_the_vocabulary(ids, support, rows, sampled, reported)
     # Log-probs of tokens that round to no weight at all.
     kept = (logprobs > LOWEST) | np.isnan(logprobs) | (ids == sampled[rows])
     ids, logprobs, rows = ids[kept], logprobs[kept], rows[kept]
-    order = np.lexsort((ids, -logprobs, rows))
     offsets = offsets_of(np.bincount(rows, minlength=len(sampled)))
-    return Decoded(ids[order], logprobs[order], offsets, sampled, fields)
+    return Decoded(*sorted_by_logprob(rows, ids, logprobs), offsets, sampled, fields)
 
 
 def _under_the_vocabulary(
     ids: NDArray[np.int32],
     support: NDArray[np.float32],
-    offsets: NDArray[np.int64],
+    rows: NDArray[np.int32],
     sampled: NDArray[np.integer[Any]],
     reported: NDArray[np.float32],
 ) -> NDArray[np.float32]:
     """float32 [n]: `support[i] + (reported - support[s])`, where s is the sampled token's entry."""
-    rows = rows_of(offsets)
     is_sampled = ids == sampled[rows]
     if len(lacking := np.setdiff1d(np.arange(len(sampled)), rows[is_sampled])):
         t = int(lacking[0])
         raise SampledTokenMissingError(
-            _MASK, f"{sampled[t]} is not among the {np.diff(offsets)[t]} tokens at position {t}"
+            _MASK, f"{sampled[t]} is not among the {np.count_nonzero(rows == t)} tokens at position {t}"
         )
     mass = np.bincount(rows, np.exp(support.astype(np.float64)), minlength=len(sampled))
     if (wrong := first_true(~(np.abs(mass - 1) <= MAX_LOGPROB))) is not None:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp._checks import LOWEST, as_float32, check_distinct
-from sglang_topp._csr import first_true, offsets_of, rows_of
+from sglang_topp._csr import first_true, offsets_of, rows_of, sorted_by_logprob
 from sglang_topp.answers import sampled as sampled_tokens
 from sglang_topp.answers.fields import (
     FLOAT32,
@@ -129,8 +129,7 @@ def _cut(
 ) -> Decoded:
     """The k likeliest of every row and what ties with the last of them, the sampled token forced in."""
     rows = rows_of(offsets)
-    order = np.lexsort((ids, -logprobs, rows))
-    ids, logprobs = ids[order], logprobs[order]
+    ids, logprobs = sorted_by_logprob(rows, ids, logprobs)
     kth, lowest = logprobs[offsets[:-1] + (k - 1)], logprobs[offsets[1:] - 1]
     is_sampled = ids == sampled[rows]
     listed = np.zeros(len(sampled), np.bool_)
@@ -148,13 +147,12 @@ def _cut(
         )
     kept = ((logprobs >= kth[rows]) & (logprobs > LOWEST)) | is_sampled
     forced = np.flatnonzero(~listed)
-    rows = np.concatenate([rows[kept], forced.astype(np.int32)])
-    ids = np.concatenate([ids[kept], sampled[forced].astype(np.int32)])
-    logprobs = np.concatenate([logprobs[kept], reported[forced]])
+    ids, logprobs, sizes = ids[kept], logprobs[kept], np.bincount(rows[kept], minlength=len(sampled))
     if len(forced):
-        order = np.lexsort((ids, -logprobs, rows))
-        ids, logprobs = ids[order], logprobs[order]
-    sizes = np.bincount(rows, minlength=len(sampled))
+        ends = offsets_of(sizes)[forced + 1]
+        ids, logprobs = np.insert(ids, ends, sampled[forced]), np.insert(logprobs, ends, reported[forced])
+        sizes[forced] += 1
+        ids, logprobs = sorted_by_logprob(rows_of(offsets_of(sizes)), ids, logprobs)
     return Decoded(ids, logprobs, offsets_of(sizes), sampled, fields)
 
 
