@@ -296,8 +296,8 @@ class CandidateSets:
             logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
 
         In any other case (mode `"selected"`, no `return_logprob`, vLLM) they are not known, and the
-        value has none. SGLang's `output_token_sampling_logprobs` are then, one per token, what importance
-        ratios divide by.
+        value has none. What importance ratios divide by, one number per token, is then
+        `output_token_sampling_logprobs` itself, in mode `"selected"`.
 
         Args:
             meta_info: SGLang's `meta_info`, or one of vLLM's `choices`.

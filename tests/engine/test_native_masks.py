@@ -1,6 +1,6 @@
 """Sets from what SGLang answers without the patch set: fixed-k log-probs and native sampling masks.
 
-None of these requests uses a field of ours, but for the base64 form of the fixed-k arrays.
+Fields of ours are asked for beside them only: to intersect with, and for the fourth form of the arrays.
 """
 
 from __future__ import annotations
