@@ -14,27 +14,28 @@ from typing import Any, TypeAlias, TypeVar, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp._distinct import all_distinct
-from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
+from sglang_topp._checks import NO_TOKEN, as_float32, as_integers, check_sets, without_mass
+from sglang_topp._csr import (
+    Int32Array,
+    Int64Array,
+    blocks_of,
+    first_true,
+    log_sum_exp,
+    offsets_of,
+    row_keys,
+    rows_of,
+    sorted_by_id,
+)
+from sglang_topp.answers import sampling_mask, top_k, top_p
+from sglang_topp.answers.fields import Decoded, naming
+from sglang_topp.errors import InvalidInputError
 
 __all__ = ["NO_TOKEN", "CandidateSets"]
 
-Int32Array: TypeAlias = NDArray[np.int32]
-Int64Array: TypeAlias = NDArray[np.int64]
 Float32Array: TypeAlias = NDArray[np.float32]
 
-NO_TOKEN = -1
-"""`sampled_ids` of a position where nothing was sampled; allowed only where the span is empty."""
 
-# Log-probs come out of float32 softmaxes and may round to just above 0.
-_MAX_LOGPROB = 1e-3
-# At or below it, a log-prob stands for probability 0.
-_LOWEST = np.finfo(np.float32).min
-# Candidates that are looked at together.
-_AT_ONCE = 1 << 16
-
-
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class CandidateSets:
     """The candidate set of every generated position of one sequence, as one CSR value.
 
@@ -43,10 +44,14 @@ class CandidateSets:
     `sampled_ids[t]`. An empty span marks a position that the policy did not sample (a tool's or the
     environment's token): there is no replay there, and the loss mask is 0 there.
 
+    A value that was decoded from a mask may have no log-probs: `has_logprobs` is False, `logprobs` and
+    what is computed from them are errors, and spans are ordered by token id. All else works.
+
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
         logprobs: float32 [n], natural log-probs under the full vocabulary; `-inf` (or float32's
             lowest value, which SGLang writes for it) only for a sampled token of zero probability.
+            None where they are not known; that is of no meaning where n is 0.
         offsets: int64 [T + 1], `offsets[0] == 0`, never decreasing, `offsets[T] == n`.
         sampled_ids: int32 [T], the sampled token of each position; `NO_TOKEN` is allowed where the
             span is empty.
@@ -60,31 +65,31 @@ class CandidateSets:
     """
 
     token_ids: Int32Array
-    logprobs: Float32Array
+    _logprobs: Float32Array | None
     offsets: Int64Array
     sampled_ids: Int32Array
 
     def __init__(
-        self, token_ids: ArrayLike, logprobs: ArrayLike, offsets: ArrayLike, sampled_ids: ArrayLike
+        self, token_ids: ArrayLike, logprobs: ArrayLike | None, offsets: ArrayLike, sampled_ids: ArrayLike
     ) -> None:
         self._assign(
-            _as_integers("token_ids", token_ids, np.int32),
-            _as_float32("logprobs", logprobs),
-            _as_integers("offsets", offsets, np.int64),
-            _as_integers("sampled_ids", sampled_ids, np.int32),
+            as_integers("token_ids", token_ids, np.int32),
+            None if logprobs is None else as_float32("logprobs", logprobs),
+            as_integers("offsets", offsets, np.int64),
+            as_integers("sampled_ids", sampled_ids, np.int32),
         )
-        _check(self)
+        check_sets(*self._arrays())
 
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
+        if logprobs is None and not len(token_ids):
+            logprobs = np.empty(0, np.float32)  # nothing is unknown
         for name, array in (
             ("token_ids", token_ids),
-            ("logprobs", logprobs),
+            ("_logprobs", logprobs),
             ("offsets", offsets),
             ("sampled_ids", sampled_ids),
         ):
-            view = array.view()
-            view.flags.writeable = False
-            object.__setattr__(self, name, view)
+            object.__setattr__(self, name, None if array is None else _read_only(array.view()))
 
     @classmethod
     def _trusted(cls, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> CandidateSets:
@@ -93,18 +98,47 @@ class CandidateSets:
         self._assign(token_ids, logprobs, offsets, sampled_ids)
         return self
 
+    @classmethod
+    def _from_answer(cls, decoded: Decoded) -> CandidateSets:
+        """Build from what an answer holds; its fields are named where they are at fault."""
+        with naming(decoded.fields):
+            return cls(decoded.token_ids, decoded.logprobs, decoded.offsets, decoded.sampled_ids)
+
     # -- reading -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Number of positions T."""
         return len(self.sampled_ids)
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the candidates' log-probs are known; always, where there is no candidate."""
+        return self._logprobs is not None
+
+    @property
+    def logprobs(self) -> Float32Array:
+        """float32 [n]: natural log-probs under the full vocabulary.
+
+        Raises:
+            InvalidInputError: there are none (`has_logprobs` is False). The same holds for
+                `logprob_sum` and `sampled_logprobs`.
+        """
+        if self._logprobs is None:
+            raise InvalidInputError(
+                "logprobs: these candidate sets have none, a sampling mask came without; a request for"
+                " top_logprobs_p gives them, or one with return_logprob and sampling_logprobs_mode 'support'"
+            )
+        return self._logprobs
+
     @overload
-    def __getitem__(self, index: int) -> tuple[Int32Array, Float32Array]: ...
+    def __getitem__(self, index: int) -> tuple[Int32Array, Float32Array | None]: ...
     @overload
     def __getitem__(self, index: slice) -> CandidateSets: ...
-    def __getitem__(self, index: int | slice) -> tuple[Int32Array, Float32Array] | CandidateSets:
-        """`sets[t]` is `(token_ids int32 [K], logprobs float32 [K])`; `sets[a:b]` is a CandidateSets."""
+    def __getitem__(self, index: int | slice) -> tuple[Int32Array, Float32Array | None] | CandidateSets:
+        """`sets[t]` is `(token_ids int32 [K], logprobs float32 [K])`; `sets[a:b]` is a CandidateSets.
+
+        Where the log-probs are not known, the pair holds None in their place.
+        """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
@@ -113,15 +147,15 @@ class CandidateSets:
             low, high = self.offsets[start], self.offsets[stop]
             return CandidateSets._trusted(
                 self.token_ids[low:high],
-                self.logprobs[low:high],
+                None if self._logprobs is None else self._logprobs[low:high],
                 self.offsets[start : stop + 1] - low,
                 self.sampled_ids[start:stop],
             )
         t = range(len(self))[index]
         span = slice(self.offsets[t], self.offsets[t + 1])
-        return self.token_ids[span], self.logprobs[span]
+        return self.token_ids[span], None if self._logprobs is None else self._logprobs[span]
 
-    def __iter__(self) -> Iterator[tuple[Int32Array, Float32Array]]:
+    def __iter__(self) -> Iterator[tuple[Int32Array, Float32Array | None]]:
         """The pairs `sets[0]`, `sets[1]`, …"""
         return (self[t] for t in range(len(self)))
 
@@ -137,17 +171,7 @@ class CandidateSets:
         0 where the span is empty: nothing is masked there, so `logprob - logprob_sum` is the
         log-prob itself. A set of one has exactly its own log-prob as its sum.
         """
-        out = np.zeros(len(self), np.float64)
-        for block in _blocks(self.offsets):
-            sets = self[block]
-            rows = np.flatnonzero(sets.sizes)
-            if len(rows):
-                starts = sets.offsets[rows]
-                # The first of a span is its highest.
-                peak = sets.logprobs[starts].astype(np.float64)
-                shifted = np.exp(sets.logprobs - np.repeat(peak, sets.sizes[rows]))
-                out[block][rows] = peak + np.log(np.add.reduceat(shifted, starts))
-        return _read_only(out.astype(np.float32))
+        return _read_only(log_sum_exp(self.logprobs, self.offsets).astype(np.float32))
 
     @cached_property
     def sampled_logprobs(self) -> Float32Array:
@@ -155,11 +179,13 @@ class CandidateSets:
 
         `sampled_logprobs - logprob_sum` is the rollout's log-prob under the replayed distribution.
         """
+        logprobs = self.logprobs
         out = np.zeros(len(self), np.float32)
-        for block in _blocks(self.offsets):
-            sets = self[block]
-            is_sampled = sets.token_ids == sets.sampled_ids.take(_rows(sets))
-            out[block][sets.sizes > 0] = sets.logprobs[is_sampled]
+        for block in blocks_of(self.offsets):
+            offsets = self.offsets[block.start : block.stop + 1]
+            span = slice(offsets[0], offsets[-1])
+            sampled = self.sampled_ids[block].take(rows_of(offsets - offsets[0]))
+            out[block][self.sizes[block] > 0] = logprobs[span][self.token_ids[span] == sampled]
         return _read_only(out)
 
     # -- making ------------------------------------------------------------------------------------
@@ -178,7 +204,12 @@ class CandidateSets:
 
     @classmethod
     def concat(cls, parts: Sequence[CandidateSets]) -> CandidateSets:
-        """The positions of all `parts`, one after the other."""
+        """The positions of all `parts`, one after the other.
+
+        Raises:
+            InvalidInputError: some of them have log-probs and others none (`without_logprobs` makes them
+                alike); parts without a candidate go with either.
+        """
         if not parts:
             return cls.empty(0)
         if len(parts) == 1:
@@ -186,10 +217,24 @@ class CandidateSets:
         sizes = np.concatenate([part.sizes for part in parts])
         return cls._trusted(
             np.concatenate([part.token_ids for part in parts]),
-            np.concatenate([part.logprobs for part in parts]),
-            _offsets(sizes),
+            cls._concat_logprobs("parts", parts),
+            offsets_of(sizes),
             np.concatenate([part.sampled_ids for part in parts]),
         )
+
+    @staticmethod
+    def _concat_logprobs(name: str, parts: Sequence[CandidateSets]) -> Float32Array | None:
+        known = [part._logprobs for part in parts if part._logprobs is not None]
+        if len(known) == len(parts):
+            return np.concatenate(known)
+        lacking = next(i for i, part in enumerate(parts) if part._logprobs is None)
+        if any(len(logprobs) for logprobs in known):
+            other = next(i for i, part in enumerate(parts) if part.has_logprobs and len(part.token_ids))
+            raise InvalidInputError(
+                f"{name}[{lacking}]: has no log-probs, and {name}[{other}] has; expected all to have them,"
+                " or none (`without_logprobs()`)"
+            )
+        return None
 
     @classmethod
     def from_meta_info(
@@ -207,9 +252,71 @@ class CandidateSets:
             SampledTokenMissingError: a set lacks its sampled token.
             WireError: anything else is malformed; the message names the field.
         """
-        from sglang_topp import wire
+        return cls._from_answer(top_p.decode_output(meta_info, output_ids, vocab_size))
 
-        return wire.decode_output_sets(meta_info, output_ids, vocab_size=vocab_size)
+    @classmethod
+    def from_top_k(
+        cls, meta_info: Mapping[str, Any], output_ids: ArrayLike, k: int, *, vocab_size: int | None = None
+    ) -> CandidateSets:
+        """Fixed-k sets from a request with `top_logprobs_num` of `k` or more, of any SGLang, patched or not.
+
+        ::
+
+            C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
+
+        So ties at the k-th place are all kept, as far as the answer lists them: with `top_logprobs_num`
+        equal to `k`, SGLang has cut them already; ask for a few more to have them. Tokens of zero
+        probability are left out. The sampled token's log-prob is that of `output_token_logprobs`.
+
+        Args:
+            meta_info: the response's `meta_info`: SGLang's lists (`output_top_logprobs`), its flat arrays
+                (`return_flat_raw_output_top_logprobs`), as JSON or base64, or those of the patch set
+                (`return_logprobs_in_base64`).
+            output_ids: integers [T], the response's `output_ids`.
+            k: 1 or more.
+            vocab_size: when given, ids at or above it are errors.
+
+        Raises:
+            InvalidInputError: `k` is not an integer of 1 or more.
+            MissingCandidateSetsError: the response holds no such log-probs, or none for some position.
+            WireError: anything else is malformed, or fewer than `k` are listed; the message names the field.
+        """
+        return cls._from_answer(top_k.decode_output(meta_info, output_ids, k, vocab_size))
+
+    @classmethod
+    def from_sampling_mask(
+        cls, meta_info: Mapping[str, Any], output_ids: ArrayLike, *, vocab_size: int | None = None
+    ) -> CandidateSets:
+        """The tokens that the engine's own sampler could have drawn, from a native sampling mask.
+
+        SGLang's mask (`return_sampling_mask`) comes with log-probs `r` of the sampling distribution, which
+        are renormalised over the mask. In mode `"support"`, and with `return_logprob`, the log-probs
+        under the full vocabulary follow from the sampled token's, `s`, which is reported in both::
+
+            logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
+
+        In any other case (mode `"selected"`, no `return_logprob`, vLLM) they are not known, and the
+        value has none. What importance ratios divide by, one number per token, is then
+        `output_token_sampling_logprobs` itself, in mode `"selected"`.
+
+        Args:
+            meta_info: SGLang's `meta_info`, or one of vLLM's `choices`.
+            output_ids: integers [T], the generated tokens.
+            vocab_size: when given, ids at or above it are errors.
+
+        Raises:
+            MissingCandidateSetsError: there is no mask, or none for some position.
+            SampledTokenMissingError: a mask lacks its sampled token.
+            WireError: anything else is malformed; the message names the field. Also where the two
+                log-probs of a token cannot be of one distribution, as happens with
+                `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at a temperature other than 1.
+        """
+        return cls._from_answer(sampling_mask.decode(meta_info, output_ids, vocab_size))
+
+    def without_logprobs(self) -> CandidateSets:
+        """The same candidates in the order of their ids, without log-probs."""
+        token_ids = sorted_by_id(rows_of(self.offsets), self.token_ids)
+        return CandidateSets._trusted(token_ids, None, self.offsets, self.sampled_ids)
 
     def take(self, positions: ArrayLike) -> CandidateSets:
         """The sets of these positions, in this order; a position may come more than once.
@@ -225,18 +332,16 @@ class CandidateSets:
             raise InvalidInputError(
                 f"positions: got {index.dtype} of shape {index.shape}, expected integers [R]"
             )
-        if (r := _first((index < 0) | (index >= len(self)))) is not None:
+        if (r := first_true((index < 0) | (index >= len(self)))) is not None:
             raise InvalidInputError(f"positions: got {index[r]}, expected 0 or more, below {len(self)}")
         index = index.astype(np.int64)
         sizes = self.sizes[index]
-        offsets = _offsets(sizes)
+        offsets = offsets_of(sizes)
         entries = np.arange(offsets[-1]) + np.repeat(self.offsets[index] - offsets[:-1], sizes)
-        return CandidateSets._trusted(
-            self.token_ids[entries], self.logprobs[entries], offsets, self.sampled_ids[index]
-        )
+        return self._of_entries(entries, offsets, self.sampled_ids[index])
 
     def intersect(self, other: CandidateSets) -> CandidateSets:
-        """The candidates that are in both, with this value's log-probs.
+        """The candidates that are in both, with this value's log-probs, if it has them.
 
         Both must cover the same sampled tokens, so a sampled token is always kept; `logprob_sum` of
         the result is that of the smaller sets.
@@ -251,35 +356,44 @@ class CandidateSets:
             ("sampled_ids", self.sampled_ids, other.sampled_ids),
             ("empty spans", self.sizes == 0, other.sizes == 0),
         ):
-            if (t := _first(mine != theirs)) is not None:
+            if (t := first_true(mine != theirs)) is not None:
                 raise InvalidInputError(f"other: {what} differ at position {t}: {theirs[t]} and {mine[t]}")
-        kept = np.isin(_row_keys(self), _row_keys(other), assume_unique=True)
-        sizes = np.bincount(_rows(self)[kept], minlength=len(self))
-        both = CandidateSets._trusted(
-            self.token_ids[kept], self.logprobs[kept], _offsets(sizes), self.sampled_ids
-        )
-        if (t := _impossible(both)) is not None:
+        rows = rows_of(self.offsets)
+        keys = row_keys(rows, self.token_ids)
+        kept = np.isin(keys, row_keys(rows_of(other.offsets), other.token_ids), assume_unique=True)
+        sizes = np.bincount(rows[kept], minlength=len(self))
+        both = self._of_entries(kept, offsets_of(sizes), self.sampled_ids)
+        if both._logprobs is not None and (t := without_mass(both._logprobs, both.offsets)) is not None:
             raise InvalidInputError(
                 f"other: shares nothing but a sampled token of zero probability at position {t}"
             )
         return both
 
-    def to_lists(self) -> tuple[list[list[int]], list[list[float]]]:
-        """`(token_ids, logprobs)` as plain nested lists, one inner list per position."""
-        ids, logprobs, bounds = self.token_ids.tolist(), self.logprobs.tolist(), self.offsets.tolist()
+    def _of_entries(self, entries: NDArray[Any], offsets: Int64Array, sampled: Int32Array) -> CandidateSets:
+        logprobs = None if self._logprobs is None else self._logprobs[entries]
+        return CandidateSets._trusted(self.token_ids[entries], logprobs, offsets, sampled)
+
+    def to_lists(self) -> tuple[list[list[int]], list[list[float]] | None]:
+        """`(token_ids, logprobs)` as plain nested lists, one inner list per position.
+
+        None in place of the log-probs where they are not known.
+        """
+        ids, bounds = self.token_ids.tolist(), self.offsets.tolist()
         spans = [slice(low, high) for low, high in pairwise(bounds)]
-        return [ids[span] for span in spans], [logprobs[span] for span in spans]
+        known = None if self._logprobs is None else self._logprobs.tolist()
+        return [ids[span] for span in spans], None if known is None else [known[span] for span in spans]
 
     # -- a value among values ----------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Equal in every entry of all four arrays."""
+        """Equal in every entry of all four arrays; with log-probs never equals without."""
         if not isinstance(other, CandidateSets):
             return NotImplemented
         return (
-            np.array_equal(self.offsets, other.offsets)
+            self.has_logprobs == other.has_logprobs
+            and np.array_equal(self.offsets, other.offsets)
             and np.array_equal(self.token_ids, other.token_ids)
-            and np.array_equal(self.logprobs, other.logprobs)
+            and (self._logprobs is None or np.array_equal(self.logprobs, other.logprobs))
             and np.array_equal(self.sampled_ids, other.sampled_ids)
         )
 
@@ -287,148 +401,18 @@ class CandidateSets:
 
     def __repr__(self) -> str:
         mean = len(self.token_ids) / len(self) if len(self) else 0.0
-        return f"CandidateSets(positions={len(self)}, candidates={len(self.token_ids)}, mean_size={mean:.1f})"
+        unknown = "" if self.has_logprobs else ", no log-probs"
+        return (
+            f"CandidateSets(positions={len(self)}, candidates={len(self.token_ids)},"
+            f" mean_size={mean:.1f}{unknown})"
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         # Through plain arrays, so that pickle protocol 5 (Ray, multiprocessing) moves them out of band.
         return CandidateSets._trusted, self._arrays()
 
-    def _arrays(self) -> tuple[Int32Array, Float32Array, Int64Array, Int32Array]:
-        return self.token_ids, self.logprobs, self.offsets, self.sampled_ids
-
-
-def _check(sets: CandidateSets) -> None:
-    """Raise InvalidCandidateSetsError unless every rule of the class docstring holds."""
-    ids, logprobs, offsets, sampled = sets._arrays()
-    if len(ids) != len(logprobs):
-        raise InvalidCandidateSetsError("logprobs", f"got {len(logprobs)} entries for {len(ids)} token_ids")
-    if len(offsets) != len(sampled) + 1:
-        raise InvalidCandidateSetsError(
-            "offsets", f"got {len(offsets)} entries for {len(sampled)} sampled_ids, expected one more"
-        )
-    if offsets[0] != 0 or offsets[-1] != len(ids):
-        raise InvalidCandidateSetsError(
-            "offsets",
-            f"run from {offsets[0]} to {offsets[-1]}, expected from 0 to {len(ids)}, the number of token_ids",
-        )
-    # Not by `sizes`: a difference of int64 can wrap around.
-    if (t := _first(offsets[1:] < offsets[:-1])) is not None:
-        raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
-
-    for block in _blocks(offsets):
-        _check_spans(sets[block], block.start)
-
-
-def _blocks(offsets: Int64Array) -> Iterator[slice]:
-    """All positions, some at a time: temporaries that fit a core's cache, and that the next ones can reuse.
-    Memory that is touched for the first time costs more than what is computed on it."""
-    start = 0
-    while start < len(offsets) - 1:
-        stop = int(np.searchsorted(offsets, offsets[start] + _AT_ONCE, side="right")) - 1
-        stop = max(stop, start + 1)
-        yield slice(start, stop)
-        start = stop
-
-
-def _check_spans(sets: CandidateSets, first: int) -> None:
-    """Raise unless every span keeps the rules; `first` is the first position's number in messages."""
-    ids, logprobs, offsets, sampled = sets._arrays()
-    # Masks are made only once something is known to be wrong, to say where.
-    rows = _rows(sets)
-    if len(ids) and ids.min() < 0:
-        e = int((ids < 0).argmax())
-        raise InvalidCandidateSetsError(
-            "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
-        )
-    if len(ids) and not logprobs.max() <= _MAX_LOGPROB:
-        e = int((~(logprobs <= _MAX_LOGPROB)).argmax())
-        raise InvalidCandidateSetsError(
-            "logprobs", f"got {logprobs[e]} at position {first + rows[e]}, expected at most 0 and no NaN"
-        )
-
-    # Neighbours inside a span: log-probs fall, ids rise within a tie.
-    if len(ids) > 1:
-        ordered = logprobs[1:] == logprobs[:-1]
-        ordered &= ids[1:] > ids[:-1]
-        ordered |= logprobs[1:] < logprobs[:-1]
-        starts = offsets[(offsets > 0) & (offsets < len(ids))]
-        ordered[starts - 1] = True
-        if not ordered.all():
-            e = int(ordered.argmin())
-            raise InvalidCandidateSetsError(
-                "token_ids",
-                f"{ids[e]} then {ids[e + 1]} (log-probs {logprobs[e]}, {logprobs[e + 1]})"
-                f" at position {first + rows[e]}; expected log-probs highest first, then ids lowest first,"
-                " without duplicates",
-            )
-    if not all_distinct(ids, rows):
-        keys = np.sort(_row_keys(sets), kind="stable")
-        twice = int(keys[1:][keys[1:] == keys[:-1]][0])
-        raise InvalidCandidateSetsError(
-            "token_ids", f"{twice & 0xFFFFFFFF} stands twice at position {first + (twice >> 32)}"
-        )
-
-    # Ids are distinct by now, so a span holds its sampled token at most once.
-    is_sampled = ids == sampled.take(rows)
-    if np.count_nonzero(is_sampled) != np.count_nonzero(sets.sizes):
-        lacking = sets.sizes > 0
-        lacking[rows[is_sampled]] = False
-        lacks = int(lacking.argmax())
-        raise InvalidCandidateSetsError(
-            "sampled_ids",
-            f"{sampled[lacks]} is not among the {sets.sizes[lacks]} candidates at position {first + lacks}",
-        )
-    if (t := _first((sampled < NO_TOKEN) & (sets.sizes == 0))) is not None:
-        raise InvalidCandidateSetsError(
-            "sampled_ids", f"got {sampled[t]} at position {first + t}, expected a token id"
-        )
-
-    if len(ids) and logprobs.min() <= _LOWEST:
-        if (stray := _first((logprobs <= _LOWEST) & ~is_sampled)) is not None:
-            raise InvalidCandidateSetsError(
-                "logprobs",
-                f"got {logprobs[stray]} at position {first + rows[stray]} for a token that was not"
-                " sampled; it has no place in the set",
-            )
-        if (impossible := _impossible(sets)) is not None:
-            raise InvalidCandidateSetsError(
-                "logprobs", f"nothing but a token of zero probability at position {first + impossible}"
-            )
-
-
-def _impossible(sets: CandidateSets) -> int | None:
-    """The first position whose set has no mass, or None."""
-    filled = np.flatnonzero(sets.sizes)
-    # The first of a span is its highest.
-    t = _first(sets.logprobs[sets.offsets[filled]] <= _LOWEST)
-    return None if t is None else int(filled[t])
-
-
-def _rows(sets: CandidateSets) -> Int32Array:
-    """int32 [n]: the position of every entry. `np.repeat` says the same, at more than twice the time."""
-    rows = np.zeros(len(sets.token_ids), np.int32)
-    filled = np.flatnonzero(sets.sizes)
-    rows[sets.offsets[filled]] = np.diff(filled, prepend=0)
-    return np.cumsum(rows, dtype=np.int32, out=rows)
-
-
-def _row_keys(sets: CandidateSets) -> Int64Array:
-    """int64 [n]: position and token id of every entry in one number."""
-    return _rows(sets).astype(np.int64) << 32 | sets.token_ids
-
-
-def _offsets(sizes: NDArray[np.integer[Any]]) -> Int64Array:
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
-
-
-def _first(mask: NDArray[np.bool_]) -> int | None:
-    """Index of the first True, or None."""
-    if not len(mask):
-        return None
-    index = int(mask.argmax())
-    return index if mask[index] else None
+    def _arrays(self) -> tuple[Int32Array, Float32Array | None, Int64Array, Int32Array]:
+        return self.token_ids, self._logprobs, self.offsets, self.sampled_ids
 
 
 _Array = TypeVar("_Array", bound=NDArray[Any])
@@ -436,41 +420,4 @@ _Array = TypeVar("_Array", bound=NDArray[Any])
 
 def _read_only(array: _Array) -> _Array:
     array.flags.writeable = False
-    return array
-
-
-def _as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:
-    array = _as_array(name, values)
-    if array.dtype == dtype:
-        return array
-    if not len(array):
-        return array.astype(dtype)
-    if array.dtype.kind not in "iu":
-        raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected integers")
-    bounds = np.iinfo(dtype)
-    if array.min() < bounds.min or array.max() > bounds.max:
-        raise InvalidCandidateSetsError(name, f"got values outside {bounds.dtype}")
-    return array.astype(dtype)
-
-
-def _as_float32(name: str, values: ArrayLike) -> Float32Array:
-    array = _as_array(name, values)
-    if array.dtype == np.float32:
-        return array
-    if len(array) and array.dtype.kind != "f":
-        raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected floats")
-    with np.errstate(over="ignore"):
-        rounded = array.astype(np.float32)
-    if (e := _first(np.isinf(rounded) & np.isfinite(array))) is not None:
-        raise InvalidCandidateSetsError(name, f"got {array[e]}, expected values that float32 can hold")
-    return rounded
-
-
-def _as_array(name: str, values: ArrayLike) -> NDArray[Any]:
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or a tensor that NumPy cannot read
-        raise InvalidCandidateSetsError(name, f"cannot be read as one number per entry: {error}") from None
-    if array.ndim != 1:
-        raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")
     return array

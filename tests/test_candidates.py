@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_topp import CandidateSets, _distinct, candidates
+from sglang_topp import CandidateSets, _csr, _distinct
 from sglang_topp.candidates import NO_TOKEN
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 
@@ -241,6 +241,101 @@ def test_to_lists(sets):
     assert logprobs == [row.tolist() for _, row in sets]
 
 
+# -- without log-probs -----------------------------------------------------------------------------
+
+
+def masks(*spans, sampled=None):
+    """Sets without log-probs from lists of ids; the first is sampled."""
+    sizes = [len(span) for span in spans]
+    return CandidateSets(
+        [token for span in spans for token in span],
+        None,
+        np.cumsum([0, *sizes]),
+        sampled if sampled is not None else [next(iter(span), NO_TOKEN) for span in spans],
+    )
+
+
+@given(spans_and_sampled())
+def test_ids_alone_are_ordered_by_id_and_do_all_that_needs_no_logprobs(made):
+    spans, sampled = made
+    sets = of(*spans, sampled=sampled)
+    ids_only = sets.without_logprobs()
+    assert ids_only == masks(*map(sorted, spans), sampled=sampled)
+    assert ids_only.has_logprobs == (not any(spans))
+    assert ids_only.without_logprobs() == ids_only
+    assert len(ids_only) == len(sets)
+    assert ids_only.sizes.tolist() == sets.sizes.tolist()
+    assert [ids.tolist() for ids, _ in ids_only] == list(map(sorted, spans))
+    half = len(sets) // 2
+    assert ids_only[half:] == sets[half:].without_logprobs()
+    assert CandidateSets.concat([ids_only[:half], ids_only[half:]]) == ids_only
+    order = np.arange(len(sets))[::-1]
+    assert ids_only.take(order) == sets.take(order).without_logprobs()
+    for again in (pickle.loads(pickle.dumps(ids_only)), copy.deepcopy(ids_only)):
+        assert again == ids_only
+    assert (ids_only == sets) == (not any(spans))
+    assert ids_only.intersect(sets) == ids_only
+    assert sets.intersect(ids_only) == sets
+    assert CandidateSets(*ids_only._arrays()) == ids_only
+
+
+def test_logprobs_that_are_not_known_are_an_error_not_zeros():
+    sets = masks([2, 5], [], [7])
+    assert not sets.has_logprobs
+    assert repr(sets) == "CandidateSets(positions=3, candidates=3, mean_size=1.0, no log-probs)"
+    for name in ("logprobs", "logprob_sum", "sampled_logprobs"):
+        with pytest.raises(InvalidInputError, match="logprobs: these candidate sets have none, a sampling"):
+            getattr(sets, name)
+    assert [logprobs for _, logprobs in sets] == [None] * 3
+    assert sets.to_lists() == ([[2, 5], [], [7]], None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sets.logprobs = np.zeros(3, np.float32)
+
+
+def test_without_a_candidate_nothing_is_unknown():
+    assert masks([], []) == CandidateSets.empty(2)
+    nothing = masks([2, 5], [], [7])[1:2]
+    assert nothing.has_logprobs
+    assert nothing.logprob_sum.tolist() == [0.0]
+    assert nothing.to_lists() == ([[]], [[]])
+
+
+def test_concat_takes_one_kind_or_the_other():
+    known, ids_only = of(A, B), masks([2, 5])
+    with pytest.raises(InvalidInputError, match=r"parts\[2\]: has no log-probs, and parts\[1\] has;"):
+        CandidateSets.concat([CandidateSets.empty(1), known, ids_only])
+    with pytest.raises(InvalidInputError, match=r"parts\[0\]: has no log-probs, and parts\[1\] has;"):
+        CandidateSets.concat([ids_only, known])
+    alike = CandidateSets.concat([known.without_logprobs(), CandidateSets.empty(2), ids_only])
+    assert alike == masks([2, 5, 9], [7], [], [], [2, 5], sampled=[5, 7, -1, -1, 2])
+
+
+def test_intersection_has_logprobs_where_this_value_has():
+    known, ids_only = of(A, {}, B, C), masks([2, 5], [], [3, 7], [1], sampled=[5, -1, 7, 1])
+    assert known.intersect(ids_only) == of({5: -0.5, 2: -1.0}, {}, B, {1: -0.75}, sampled=[5, -1, 7, 1])
+    assert ids_only.intersect(known) == masks([2, 5], [], [7], [1], sampled=[5, -1, 7, 1])
+    assert ids_only.intersect(ids_only) == ids_only
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampled", "message"),
+    [
+        (
+            [5, 2, 7],
+            [2, 7],
+            "token_ids: 5 then 2 at position 0; without log-probs, expected ids lowest first",
+        ),
+        ([5, 5, 7], [5, 7], "token_ids: 5 then 5 at position 0"),
+        ([-2, 5, 7], [5, 7], "token_ids: got -2 at position 0"),
+        ([2, 5, 7], [3, 7], "sampled_ids: 3 is not among the 2 candidates at position 0"),
+        ([2, 5, 7], [2, -1], "sampled_ids: -1 is not among the 1 candidates at position 1"),
+    ],
+)
+def test_invalid_ids_alone_are_named(ids, sampled, message):
+    with pytest.raises(InvalidCandidateSetsError, match=f"^{message}"):
+        CandidateSets(ids, None, [0, 2, 3], sampled)
+
+
 # -- a value among values --------------------------------------------------------------------------
 
 
@@ -427,7 +522,7 @@ def test_what_is_wrong_is_found_wherever_the_check_is_cut(at_once, t, data):
     logprobs = np.full(len(ids), -1.0, np.float32)
     sampled = np.where(np.array(sizes) > 0, 0, NO_TOKEN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "_AT_ONCE", at_once)
+        patch.setattr(_csr, "_AT_ONCE", at_once)
         CandidateSets(ids, logprobs, offsets, sampled)
         for wrong in ("token_ids", "logprobs", "sampled_ids"):
             arrays = {"token_ids": ids.copy(), "logprobs": logprobs.copy(), "sampled_ids": sampled.copy()}

@@ -96,6 +96,22 @@ def test_packed(sets):
     assert wire.unpack_base64(wire.pack_base64(sets)) == sets
 
 
+@given(candidate_sets(empty_spans=True))
+def test_packed_without_logprobs(sets):
+    ids_only = sets.without_logprobs()
+    packed = wire.pack(ids_only)
+    if not len(sets.token_ids):
+        assert packed == wire.pack(sets)
+        return
+    # Who knows version 1 alone refuses it by its version, not by its length.
+    assert struct.unpack_from("<4sIQQ", packed) == (b"TPCS", 2, len(sets), len(sets.token_ids))
+    assert len(packed) == 24 + 8 * len(sets) + 4 * len(sets.token_ids)
+    again = wire.unpack(packed)
+    assert again == ids_only != sets
+    assert not again.has_logprobs
+    assert wire.unpack_base64(wire.pack_base64(ids_only)) == ids_only
+
+
 def test_packed_empty_spans_and_no_token():
     sets = CandidateSets.concat([SETS, CandidateSets.empty(2), SETS[1:]])
     again = wire.unpack(wire.pack(sets))
@@ -148,18 +164,19 @@ def test_packed_layout_is_the_documented_one():
     assert wire.pack(SETS) == expected
 
 
-def test_top_k_fields():
+def test_top_k_fields_leave_out_rows_without_a_distribution():
     fields = wire.encode_top_k("output", [[-0.5, -1.0], None, [-0.25, -2.0], []], [[5, 2], None, [7, 1], []])
-    assert fields["output_top_logprobs_shape"] == [4, 2]
+    assert fields["output_top_logprobs_shape"] == [2, 2]
     assert fields["output_top_logprobs_none_positions"] == [1, 3]
-    values = struct.unpack("<8f", base64.b64decode(fields["output_top_logprobs_val_base64"]))
-    ids = struct.unpack("<8i", base64.b64decode(fields["output_top_logprobs_idx_base64"]))
-    assert values[:2] + values[4:6] == (-0.5, -1.0, -0.25, -2.0)
-    assert all(map(math.isnan, values[2:4] + values[6:]))
-    assert ids == (5, 2, -1, -1, 7, 1, -1, -1)
-    nothing = wire.encode_top_k("input", [None], [None])
-    assert nothing["input_top_logprobs_shape"] == [1, 0]
-    assert nothing["input_top_logprobs_val_base64"] == ""
+    values = struct.unpack("<4f", base64.b64decode(fields["output_top_logprobs_val_base64"]))
+    ids = struct.unpack("<4i", base64.b64decode(fields["output_top_logprobs_idx_base64"]))
+    assert values == (-0.5, -1.0, -0.25, -2.0)
+    assert ids == (5, 2, 7, 1)
+    for rows, none in (([None], [0]), ([], [])):
+        nothing = wire.encode_top_k("input", rows, rows)
+        assert nothing["input_top_logprobs_shape"] == [0, 0]
+        assert nothing["input_top_logprobs_none_positions"] == none
+        assert nothing["input_top_logprobs_val_base64"] == nothing["input_top_logprobs_idx_base64"] == ""
 
 
 @given(st.lists(candidate_sets(), min_size=1, max_size=4))
@@ -169,11 +186,12 @@ def test_chunks_merge_into_what_one_chunk_would_hold(parts):
     assert wire.merge_output_fields([listed(part) for part in parts]) == listed(whole)
 
 
-def test_merged_chunks_without_any_distribution_keep_their_rows():
+def test_merged_chunks_know_where_rows_without_a_distribution_go():
     rows = [[[-0.5, -1.0]], [None, None], [[-0.25, -2.0], None]]
     ids = [[[5, 2]], [None, None], [[7, 1], None]]
     chunks = [wire.encode_top_k("output", *chunk) for chunk in zip(rows, ids, strict=True)]
     whole = wire.encode_top_k("output", [*chain(*rows)], [*chain(*ids)])
+    assert whole["output_top_logprobs_none_positions"] == [1, 2, 4]
     assert wire.merge_output_fields(chunks) == whole
 
 
@@ -434,7 +452,11 @@ def packed(*, magic=b"TPCS", version=1, positions=2, candidates=4, sizes=(3, 1),
         (PACKED[:-1], "candidates", "got 71 bytes, expected 72 for 2 positions, 4 candidates"),
         (PACKED + b"\0", "candidates", "got 73 bytes, expected 72"),
         (packed(magic=b"TPCX"), "candidates", "got b'TPCX' version 1, expected b'TPCS' version 1"),
-        (packed(version=2), "candidates", "got b'TPCS' version 2"),
+        (packed(version=3), "candidates", "got b'TPCS' version 3, expected b'TPCS' version 1, or 2"),
+        (packed(version=0), "candidates", "got b'TPCS' version 0"),
+        (packed(version=2), "candidates", "got 72 bytes, expected 56 for 2 positions, 4 candidates"),
+        (packed(version=2)[:56], "candidates.token_ids", "5 then 2 at position 0; without log-probs"),
+        (struct.pack("<4sIQQ", b"TPCS", 2, 0, 0), "candidates", "got version 2 without a candidate"),
         (packed(positions=2**64 - 1), "candidates", "got 72 bytes, expected"),
         (packed(candidates=2**64 - 1), "candidates", "got 72 bytes, expected"),
         (packed(positions=2**61, candidates=6), "candidates", "got 72 bytes, expected"),
@@ -466,10 +488,10 @@ def test_packed_text_that_is_no_base64(text):
         wire.unpack_base64(text)
 
 
-@given(candidate_sets(empty_spans=True), st.data())
+@given(candidate_sets(empty_spans=True), st.booleans(), st.data())
 @settings(max_examples=300)
-def test_no_buffer_raises_anything_else(sets, data):
-    buffer = bytearray(wire.pack(sets))
+def test_no_buffer_raises_anything_else(sets, with_logprobs, data):
+    buffer = bytearray(wire.pack(sets if with_logprobs else sets.without_logprobs()))
     for _ in range(data.draw(st.integers(1, 4))):
         buffer[data.draw(st.integers(0, len(buffer) - 1))] = data.draw(st.integers(0, 255))
     buffer = buffer[: data.draw(st.integers(0, len(buffer)) | st.just(len(buffer)))]

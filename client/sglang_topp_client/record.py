@@ -142,6 +142,8 @@ def check_sets(
         )
     if len(empty := np.flatnonzero(candidates.sizes == 0)):
         raise errors.MissingCandidateSetsError(field, f"no candidate set at position {int(empty[0])}")
+    if not candidates.has_logprobs:
+        raise WireError(field, "holds sets without log-probs")
     if len(wrong := np.flatnonzero(candidates.sampled_logprobs != logprobs)):
         t = int(wrong[0])
         raise WireError(

@@ -53,7 +53,12 @@ class RowSets:
 
     @classmethod
     def from_rows(cls, rows: Sequence[CandidateSets]) -> RowSets:
-        """One row per entry; a single copy of every array."""
+        """One row per entry; a single copy of every array.
+
+        Raises:
+            InvalidInputError: some rows have log-probs and others none; those without a candidate go
+                with either.
+        """
         if not rows:
             return cls(CandidateSets.empty(0), np.zeros(1, np.int64))
         row_offsets = _offsets([len(row.sampled_ids) for row in rows])
@@ -64,7 +69,7 @@ class RowSets:
         offsets[1:] += np.repeat(before, np.diff(row_offsets))
         sets = CandidateSets._trusted(
             np.concatenate([row.token_ids for row in rows]),
-            np.concatenate([row.logprobs for row in rows]),
+            CandidateSets._concat_logprobs("candidates", rows),
             offsets,
             np.concatenate([row.sampled_ids for row in rows]),
         )
@@ -91,8 +96,8 @@ class RowSets:
     def nbytes(self) -> int:
         """Bytes of all arrays, which is what a process boundary carries."""
         sets = self.sets
-        arrays = (sets.token_ids, sets.logprobs, sets.offsets, sets.sampled_ids, self.row_offsets)
-        return sum(array.nbytes for array in arrays)
+        arrays = (*sets._arrays(), self.row_offsets)
+        return sum(array.nbytes for array in arrays if array is not None)
 
     @overload
     def __getitem__(self, index: int) -> CandidateSets: ...
@@ -127,7 +132,7 @@ class RowSets:
         candidates = sets.offsets[self.row_offsets]  # where each row's candidates begin
         taken = CandidateSets._trusted(
             cut(sets.token_ids, candidates, index),
-            cut(sets.logprobs, candidates, index),
+            cut(sets.logprobs, candidates, index) if sets.has_logprobs else None,
             _offsets(cut(sets.sizes, self.row_offsets, index)),
             cut(sets.sampled_ids, self.row_offsets, index),
         )
@@ -172,7 +177,7 @@ class RowSets:
             sizes[at + 1 : at + 1 + high - low] = self.sets.sizes[low:high]
             sampled[at : at + high - low] = self.sets.sampled_ids[low:high]
         np.cumsum(sizes, out=sizes)
-        placed = CandidateSets._trusted(self.sets.token_ids, self.sets.logprobs, sizes, sampled)
+        placed = CandidateSets._trusted(self.sets.token_ids, self.sets._logprobs, sizes, sampled)
         return RowSets(placed, np.arange(num_rows + 1, dtype=np.int64) * width)
 
 

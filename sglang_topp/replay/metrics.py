@@ -39,7 +39,7 @@ class ReplayMetrics:
     """Tokens whose ratio is off by more than 10 %."""
     log_ratios: float = 0.0
     kept_mass: float = 0.0
-    """Sum of `exp(logprob_sum)`."""
+    """Sum of `exp(logprob_sum)`; NaN as soon as one set has no log-probs."""
     candidates: float = 0.0
     singletons: float = 0.0
     """Tokens that were the only candidate: no choice, no gradient."""
@@ -78,7 +78,7 @@ class ReplayMetrics:
         )
 
     def summary(self) -> dict[str, float]:
-        """Names for a logger, to floats; NaN where no token counts."""
+        """Names for a logger, to floats; NaN where no token counts, or it is not known."""
 
         def mean(total: float, count: float) -> float:
             return total / count if count else float("nan")
@@ -116,7 +116,8 @@ def replay_metrics(
             with a mass of at least `p` strictly above them; at 1, those of zero probability.
 
     Raises:
-        InvalidInputError: a length is not T, or `p` is not above 0 and at most 1.
+        InvalidInputError: a length is not T, `p` is not above 0 and at most 1, or is given for sets
+            without log-probs.
     """
     length = len(candidates)
     for name, values in (("logprobs", logprobs), ("old_logprobs", old_logprobs)):
@@ -151,7 +152,7 @@ def replay_metrics(
         ratios=float(ratios.sum()),
         far_ratios=float(np.count_nonzero(np.abs(ratios - 1) > 0.1)),
         log_ratios=float(log_ratios.sum()),
-        kept_mass=float(np.exp(candidates.logprob_sum[counts].astype(np.float64)).sum()),
+        kept_mass=_kept_mass(candidates, counts),
         candidates=float(sizes.sum()),
         singletons=float(np.count_nonzero(sizes == 1)),
         judged_tokens=judged,
@@ -159,6 +160,12 @@ def replay_metrics(
         max_ratio=float(ratios.max(initial=0.0)),
         max_set_size=float(sizes.max(initial=0)),
     )
+
+
+def _kept_mass(candidates: CandidateSets, counts: np.ndarray) -> float:
+    if not candidates.has_logprobs:
+        return float("nan") if counts.any() else 0.0
+    return float(np.exp(candidates.logprob_sum[counts].astype(np.float64)).sum())
 
 
 def _mass_above_sampled(candidates: CandidateSets) -> np.ndarray:

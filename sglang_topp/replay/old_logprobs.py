@@ -29,8 +29,15 @@ def replayed_old_logprobs(
             those in the sets.
 
     Raises:
-        InvalidInputError: a length is not T, an id is not the sampled one, a log-prob is NaN or above 0.
+        InvalidInputError: the sets have no log-probs (they come from a mask without; what the engine
+            reports beside it are old log-probs already), a length is not T, an id is not the sampled
+            one, a log-prob is NaN or above 0.
     """
+    if not candidates.has_logprobs:
+        raise InvalidInputError(
+            "candidates: these sets have no log-probs, so their kept mass is not known; with SGLang's"
+            " sampling mask, its `output_token_sampling_logprobs` (one per token) are the old log-probs"
+        )
     has_set = candidates.sizes > 0
     if output_ids is not None:
         ids = _of_length("output_ids", output_ids, len(candidates))

@@ -34,10 +34,13 @@ def rollout_lists(draw: st.DrawFn) -> dict[str, list[list[Any]]]:
 
 
 def sets_of(responses: list[list[int]], loss_masks: list[list[int]], seed: int) -> list[CandidateSets]:
-    """Candidate sets that fit: one per token with a loss, a few more, and none at the others."""
+    """Candidate sets that fit: one per token with a loss, a few more, and none at the others.
+
+    One batch in three is of sets without log-probs.
+    """
     rng = np.random.default_rng(seed)
     out = []
     for ids, mask in zip(responses, loss_masks, strict=True):
         replayed = (np.array(mask, int) == 1) | (rng.random(len(ids)) < 0.3)
         out.append(candidate_sets(rng, np.array(ids, int), replayed, mean_size=3.0))
-    return out
+    return out if rng.random() < 2 / 3 else [sets.without_logprobs() for sets in out]

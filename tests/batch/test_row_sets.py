@@ -56,17 +56,36 @@ def test_place_gives_every_column_its_set(rows: list[CandidateSets], data: st.Da
     expected = [[([], [], -1)] * width for _ in range(shape[0])]
     for row, i, start in zip(rows, into, starts, strict=True):
         for t, (ids, logprobs) in enumerate(row):
-            expected[i][start + t] = (ids.tolist(), logprobs.tolist(), int(row.sampled_ids[t]))
+            expected[i][start + t] = (ids.tolist(), listed(logprobs), int(row.sampled_ids[t]))
     for i, line_sets in enumerate(placed):
         got = [
-            (ids.tolist(), logprobs.tolist(), int(sampled))
+            (ids.tolist(), listed(logprobs), int(sampled))
             for (ids, logprobs), sampled in zip(line_sets, line_sets.sampled_ids, strict=True)
         ]
         assert got == expected[i]
-    checked = CandidateSets(
-        placed.sets.token_ids, placed.sets.logprobs, placed.sets.offsets, placed.sets.sampled_ids
-    )
-    assert checked == placed.sets  # the constructor's checks hold for what was put together
+    # The constructor's checks hold for what was put together.
+    assert CandidateSets(*placed.sets._arrays()) == placed.sets
+
+
+def listed(logprobs: np.ndarray | None) -> list[float]:
+    """Those of an empty span may be known or not."""
+    return [] if logprobs is None else logprobs.tolist()
+
+
+def test_rows_with_and_without_logprobs_do_not_mix() -> None:
+    known = CandidateSets([5, 2], [-0.5, -1.0], [0, 2], [2])
+    ids_only = known.without_logprobs()
+    rows = [CandidateSets.empty(1), ids_only, CandidateSets.empty(0), ids_only]
+    batch = RowSets.from_rows(rows)
+    assert not batch.sets.has_logprobs
+    assert list(batch) == rows
+    assert list(batch.take([3, 0])) == [ids_only, rows[0]]
+    assert pickle.loads(pickle.dumps(batch)) == batch
+    assert batch.nbytes == 4 * 4 + 8 * 4 + 4 * 3 + 8 * 5
+    with pytest.raises(
+        InvalidInputError, match=r"candidates\[1\]: has no log-probs, and candidates\[0\] has"
+    ):
+        RowSets.from_rows([known, ids_only])
 
 
 @pytest.mark.parametrize(

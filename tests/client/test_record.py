@@ -136,6 +136,12 @@ def test_sets_with_other_logprobs_are_errors(rollout):
         from_record(to_record(rollout) | {"candidates": wire.pack_base64(nudged)})
 
 
+def test_sets_without_logprobs_are_errors(rollout):
+    ids_only = replace(rollout, candidates=rollout.candidates.without_logprobs())
+    with pytest.raises(errors.WireError, match="candidates: holds sets without log-probs"):
+        from_record(to_record(ids_only))
+
+
 def test_every_position_needs_a_set(rollout):
     sets = CandidateSets([], [], [0, 0], [3])
     with pytest.raises(errors.MissingCandidateSetsError, match="position 0"):

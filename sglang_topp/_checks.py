@@ -1,0 +1,222 @@
+"""Which arrays form candidate sets: every rule of `CandidateSets`, and the first place where one is broken.
+
+Shape legend: T positions, n candidates in all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp._csr import Int32Array, Int64Array, blocks_of, first_true, row_keys, rows_of
+from sglang_topp._distinct import all_distinct
+from sglang_topp.errors import InvalidCandidateSetsError
+
+__all__ = [
+    "LOWEST",
+    "MAX_LOGPROB",
+    "NO_TOKEN",
+    "as_float32",
+    "as_integers",
+    "check_distinct",
+    "check_sets",
+    "without_mass",
+]
+
+NO_TOKEN = -1
+"""`sampled_ids` of a position where nothing was sampled; allowed only where the span is empty."""
+
+MAX_LOGPROB = 1e-3
+"""Log-probs come out of float32 softmaxes and may round to just above 0."""
+
+LOWEST = np.finfo(np.float32).min
+"""At or below it, a log-prob stands for probability 0."""
+
+
+def check_sets(
+    ids: Int32Array, logprobs: NDArray[np.float32] | None, offsets: Int64Array, sampled: Int32Array
+) -> None:
+    """Raise InvalidCandidateSetsError unless every rule of the docstring of `CandidateSets` holds."""
+    if logprobs is not None and len(ids) != len(logprobs):
+        raise InvalidCandidateSetsError("logprobs", f"got {len(logprobs)} entries for {len(ids)} token_ids")
+    if len(offsets) != len(sampled) + 1:
+        raise InvalidCandidateSetsError(
+            "offsets", f"got {len(offsets)} entries for {len(sampled)} sampled_ids, expected one more"
+        )
+    if offsets[0] != 0 or offsets[-1] != len(ids):
+        raise InvalidCandidateSetsError(
+            "offsets",
+            f"run from {offsets[0]} to {offsets[-1]}, expected from 0 to {len(ids)}, the number of token_ids",
+        )
+    # Not by sizes: a difference of int64 can wrap around.
+    if (t := first_true(offsets[1:] < offsets[:-1])) is not None:
+        raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
+
+    for block in blocks_of(offsets):
+        span = slice(offsets[block.start], offsets[block.stop])
+        inside = offsets[block.start : block.stop + 1] - span.start
+        rows = rows_of(inside)
+        _check_ids(ids[span], rows, block.start)
+        if logprobs is None:
+            _check_order_by_id(ids[span], rows, inside, block.start)
+        else:
+            _check_order_by_logprob(ids[span], logprobs[span], rows, inside, block.start)
+        is_sampled = _check_sampled(ids[span], rows, inside, sampled[block], block.start)
+        if logprobs is not None:
+            _check_possible(logprobs[span], rows, inside, is_sampled, block.start)
+
+
+def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
+    """Raise unless no id stands twice in its row; `first` is the number of row 0 in messages."""
+    if not all_distinct(ids, rows):
+        keys = np.sort(row_keys(rows, ids), kind="stable")
+        twice = int(keys[1:][keys[1:] == keys[:-1]][0])
+        raise InvalidCandidateSetsError(
+            "token_ids", f"{twice & 0xFFFFFFFF} stands twice at position {first + (twice >> 32)}"
+        )
+
+
+def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | None:
+    """The first position whose set is there and has no mass, or None."""
+    filled = np.flatnonzero(np.diff(offsets))
+    # The first of a span is its highest.
+    t = first_true(logprobs[offsets[filled]] <= LOWEST)
+    return None if t is None else int(filled[t])
+
+
+def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
+    # Here and below, masks are made only once something is known to be wrong, to say where.
+    if len(ids) and ids.min() < 0:
+        e = int((ids < 0).argmax())
+        raise InvalidCandidateSetsError(
+            "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
+        )
+
+
+def _check_order_by_id(ids: Int32Array, rows: Int32Array, offsets: Int64Array, first: int) -> None:
+    """Neighbours inside a span: ids rise, so none stands twice."""
+    if (e := _first_disorder(ids[1:] > ids[:-1], offsets)) is not None:
+        raise InvalidCandidateSetsError(
+            "token_ids",
+            f"{ids[e]} then {ids[e + 1]} at position {first + rows[e]}; without log-probs, expected"
+            " ids lowest first, without duplicates",
+        )
+
+
+def _check_order_by_logprob(
+    ids: Int32Array, logprobs: NDArray[np.float32], rows: Int32Array, offsets: Int64Array, first: int
+) -> None:
+    """Neighbours inside a span: log-probs fall, ids rise within a tie."""
+    if len(ids) and not logprobs.max() <= MAX_LOGPROB:
+        e = int((~(logprobs <= MAX_LOGPROB)).argmax())
+        raise InvalidCandidateSetsError(
+            "logprobs", f"got {logprobs[e]} at position {first + rows[e]}, expected at most 0 and no NaN"
+        )
+    ordered = logprobs[1:] == logprobs[:-1]
+    ordered &= ids[1:] > ids[:-1]
+    ordered |= logprobs[1:] < logprobs[:-1]
+    if (disorder := _first_disorder(ordered, offsets)) is not None:
+        e = disorder
+        raise InvalidCandidateSetsError(
+            "token_ids",
+            f"{ids[e]} then {ids[e + 1]} (log-probs {logprobs[e]}, {logprobs[e + 1]})"
+            f" at position {first + rows[e]}; expected log-probs highest first, then ids lowest first,"
+            " without duplicates",
+        )
+    check_distinct(ids, rows, first)
+
+
+def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | None:
+    """The first entry that is not in order with its neighbour in the same span, or None.
+
+    Args:
+        ordered: bool [n - 1], overwritten where one span ends and the next begins.
+    """
+    starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
+    ordered[starts - 1] = True
+    return None if ordered.all() else int(ordered.argmin())
+
+
+def _check_sampled(
+    ids: Int32Array, rows: Int32Array, offsets: Int64Array, sampled: Int32Array, first: int
+) -> NDArray[np.bool_]:
+    """bool [n]: which entries are their position's sampled token; raise unless every span holds it."""
+    sizes = np.diff(offsets)
+    # Ids are distinct by now, so a span holds its sampled token at most once.
+    is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)
+    if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
+        lacking = sizes > 0
+        lacking[rows[is_sampled]] = False
+        lacks = int(lacking.argmax())
+        raise InvalidCandidateSetsError(
+            "sampled_ids",
+            f"{sampled[lacks]} is not among the {sizes[lacks]} candidates at position {first + lacks}",
+        )
+    if (t := first_true((sampled < NO_TOKEN) & (sizes == 0))) is not None:
+        raise InvalidCandidateSetsError(
+            "sampled_ids", f"got {sampled[t]} at position {first + t}, expected a token id"
+        )
+    return is_sampled
+
+
+def _check_possible(
+    logprobs: NDArray[np.float32],
+    rows: Int32Array,
+    offsets: Int64Array,
+    is_sampled: NDArray[np.bool_],
+    first: int,
+) -> None:
+    """Only a sampled token may have probability zero, and not alone."""
+    if not len(logprobs) or logprobs.min() > LOWEST:
+        return
+    if (stray := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
+        raise InvalidCandidateSetsError(
+            "logprobs",
+            f"got {logprobs[stray]} at position {first + rows[stray]} for a token that was not"
+            " sampled; it has no place in the set",
+        )
+    if (t := without_mass(logprobs, offsets)) is not None:
+        raise InvalidCandidateSetsError(
+            "logprobs", f"nothing but a token of zero probability at position {first + t}"
+        )
+
+
+def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    """`values` as a 1-D array of `dtype`, without a copy where it fits; raise where a value does not."""
+    array = _as_array(name, values)
+    if array.dtype == dtype:
+        return array
+    if not len(array):
+        return array.astype(dtype)
+    if array.dtype.kind not in "iu":
+        raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected integers")
+    bounds = np.iinfo(dtype)
+    if array.min() < bounds.min or array.max() > bounds.max:
+        raise InvalidCandidateSetsError(name, f"got values outside {bounds.dtype}")
+    return array.astype(dtype)
+
+
+def as_float32(name: str, values: ArrayLike) -> NDArray[np.float32]:
+    """`values` as a 1-D float32 array, without a copy where it fits; raise where a value overflows."""
+    array = _as_array(name, values)
+    if array.dtype == np.float32:
+        return array
+    if len(array) and array.dtype.kind != "f":
+        raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected floats")
+    with np.errstate(over="ignore"):
+        rounded = array.astype(np.float32)
+    if (e := first_true(np.isinf(rounded) & np.isfinite(array))) is not None:
+        raise InvalidCandidateSetsError(name, f"got {array[e]}, expected values that float32 can hold")
+    return rounded
+
+
+def _as_array(name: str, values: ArrayLike) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or a tensor that NumPy cannot read
+        raise InvalidCandidateSetsError(name, f"cannot be read as one number per entry: {error}") from None
+    if array.ndim != 1:
+        raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")
+    return array
