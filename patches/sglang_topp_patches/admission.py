@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_topp_patches.mode import refusals_of, source_refusals_of, temperature_refusal
+from sglang_topp_patches.mode import refusals_of, source_refusals, temperature_refusal
 from sglang_topp_patches.payload import FIELDS, KEY, SOURCE, asking_field, custom_params
 from sglang_topp_patches.seams import status
 
@@ -26,7 +26,7 @@ def check_request(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     if not field or req.to_finish is not None:
         return
     problem = temperature_refusal(req.sampling_params.temperature)
-    if field == SOURCE and (causes := source_refusals_of(self.server_args)):
+    if field == SOURCE and (causes := source_refusals()):
         problem = "; ".join(causes)
     if KEY not in custom:
         causes = (*status().problems, *refusals_of(self.server_args))

@@ -15,7 +15,6 @@ __all__ = [
     "refusals",
     "refusals_of",
     "source_refusals",
-    "source_refusals_of",
     "temperature_refusal",
 ]
 
@@ -25,7 +24,6 @@ _TRUE = ("1", "true", "yes", "y", "on", "t")
 _SAMPLING_BACKENDS = ("flashinfer", "pytorch")
 
 _refusals: tuple[str, ...] = ()
-_source_refusals: tuple[str, ...] = ()
 
 
 def refusals() -> tuple[str, ...]:
@@ -57,19 +55,19 @@ def refusals_of(server_args: Any) -> tuple[str, ...]:
 
 def source_refusals() -> tuple[str, ...]:
     """Why this server cannot tell what its sampler could draw; empty where it can."""
-    return _source_refusals
+    from sglang.srt.runtime_context import get_exec
 
-
-def source_refusals_of(server_args: Any) -> tuple[str, ...]:
-    """The same for given server arguments."""
+    try:
+        settings = get_exec()
+    except ValueError as error:  # a process that SGLang has not told
+        return (f"the sampling backend is not known here: {error}",)
     reasons = []
-    backend = getattr(server_args, "sampling_backend", None)
-    if backend not in _SAMPLING_BACKENDS:
+    if (backend := settings.kernel.sampling_backend) not in _SAMPLING_BACKENDS:
         reasons.append(
             f"the filters of the sampling backend {backend!r} are not known exactly; those of"
             f" {' and '.join(_SAMPLING_BACKENDS)} are (--sampling-backend)"
         )
-    if getattr(server_args, "rl_on_policy_target", None):
+    if settings.deterministic.rl_on_policy_target:
         reasons.append(
             "with --rl-on-policy-target the reported log-probs are rounded, and not those that are drawn from"
         )
@@ -109,9 +107,8 @@ _ORIGINAL_LOGPROB = (
 
 def note_server_args(result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on `TokenizerManager.__init__`."""
-    global _refusals, _source_refusals
+    global _refusals
     _refusals = refusals_of(server_args)
-    _source_refusals = source_refusals_of(server_args)
     routes.guard_served_app()
 
 

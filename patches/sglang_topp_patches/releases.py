@@ -103,6 +103,12 @@ _SGLANG_0_5_23 = (
         "the sampler's weights after its filters are captured, as SGLang does for its own mask",
     ),
     Seam(
+        "sglang.srt.runtime_context.get_exec",
+        (),
+        "which backend samples",
+        hooked=False,
+    ),
+    Seam(
         "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
         ("probs", "top_ks", "sampling_seed", "return_filtered_probs", "max_top_k"),
         "and no more of a row is sorted for that than top_k keeps",

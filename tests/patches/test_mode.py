@@ -53,3 +53,29 @@ def test_logprobs_before_temperature_refuse_other_temperatures(monkeypatch: pyte
         assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in mode.temperature_refusal(temperature)
     (note,) = mode.environment_notes()
     assert "temperature other than 1" in note
+
+
+@pytest.mark.parametrize(
+    ("backend", "target", "words"),
+    [
+        ("pytorch", None, ()),
+        ("flashinfer", None, ()),
+        ("ascend", None, ("sampling backend 'ascend'",)),
+        (None, "fsdp", ("sampling backend None", "--rl-on-policy-target")),
+    ],
+)
+def test_what_the_sampler_could_draw_is_known_of_some_backends(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, target: str | None, words: tuple[str, ...]
+) -> None:
+    settings = SimpleNamespace(
+        kernel=SimpleNamespace(sampling_backend=backend),
+        deterministic=SimpleNamespace(rl_on_policy_target=target),
+    )
+    monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: settings)
+    found = mode.source_refusals()
+    assert len(found) == len(words)
+    assert all(word in reason for word, reason in zip(words, found, strict=True))
+
+
+def test_a_process_that_does_not_know_the_backend_says_so() -> None:
+    assert "is not known here" in mode.source_refusals()[0]
