@@ -53,13 +53,15 @@ class Entry:
 
     Attributes:
         candidates: its set; None where there is none, and then `problem` says why.
+        weight_version: the weights that it came from.
     """
 
     candidates: Span | None
     problem: str = ""
+    weight_version: str = ""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Entry, (self.candidates, self.problem)
+        return Entry, (self.candidates, self.problem, self.weight_version)
 
 
 @dataclass(frozen=True)

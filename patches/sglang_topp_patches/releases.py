@@ -98,6 +98,13 @@ _SGLANG_0_5_23 = (
         "the sets are taken from the log-probs that SGLang reports",
     ),
     Seam(
+        "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+        ("self", "new_version"),
+        "the name of the weights in force changes between two passes",
+        hooked=False,
+    ),
+    Seam("sglang.srt.runtime_context.get_serving", (), "where that name stands", hooked=False),
+    Seam(
         "sglang.srt.layers.logits_processor.LogitsMetadata",
         (
             "extend_logprob_pruned_lens_cpu",

@@ -9,7 +9,7 @@ retraction and stops are resolved by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.model import sanitizes_logits
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry
 from sglang_topp_patches.rows import Rows, rows_of
+from sglang_topp_patches.versions import version_in_force
 
 __all__ = ["compute_logprobs", "let_go_of_what_was_sent", "sample"]
 
@@ -51,7 +52,7 @@ def sample(
     finally:
         _active = None
     output = logits_output.auxiliary_device_output
-    for ours in (rows.prompt, GeneratedSets(rows, capture.sets)):
+    for ours in (rows.prompt, GeneratedSets(rows, capture.sets, version_in_force())):
         output = append_auxiliary_output(output, ours)
     logits_output.auxiliary_device_output = output
     return next_token_ids
@@ -97,14 +98,16 @@ class GeneratedSets:
     Attributes:
         rows: the rows as they were when the pass was built.
         sets: one set per row; None where SGLang sampled without reporting log-probs.
+        weight_version: the weights that the pass ran with.
     """
 
     rows: Rows
     sets: RowSets | None
+    weight_version: str
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
         """Issue the copies; `consume` runs after SGLang has waited for them."""
-        return GeneratedSets(self.rows, self.sets and self.sets.map(copy_tensor))
+        return replace(self, sets=self.sets and self.sets.map(copy_tensor))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append one entry to `customized_info` of every request that a new token became visible of.
@@ -124,7 +127,8 @@ class GeneratedSets:
             while len(entries) < commit.output_index:
                 entries.append(Entry(None, "a token became visible without passing through the sampler"))
             problem = self._problem(row, req.rid, commit.token_ids, spans)
-            entries.append(Entry(None, problem) if problem else Entry(spans[row]))
+            candidates = None if problem else spans[row]
+            entries.append(Entry(candidates, problem, self.weight_version))
             charge(req, 0 if problem else len(spans[row][0]) // 4)
 
     def _problem(self, row: int, request_id: str, token_ids: tuple[int, ...], spans: Sequence[Any]) -> str:

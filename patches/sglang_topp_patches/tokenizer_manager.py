@@ -29,6 +29,7 @@ from sglang_topp_patches.payload import (
     join,
 )
 from sglang_topp_patches.routes import Call, current_call
+from sglang_topp_patches.versions import Versions
 
 __all__ = ["merge_chunks", "receive_entries", "write_meta_info", "write_sets"]
 
@@ -49,6 +50,7 @@ class _Received:
         self.num_tokens = 0
         self.generated: list[Span | None] = []
         self.prompt: list[Span | None] = []
+        self.versions = Versions()
         self.problem = ""
         self._cost = cost
         self._candidates = self._positions = 0
@@ -63,6 +65,7 @@ class _Received:
                 cause = entry.problem if entry else "the scheduler sent none"
                 self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
             self.generated.append(entry.candidates if entry else None)
+            self.versions.add(entry.weight_version if entry else "")
         if prompt_rows:
             # A row is the distribution of the next token: the first position has none, and from the
             # last row the first generated token was drawn.
@@ -209,6 +212,8 @@ async def _with_sets(
 def _write_sets(self: Any, out: dict[str, Any], state: Any, received: _Received) -> None:
     meta_info, obj = out["meta_info"], state.obj
     start, stop = meta_info.pop(KEY)
+    if stop:
+        meta_info.update(received.versions.meta_info(stop))
     incremental = getattr(obj, "stream", False) and self.incremental_streaming_output
     if not incremental:
         # SGLang goes on writing into these lists until the chunk is sent.
