@@ -202,6 +202,17 @@ _SGLANG_0_5_23 = (
         "the sets are written into a chunk when it is sent",
     ),
     Seam(
+        f"{_TOKENIZER_MANAGER}._handle_abort_req",
+        ("self", "recv_obj"),
+        "the last chunk of a request that is aborted while it waits repeats nothing",
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info",
+        ("meta_info", "last_output_offset"),
+        "which fields of a chunk hold one entry for each token",
+        hooked=False,
+    ),
+    Seam(
         f"{_TOKENIZER_MANAGER}.abort_request",
         ("self", "rid"),
         "a call whose sets do not fit is ended",

@@ -31,7 +31,7 @@ from sglang_topp_patches.payload import (
 from sglang_topp_patches.routes import Call, current_call
 from sglang_topp_patches.versions import Versions
 
-__all__ = ["merge_chunks", "receive_entries", "write_meta_info", "write_sets"]
+__all__ = ["merge_chunks", "receive_entries", "repeat_nothing", "write_meta_info", "write_sets"]
 
 _ARRIVED = "_sglang_topp_arrived"
 _RECEIVED = "_sglang_topp_received"
@@ -252,6 +252,24 @@ def merge_chunks(
         elif KEY in result["meta_info"]:
             result["meta_info"][KEY] = None
     return result
+
+
+def repeat_nothing(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
+    """AROUND hook on `TokenizerManager._handle_abort_req`, which ends a request that waits.
+
+    One that a pause made wait again may have been streamed in part. Where chunks hold only what is new,
+    SGLang's last one repeats all of the text and of the log-probs, and the last token: it has nothing new.
+    """
+    state = self.rid_to_state.get(recv_obj.rid)
+    original(self, recv_obj)
+    if state is None or not getattr(state.obj, THRESHOLD, None):
+        return
+    if getattr(state.obj, "stream", False) and self.incremental_streaming_output:
+        from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
+
+        out = state.out_list[-1]
+        out |= {"text": "", "output_ids": []}
+        _slice_streaming_output_meta_info(out["meta_info"], len(state.output_ids))
 
 
 def _list_form(self: Any, side: wire.Side, positions: Positions, with_text: bool) -> dict[str, Any]:

@@ -15,44 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from sglang_topp import wire
 from sglang_topp_client import AsyncRolloutClient
-from sglang_topp_server.tiny_model import make_tiny_model
 from tests.engine.checks import check_rollout, checked_sets
-from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.in_flight import InFlight
-from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 from tests.engine.running import Engine, run_sidecar
+from tests.engine.weights import check_answer, check_sets, versions_of
 
 P = 0.9
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
-
-
-@pytest.fixture(scope="module")
-def folders(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The weights by version: the engine's own, two with another LM head, and two altogether different."""
-    folders = {"default": model_path}
-    for seed in (1, 2):
-        folders[f"other-{seed}"] = make_tiny_model(
-            tmp_path_factory.mktemp("weights"), vocab_size=VOCAB_SIZE, seed=seed
-        )
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        donor = AutoModelForCausalLM.from_pretrained(folders[f"other-{seed}"], dtype=torch.float32)
-        model.lm_head.weight.data.copy_(donor.lm_head.weight.data)
-        folders[f"head-{seed}"] = tmp_path_factory.mktemp("weights")
-        model.save_pretrained(folders[f"head-{seed}"])
-    return folders
-
-
-@pytest.fixture(scope="module")
-def references(folders: dict[str, Path]) -> dict[str, Any]:
-    return {
-        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for version, folder in folders.items()
-    }
 
 
 @pytest.fixture(autouse=True)
@@ -80,47 +52,6 @@ def asking(prompt: str, max_new_tokens: int = 40, *, greedy: bool = False, **fie
     }
 
 
-def versions_of(answer: dict[str, Any]) -> list[str]:
-    """Each token's version, after checking that the spans are those of these tokens."""
-    spans, num_tokens = answer["meta_info"]["weight_versions"], len(answer["output_ids"])
-    assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
-    assert spans[-1]["end"] == num_tokens
-    assert all(a["version"] != b["version"] for a, b in itertools.pairwise(spans))
-    assert answer["meta_info"]["weight_version"] == spans[-1]["version"]
-    return [span["version"] for span in spans for _ in range(span["start"], span["end"])]
-
-
-def check_answer(answer: dict[str, Any], references: dict[str, Any]) -> list[str]:
-    """One set per token, each the distribution of the version that is named, and of no other one.
-
-    Returns:
-        Each token's version.
-    """
-    sets = checked_sets(answer, P)
-    versions = versions_of(answer)
-    assert len(versions) == len(sets) == len(answer["output_ids"])
-    check_sets(sets, versions, answer["prompt_token_ids"], answer["output_ids"], references)
-    return versions
-
-
-def check_sets(
-    sets: Any, versions: Any, prompt_ids: list[int], output_ids: list[int], references: dict[str, Any]
-) -> None:
-    if not output_ids:
-        return
-    expected = {
-        version: reference_logprobs(model, prompt_ids, output_ids, 1.0)
-        for version, model in references.items()
-    }
-    for t, (token_ids, logprobs) in enumerate(sets):
-        off = {version: np.abs(each[t, token_ids] - logprobs).max() for version, each in expected.items()}
-        assert min(off, key=lambda version: off[version]) == versions[t], f"position {t}: {off}"
-        assert off[versions[t]] < MODEL_TOLERANCE
-        exact = expected[versions[t]][t]
-        if is_robust(exact, P):
-            assert set(token_ids.tolist()) == nucleus(exact, P) | {output_ids[t]}
-
-
 def check_prompt(answer: dict[str, Any]) -> None:
     """One set for each prompt token, with the log-prob that SGLang reports for it."""
     reported = answer["meta_info"]["input_token_logprobs"]
@@ -146,7 +77,11 @@ def send_every_form(requests: InFlight) -> None:
     [("in_place", ("head-1", "head-2", "default")), ("retract", ("other-1", "head-1", "other-2"))],
 )
 async def test_each_token_comes_from_the_weights_that_are_named(
-    engine: Engine, folders: dict[str, Path], references: dict[str, Any], mode: str, pushed: tuple[str, ...]
+    engine: Engine,
+    weight_folders: dict[str, Path],
+    reference_models: dict[str, Any],
+    mode: str,
+    pushed: tuple[str, ...],
 ) -> None:
     async with InFlight.at(engine.url) as requests:
         send_every_form(requests)
@@ -158,20 +93,20 @@ async def test_each_token_comes_from_the_weights_that_are_named(
             requests.send(f"late-{i}", **asking(PROMPTS[i], 12))
             if mode == "retract":
                 await requests.order("/flush_cache")
-                await requests.push(folders[version], version)
+                await requests.push(weight_folders[version], version)
             else:
                 # The cache is in use and stays; the weights are pushed whether it is to be flushed or not.
                 await requests.order("/flush_cache", 400)
                 flush = i == 1
                 await requests.push(
-                    folders[version], version, flush_cache=flush, status=400 if flush else 200
+                    weight_folders[version], version, flush_cache=flush, status=400 if flush else 200
                 )
             await requests.go_on()
             await requests.move("form-0", 4)
         answers = await requests.answers()
 
     for name, answer in answers.items():
-        versions = check_answer(answer, references)
+        versions = check_answer(answer, P, reference_models)
         if name.startswith("late"):
             number = int(name[-1])
             assert set(versions) <= set(pushed[number:])
@@ -191,31 +126,31 @@ async def test_each_token_comes_from_the_weights_that_are_named(
 
 
 async def test_a_push_that_does_not_pause_lets_answers_end_or_aborts_them(
-    engine: Engine, folders: dict[str, Path], references: dict[str, Any]
+    engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any]
 ) -> None:
     async with InFlight.at(engine.url) as requests:
         send_every_form(requests)
         await requests.move("form-0", 4)
-        await requests.push(folders["other-1"], "other-1")
+        await requests.push(weight_folders["other-1"], "other-1")
         for answer in (await requests.answers()).values():
-            assert set(check_answer(answer, references)) == {"default"}
+            assert set(check_answer(answer, P, reference_models)) == {"default"}
             assert len(answer["output_ids"]) == 40
 
         for i in range(4):
             requests.send(f"aborted-{i}", **asking(PROMPTS[i], 2000, stream=i % 2 == 0))
         await requests.move("aborted-0", 4)
-        await requests.push(folders["other-2"], "other-2", abort_all_requests=True)
+        await requests.push(weight_folders["other-2"], "other-2", abort_all_requests=True)
         requests.send("after", **asking(PROMPTS[0]))
         answers = await requests.answers()
     for i in range(4):
         answer = answers[f"aborted-{i}"]
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert set(check_answer(answer, references)) == {"other-1"}
-    assert set(check_answer(answers["after"], references)) == {"other-2"}
+        assert set(check_answer(answer, P, reference_models)) == {"other-1"}
+    assert set(check_answer(answers["after"], P, reference_models)) == {"other-2"}
 
 
 async def test_a_pause_that_aborts(
-    engine: Engine, folders: dict[str, Path], references: dict[str, Any]
+    engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any]
 ) -> None:
     async with InFlight.at(engine.url) as requests:
         for i in range(6):
@@ -224,21 +159,25 @@ async def test_a_pause_that_aborts(
         await requests.pause("abort")
         for answer in (await requests.answers()).values():
             assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-            versions = check_answer(answer, references)
+            versions = check_answer(answer, P, reference_models)
             assert set(versions) <= {"default"}
             assert versions or not answer["output_ids"]
         requests.send("waits", **asking(PROMPTS[0]))
-        await requests.push(folders["other-1"], "other-1")
+        await requests.push(weight_folders["other-1"], "other-1")
         assert not requests.is_done("waits")
         await requests.go_on()
         answers = await requests.answers()
-    assert check_answer(answers["waits"], references) == ["other-1"] * 40
+    assert check_answer(answers["waits"], P, reference_models) == ["other-1"] * 40
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 @pytest.mark.parametrize("everything", [False, True], ids=["one", "all"])
 async def test_aborts_while_generation_is_paused(
-    engine: Engine, folders: dict[str, Path], references: dict[str, Any], mode: str, everything: bool
+    engine: Engine,
+    weight_folders: dict[str, Path],
+    reference_models: dict[str, Any],
+    mode: str,
+    everything: bool,
 ) -> None:
     async with InFlight.at(engine.url) as requests:
         for i in range(4):
@@ -246,7 +185,7 @@ async def test_aborts_while_generation_is_paused(
         requests.send("goes-on", **asking(PROMPTS[0], stream=True))
         await requests.move("goes-on", 4)
         await requests.pause(mode)
-        await requests.push(folders["head-1"], "head-1", flush_cache=mode == "retract")
+        await requests.push(weight_folders["head-1"], "head-1", flush_cache=mode == "retract")
         if everything:
             await requests.order("/abort_request", abort_all=True)
         else:
@@ -257,7 +196,7 @@ async def test_aborts_while_generation_is_paused(
     for name, answer in answers.items():
         is_aborted = everything or name.startswith("aborted")
         assert (answer["meta_info"]["finish_reason"]["type"] == "abort") == is_aborted
-        versions = check_answer(answer, references)
+        versions = check_answer(answer, P, reference_models)
         assert len(versions) < 70 if is_aborted else len(versions) == 40
         if not is_aborted:
             assert set(versions) == {"default", "head-1"}
@@ -267,7 +206,7 @@ async def test_aborts_while_generation_is_paused(
 
 
 async def test_a_rollout_says_which_weights_each_token_came_from(
-    engine: Engine, folders: dict[str, Path], references: dict[str, Any]
+    engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any]
 ) -> None:
     prompts = PROMPTS[:2]
     sampling = {"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True, "n": 2}
@@ -289,7 +228,7 @@ async def test_a_rollout_says_which_weights_each_token_came_from(
             for version in ("head-1", "head-2"):
                 await requests.move("clock", 8)
                 await requests.pause("in_place")
-                await requests.push(folders[version], version, flush_cache=False)
+                await requests.push(weight_folders[version], version, flush_cache=False)
                 await requests.go_on()
             answers = await sending
             with_sets, without = answers[:2], answers[2:]
@@ -303,10 +242,11 @@ async def test_a_rollout_says_which_weights_each_token_came_from(
             assert rollout.weight_version == rollout.weight_versions[-1]
             check_sets(
                 rollout.candidates,
+                P,
                 rollout.weight_versions,
                 rollout.prompt_ids.tolist(),
                 rollout.output_ids.tolist(),
-                references,
+                reference_models,
             )
         assert max(len(rollout.weight_spans or ()) for rollout in rollouts) == 3
     assert [rollout.weight_versions for rollouts in without for rollout in rollouts] == [None] * 8
