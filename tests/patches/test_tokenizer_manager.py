@@ -24,6 +24,7 @@ def manager() -> Any:
         token_ids_logprob=None,
         return_text_in_logprobs=False,
         return_flat_raw_top_logprobs=False,
+        return_flat_raw_output_top_logprobs=False,
         top_logprobs_p=0.9,
     )
     clock = SimpleNamespace(set_finished_time=lambda: None, get_e2e_latency=lambda: 0.5)
