@@ -10,7 +10,8 @@ One finished sample is one record::
     candidates                          base64 of `sglang_topp.wire.pack`, or null
     top_logprobs_source                 which rule made them, or null
     finish_reason                       "stop" or "length"
-    weight_version                      string
+    weight_version                      string, the last token's
+    weight_versions                     [{"version", "start", "end"}, ...] (`versions.py`), or null
     prompt_tokens, completion_tokens, cached_tokens
     timing                              {"latency_s": seconds}
 
@@ -33,6 +34,7 @@ from sglang_topp.errors import ResponseError, ServerError, WireError
 from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, is_text, shown
 from sglang_topp_client.request import DISTRIBUTION, SAMPLER
 from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.versions import spans_from_json, spans_to_json
 
 __all__ = [
     "check_kept_mass",
@@ -64,6 +66,7 @@ def to_record(rollout: Rollout) -> dict[str, Any]:
         "top_logprobs_source": rollout.top_logprobs_source,
         "finish_reason": rollout.finish_reason,
         "weight_version": rollout.weight_version,
+        "weight_versions": None if rollout.weight_spans is None else spans_to_json(rollout.weight_spans),
         "prompt_tokens": len(rollout.prompt_ids),
         "completion_tokens": len(rollout.output_ids),
         "cached_tokens": rollout.cached_tokens,
@@ -107,6 +110,7 @@ def from_record(record: Any) -> Rollout:
         cached_tokens=_count(record, "cached_tokens"),
         latency_s=latency_s,
         top_logprobs_source=_source(record, has_sets=candidates is not None),
+        weight_spans=spans_from_json(record.get("weight_versions"), len(output_ids)),
     )
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_client.versions import WeightSpans, per_token
 
 __all__ = ["Rollout"]
 
@@ -28,11 +29,14 @@ class Rollout:
         candidates: the candidate set of each generated token, T positions; None when the request
             did not ask for them.
         finish_reason: `"stop"` or `"length"` (a sample that was aborted is an error, not a Rollout).
-        weight_version: the engine's name for the weights that generated this.
+        weight_version: the engine's name for the weights of the last token.
         cached_tokens: how many prompt tokens came from the engine's prefix cache.
         latency_s: seconds from the engine's receipt of the request to its last token.
         top_logprobs_source: which rule made the sets, `"distribution"` (the threshold p) or `"sampler"`
             (what the sampler could draw); None where there are none, or somebody else made them.
+        weight_spans: which weights the tokens came from, `((version, number of tokens), ...)` in order, T
+            tokens in all; more than one where weights were changed while the engine was paused. None where
+            that is not known: SGLang's own account can be a token off, so it is there only with the sets.
     """
 
     prompt_index: int
@@ -48,6 +52,13 @@ class Rollout:
     cached_tokens: int
     latency_s: float
     top_logprobs_source: str | None = None
+    weight_spans: WeightSpans | None = None
+
+    @property
+    def weight_versions(self) -> tuple[str, ...] | None:
+        """T names: the weights that each token, and its candidate set, came from; None where `weight_spans`
+        is."""
+        return None if self.weight_spans is None else per_token(self.weight_spans)
 
     @property
     def masked_logprobs(self) -> NDArray[np.float32]:

@@ -36,6 +36,7 @@ from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_i
 from sglang_topp_client.record import check_kept_mass, check_seconds, check_sets
 from sglang_topp_client.request import DISTRIBUTION, SAMPLER, SampleRequest, check_source
 from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.versions import spans_from_json
 
 __all__ = ["GenerateExchange"]
 
@@ -162,7 +163,7 @@ class GenerateExchange:
         entries = [e for chunk in chunks for e in _field(chunk["meta_info"], "output_token_logprobs", list)]
         # For `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
         logprobs = _sampled_logprobs(entries if count else [], output_ids)
-        candidates = None
+        candidates = weight_spans = None
         if wanted.top_logprobs_source is not None:
             candidates = CandidateSets.concat(
                 [
@@ -174,6 +175,8 @@ class GenerateExchange:
             check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
             if wanted.top_logprobs_p is not None:
                 check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
+            # Without sets it is SGLang's own account, which can be a token off.
+            weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
 
         if isinstance(wanted.prompt, str):
             prompt_ids = _token_ids("prompt_token_ids", _field(last, "prompt_token_ids", list))
@@ -200,6 +203,7 @@ class GenerateExchange:
             # The difference of two readings of a clock that may have been set back between them.
             latency_s=check_seconds("e2e_latency", max(_field(meta_info, "e2e_latency", (int, float)), 0)),
             top_logprobs_source=wanted.top_logprobs_source,
+            weight_spans=weight_spans,
         )
 
 

@@ -81,11 +81,13 @@ class Entry:
         candidates: its set; None where there is none, and then `problem` says why.
         status: of the error that comes of it. Other than 500, the scheduler takes no more sets for the
             request, and leaves it to the HTTP process to end it.
+        weight_version: the weights that it came from.
     """
 
     candidates: Span | None
     problem: str = ""
     status: int = HTTPStatus.INTERNAL_SERVER_ERROR
+    weight_version: str = ""
 
     @property
     def is_refusal(self) -> bool:
@@ -93,7 +95,7 @@ class Entry:
         return self.status != HTTPStatus.INTERNAL_SERVER_ERROR
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Entry, (self.candidates, self.problem, int(self.status))
+        return Entry, (self.candidates, self.problem, int(self.status), self.weight_version)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info", "AFTER", tokenizer_manager.write_meta_info),
     (f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks", "AFTER", tokenizer_manager.merge_chunks),
     (f"{_TOKENIZER_MANAGER}._stream_one_response", "AROUND", tokenizer_manager.write_sets),
+    (f"{_TOKENIZER_MANAGER}._handle_abort_req", "AROUND", tokenizer_manager.repeat_nothing),
 )
 
 

@@ -114,6 +114,13 @@ _SGLANG_0_5_23 = (
         "and no more of a row is sorted for that than top_k keeps",
     ),
     Seam(
+        "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+        ("self", "new_version"),
+        "the name of the weights in force changes between two passes",
+        hooked=False,
+    ),
+    Seam("sglang.srt.runtime_context.get_serving", (), "where that name stands", hooked=False),
+    Seam(
         "sglang.srt.layers.logits_processor.LogitsMetadata",
         (
             "extend_logprob_pruned_lens_cpu",
@@ -209,6 +216,17 @@ _SGLANG_0_5_23 = (
         f"{_TOKENIZER_MANAGER}._stream_one_response",
         ("self", "obj", "state", "request"),
         "the sets are written into a chunk when it is sent",
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._handle_abort_req",
+        ("self", "recv_obj"),
+        "the last chunk of a request that is aborted while it waits repeats nothing",
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info",
+        ("meta_info", "last_output_offset"),
+        "which fields of a chunk hold one entry for each token",
+        hooked=False,
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}.abort_request",

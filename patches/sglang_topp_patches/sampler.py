@@ -23,6 +23,7 @@ from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.model import sanitizes_logits
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, Span
 from sglang_topp_patches.rows import Rows, rows_of
+from sglang_topp_patches.versions import version_in_force
 
 __all__ = ["compute_logprobs", "let_go_of_what_was_sent", "sample"]
 
@@ -60,7 +61,7 @@ def sample(
     if capture is None:
         return next_token_ids
     output = logits_output.auxiliary_device_output
-    for ours in (rows.prompt, GeneratedSets(rows, capture.sets, capture.drawn)):
+    for ours in (rows.prompt, GeneratedSets(rows, capture.sets, version_in_force(), capture.drawn)):
         output = append_auxiliary_output(output, ours)
     logits_output.auxiliary_device_output = output
     return next_token_ids
@@ -109,11 +110,13 @@ class GeneratedSets:
     Attributes:
         rows: the rows as they were when the pass was built.
         sets: by the threshold rule, one per row; None where SGLang sampled without reporting log-probs.
+        weight_version: the weights that the pass ran with.
         drawn: what the sampler could draw, one for each of `rows.drawn`; None where there are none.
     """
 
     rows: Rows
     sets: RowSets | None
+    weight_version: str
     drawn: RowSets | None = None
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
@@ -142,7 +145,8 @@ class GeneratedSets:
             while len(entries) < commit.output_index:
                 entries.append(Entry(None, "a token became visible without passing through the sampler"))
             problem = problems.get(row) or self._problem(row, req.rid, commit.token_ids, spans)
-            entries.append(Entry(None, problem) if problem else Entry(spans[row]))
+            candidates = None if problem else spans[row]
+            entries.append(Entry(candidates, problem, weight_version=self.weight_version))
             charge(req, 0 if problem else len(spans[row][0]) // 4)
 
     def _by_row(self) -> tuple[dict[int, Span], dict[int, str]]:

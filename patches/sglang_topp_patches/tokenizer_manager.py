@@ -33,8 +33,9 @@ from sglang_topp_patches.payload import (
     join,
 )
 from sglang_topp_patches.routes import Call, current_call
+from sglang_topp_patches.versions import Versions
 
-__all__ = ["merge_chunks", "receive_entries", "write_meta_info", "write_sets"]
+__all__ = ["merge_chunks", "receive_entries", "repeat_nothing", "write_meta_info", "write_sets"]
 
 _ARRIVED = "_sglang_topp_arrived"
 _RECEIVED = "_sglang_topp_received"
@@ -53,6 +54,7 @@ class _Received:
         self.num_tokens = 0
         self.generated: list[Span | None] = []
         self.prompt: list[Span | None] = []
+        self.versions = Versions()
         self.problem = ""
         self.refusal: Entry | None = None
         self._cost = cost
@@ -77,6 +79,7 @@ class _Received:
                 cause = entry.problem if entry else "the scheduler sent none"
                 self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
             self.generated.append(entry.candidates if entry else None)
+            self.versions.add(entry.weight_version if entry else "")
         rows = [row for row in prompt_rows if not isinstance(row, Entry)]
         if rows:
             # A row is the distribution of the next token: the first position has none, and from the
@@ -231,6 +234,8 @@ async def _with_sets(
 def _write_sets(self: Any, out: dict[str, Any], state: Any, received: _Received) -> None:
     meta_info, obj = out["meta_info"], state.obj
     start, stop = meta_info.pop(KEY)
+    if stop:
+        meta_info.update(received.versions.meta_info(stop))
     incremental = getattr(obj, "stream", False) and self.incremental_streaming_output
     meta_info[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
     if not incremental:
@@ -270,6 +275,24 @@ def merge_chunks(
         elif KEY in result["meta_info"]:
             result["meta_info"][KEY] = None
     return result
+
+
+def repeat_nothing(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
+    """AROUND hook on `TokenizerManager._handle_abort_req`, which ends a request that waits.
+
+    One that a pause made wait again may have been streamed in part. Where chunks hold only what is new,
+    SGLang's last one repeats all of the text and of the log-probs, and the last token: it has nothing new.
+    """
+    state = self.rid_to_state.get(recv_obj.rid)
+    original(self, recv_obj)
+    if state is None or not asking_field(vars(state.obj).get):
+        return
+    if getattr(state.obj, "stream", False) and self.incremental_streaming_output:
+        from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
+
+        out = state.out_list[-1]
+        out |= {"text": "", "output_ids": []}
+        _slice_streaming_output_meta_info(out["meta_info"], len(state.output_ids))
 
 
 def _list_form(self: Any, side: wire.Side, positions: Positions, with_text: bool) -> dict[str, Any]:

@@ -215,6 +215,14 @@ class Timing(BaseModel):
     latency_s: float
 
 
+class WeightSpan(BaseModel):
+    """The tokens from `start` to before `end` came from these weights."""
+
+    version: str
+    start: int
+    end: int
+
+
 class RolloutRecord(BaseModel):
     """One finished sample."""
 
@@ -233,6 +241,7 @@ class RolloutRecord(BaseModel):
     top_logprobs_source: str | None = Field(description="Which rule made them: distribution or sampler.")
     finish_reason: str
     weight_version: str
+    weight_versions: list[WeightSpan] | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int

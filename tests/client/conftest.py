@@ -17,6 +17,7 @@ import uvicorn
 from sglang_topp import CandidateSets, wire
 from sglang_topp_client import Rollout, retry
 from sglang_topp_client.record import to_record
+from sglang_topp_client.versions import spans_to_json
 
 NUM_TOKENS = 3
 
@@ -177,6 +178,7 @@ def sample(prompt: Any, index: int, num_tokens: int = NUM_TOKENS) -> Rollout:
         cached_tokens=1,
         latency_s=0.25,
         top_logprobs_source="distribution",
+        weight_spans=(("step-6", 1), ("step-7", num_tokens - 1)) if num_tokens > 1 else (("step-7", 1),),
     )
 
 
@@ -200,6 +202,7 @@ def chunk(
             "completion_tokens": 1 if first_token_only else len(made.output_ids),
             "cached_tokens": made.cached_tokens,
             "weight_version": made.weight_version,
+            "weight_versions": spans_to_json(made.weight_spans or ()),
             "e2e_latency": made.latency_s,
             "output_token_logprobs": [
                 [float(logprob), token, None]

@@ -50,6 +50,7 @@ NAMES = {
     "sglang_topp_client.sglang_api": ["GenerateExchange"],
     "sglang_topp_client.sidecar_api": ["SERVICE", "RolloutsExchange"],
     "sglang_topp_client.turns": ["LONG_BYTES", "Turns"],
+    "sglang_topp_client.versions": ["WeightSpans", "per_token", "spans_from_json", "spans_to_json"],
 }
 
 

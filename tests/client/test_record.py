@@ -55,6 +55,20 @@ def test_the_source_of_the_sets(rollout):
             from_record(record | {"top_logprobs_source": wrong})
 
 
+def test_each_tokens_weights(rollout):
+    record = to_record(rollout)
+    assert record["weight_versions"][0] == {"version": "step-6", "start": 0, "end": 1}
+    assert from_record(record).weight_versions == ("step-6", *["step-7"] * (len(rollout.output_ids) - 1))
+
+
+def test_a_record_of_before_there_were_versions_of_tokens(rollout):
+    record = to_record(rollout)
+    del record["weight_versions"]
+    assert from_record(record).weight_versions is None
+    assert from_record(record).weight_version == "step-7"
+    assert from_record(to_record(replace(rollout, weight_spans=None))).weight_spans is None
+
+
 def test_unknown_fields_are_passed_over(rollout):
     assert same(from_record(to_record(rollout) | {"added_later": 1}), rollout)
 
@@ -105,6 +119,7 @@ def test_every_field_is_checked_and_named(rollout, name, value):
         ("logprobs", pybase64.b64encode(np.full(3, np.nan, "<f4").tobytes()).decode()),
         ("candidates", "!!!!"),
         ("candidates", 5),
+        ("weight_versions", [{"version": "7", "start": 0, "end": 2}]),
         ("timing", {}),
         ("timing", {"latency_s": -1.0}),
         ("timing", {"latency_s": float("nan")}),

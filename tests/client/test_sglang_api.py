@@ -104,10 +104,26 @@ def test_a_prompt_that_is_only_scored_may_come_with_the_logprob_of_a_token_that_
         "completion_tokens": 0,
         "finish_reason": {"type": "length", "length": 0},
         "output_token_logprobs": [[-0.5, 7, None]],
+        "weight_versions": [{"version": "step-7", "start": 0, "end": 0}],
     }
     (rollout,) = exchange(p=p).read(event(chunk))
     assert len(rollout.output_ids) == len(rollout.logprobs) == 0
     assert (rollout.candidates is None) == (p is None)
+
+
+def test_each_tokens_weights_come_with_the_sets(fakes):
+    made = fakes.sample([5, 6], 0)
+    (rollout,) = exchange().read(event(fakes.chunk(made)))
+    assert rollout.weight_versions == made.weight_versions
+    assert rollout.weight_version == rollout.weight_versions[-1] != rollout.weight_versions[0]
+    # Without sets it is SGLang's own account, which can be a token off.
+    (rollout,) = exchange(p=None).read(event(fakes.chunk(made)))
+    assert rollout.weight_versions is None
+    # Something between here and the engine left it out.
+    chunk = fakes.chunk(made)
+    del chunk["meta_info"]["weight_versions"]
+    (rollout,) = exchange().read(event(chunk))
+    assert rollout.weight_versions is None
 
 
 def test_a_lost_chunk_is_an_error(fakes):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from sglang_topp_server.tiny_model import make_tiny_model
 from tests.engine.running import Engine, run_engine
+from tests.engine.weights import make_weights
 
 VOCAB_SIZE = 512
 
@@ -28,3 +32,18 @@ def engine(model_path: Path, log_folder: Path) -> Iterator[Engine]:
     """The usual server: overlap scheduling, radix cache, prompts prefilled in chunks of 64 tokens."""
     with run_engine(model_path, log_folder / "default.log", "--chunked-prefill-size", "64") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def weight_folders(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Weights that can be pushed to an engine that serves `model_path`; see `make_weights`."""
+    return make_weights(model_path, tmp_path_factory.mktemp("weights"), VOCAB_SIZE)
+
+
+@pytest.fixture(scope="session")
+def reference_models(weight_folders: dict[str, Path]) -> dict[str, Any]:
+    """transformers' models of the same weights, float32."""
+    return {
+        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for version, folder in weight_folders.items()
+    }

@@ -15,7 +15,9 @@ import pytest
 
 from sglang_topp import CandidateSets, wire
 from tests.engine.checks import checked_sets
+from tests.engine.in_flight import InFlight
 from tests.engine.running import Engine, run_engine
+from tests.engine.weights import check_answer, versions_of
 
 WANTED = {"return_logprob": True, "top_logprobs_p": 0.9}
 BOTH_FORMS = pytest.mark.parametrize("base64", [True, False], ids=["base64", "list"])
@@ -154,3 +156,63 @@ async def test_a_request_aborted_while_it_waits(tight_engine: Engine, base64: bo
     assert len(checked_sets(answer, 0.9)) == 0
     # One of the others was cut in mid-generation, or had finished: what is visible has its sets.
     assert sum(len(checked_sets(other, 0.9)) for other in others) > 0
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answer that incremental chunks make up."""
+    parts = [chunk["meta_info"] for chunk in chunks]
+    reported = [entry for part in parts for entry in part["output_token_logprobs"]]
+    return {
+        "text": "".join(chunk["text"] for chunk in chunks),
+        "output_ids": [token_id for chunk in chunks for token_id in chunk["output_ids"]],
+        "prompt_token_ids": chunks[-1]["prompt_token_ids"],
+        "meta_info": {**parts[-1], **wire.merge_output_fields(parts), "output_token_logprobs": reported},
+    }
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_incremental_chunks_over_new_weights(
+    tight_engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any], mode: str
+) -> None:
+    """The answers go on where they were, one of them is aborted: nothing in the chunks is lost or doubled."""
+    pushed = ("head-1", "head-2") if mode == "in_place" else ("other-1", "other-2")
+    async with InFlight.at(tight_engine.url) as requests:
+        for name, base64 in (("base64", True), ("list", False), ("aborted", True)):
+            requests.send(
+                name,
+                text=name,
+                sampling_params={"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True},
+                return_logprobs_in_base64=base64,
+                top_logprobs_num=2,
+                stream=True,
+                **WANTED,
+            )
+        for version in pushed:
+            for name in ("base64", "list", "aborted"):
+                await requests.move(name, 3)
+            await requests.pause(mode)
+            await requests.push(weight_folders[version], version, flush_cache=mode == "retract")
+            if version == pushed[-1]:
+                await requests.abort("aborted")
+            await requests.go_on()
+        await requests.answers()
+        await requests.push(weight_folders["default"], "default")
+
+    for name, chunks in requests.chunks.items():
+        answer = joined(chunks)
+        versions = check_answer(answer, 0.9, reference_models)
+        if name == "aborted":
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+            assert 6 <= len(versions) < 40
+            # It was waiting again, and there is nothing new to tell.
+            assert mode == "in_place" or (chunks[-1]["output_ids"], chunks[-1]["text"]) == ([], "")
+        else:
+            assert len(versions) == 40
+            assert list(dict.fromkeys(versions)) == ["default", *pushed]
+        if name != "list":
+            assert answer["meta_info"]["output_top_logprobs_shape"] == [len(versions), 2]
+        shown = 0
+        for chunk in chunks:
+            shown += len(chunk["output_ids"])
+            seen = {**chunk, "output_ids": answer["output_ids"][:shown]}
+            assert versions_of(seen) == versions[:shown]

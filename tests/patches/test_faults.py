@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,7 @@ def commit(index: int, *token_ids: int) -> SimpleNamespace:
 
 def generated(logprobs: torch.Tensor, sampled: list[int]) -> GeneratedSets:
     rows = Rows(("a", "b", "c"), (0.9, 0.9, 0.9))
-    sets = GeneratedSets(rows, extract(logprobs, rows.thresholds, torch.tensor(sampled)))
+    sets = GeneratedSets(rows, extract(logprobs, rows.thresholds, torch.tensor(sampled)), "default")
     return sets.copy_to_host(torch.clone)
 
 
@@ -88,7 +89,7 @@ def test_several_tokens_in_one_step_are_refused(logprobs: torch.Tensor) -> None:
 
 def test_sampling_without_logprobs_is_told() -> None:
     req = Req("a")
-    GeneratedSets(Rows(("a",), (0.9,)), None).consume(SimpleNamespace(reqs=[req]), [commit(0, 3)])
+    GeneratedSets(Rows(("a",), (0.9,)), None, "default").consume(SimpleNamespace(reqs=[req]), [commit(0, 3)])
     assert "without reporting log-probs" in req.customized_info[KEY][0].problem
 
 
@@ -211,7 +212,7 @@ class Answer:
 
 def entries_of(logprobs: torch.Tensor, sampled: list[int]) -> list[Entry]:
     sets = extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled))
-    return [Entry(span) for span in sets.spans()]
+    return [Entry(span, weight_version="default") for span in sets.spans()]
 
 
 def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
@@ -219,6 +220,20 @@ def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
     meta_info = Answer(sampled).receive(entries_of(logprobs, sampled))
     assert meta_info["finish_reason"] == {"type": "length"}
     assert len(CandidateSets.from_meta_info(meta_info, sampled)) == 3
+
+
+def test_versions_are_those_of_the_entries_whatever_sglang_tells(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    entries = entries_of(logprobs, sampled)
+    entries = [replace(entry, weight_version=name) for entry, name in zip(entries, "778", strict=True)]
+    answer = Answer(sampled)
+    answer.meta_info |= {"weight_version": "9", "weight_versions": [{"version": "9", "start": 0, "end": 3}]}
+    meta_info = answer.receive(entries)
+    assert meta_info["weight_version"] == "8"
+    assert meta_info["weight_versions"] == [
+        {"version": "7", "start": 0, "end": 2},
+        {"version": "8", "start": 2, "end": 3},
+    ]
 
 
 def test_a_chunk_holds_what_there_was_when_it_was_made(logprobs: torch.Tensor) -> None:
@@ -247,7 +262,8 @@ def test_what_was_sent_is_not_held(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
     req = Req("a")
     for index in range(3):
-        sets = GeneratedSets(Rows(("a",), (0.9,)), extract(logprobs[:1], [0.9], torch.tensor(sampled[:1])))
+        extracted = extract(logprobs[:1], [0.9], torch.tensor(sampled[:1]))
+        sets = GeneratedSets(Rows(("a",), (0.9,)), extracted, "default")
         sets.consume(SimpleNamespace(reqs=[req]), [commit(index, sampled[0])])
         req.send_token_offset = index  # all but the last one
         let_go_of_what_was_sent(None, None, [req], True)

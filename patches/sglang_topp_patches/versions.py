@@ -1,0 +1,54 @@
+"""Which weights each generated token came from, under SGLang's name and in its form (`weight_versions`).
+
+SGLang counts, when weights change, the tokens that a request has by then. A pass that had run, but whose
+token was not counted yet (overlap scheduling does that), is then told to be the new weights'. So the
+version in force is noted with every pass that takes sets, and what SGLang tells of those requests is
+replaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Versions", "version_in_force"]
+
+
+def version_in_force() -> str:
+    """The name of the weights that a pass runs with now, in the scheduler process.
+
+    SGLang changes weights and name between two passes, in the thread that launches them.
+    """
+    from sglang.srt.runtime_context import get_serving
+
+    version: str = get_serving().weight_version
+    return version
+
+
+class Versions:
+    """The versions of one sample's tokens, from the first one on."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, int]] = []  # a version, and where its tokens end
+
+    def add(self, version: str) -> None:
+        """The next token's."""
+        end = self._spans[-1][1] + 1 if self._spans else 1
+        if self._spans and self._spans[-1][0] == version:
+            self._spans[-1] = (version, end)
+        else:
+            self._spans.append((version, end))
+
+    def meta_info(self, num_tokens: int) -> dict[str, Any]:
+        """SGLang's two fields for the first `num_tokens` tokens, at least one.
+
+        `weight_version` is the last token's; `weight_versions` holds
+        `{"version": name, "start": first token, "end": the one after the last}` in order.
+        """
+        spans: list[dict[str, Any]] = []
+        start = 0
+        for version, end in self._spans:
+            if start >= num_tokens:
+                break
+            spans.append({"version": version, "start": start, "end": min(end, num_tokens)})
+            start = end
+        return {"weight_version": spans[-1]["version"], "weight_versions": spans}

@@ -1,0 +1,104 @@
+"""Requests in flight while weights are pushed and generation is paused, by SGLang's own routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+__all__ = ["InFlight"]
+
+
+class InFlight:
+    """What has been asked of one engine. Every streamed chunk moves the test's clock.
+
+    Attributes:
+        chunks: of every streamed request, by the name that it was sent under.
+    """
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+        self.chunks: dict[str, list[dict[str, Any]]] = {}
+        self._tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._moved = asyncio.Event()
+
+    @classmethod
+    @asynccontextmanager
+    async def at(cls, url: str) -> AsyncIterator[InFlight]:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
+            requests = cls(http)
+            try:
+                yield requests
+            finally:
+                for task in requests._tasks.values():
+                    task.cancel()
+                await asyncio.gather(*requests._tasks.values(), return_exceptions=True)
+
+    def send(self, name: str, **body: Any) -> None:
+        """One request; `name` starts its id."""
+        body = {"rid": f"{name}.{id(self)}", "return_prompt_token_ids": True, **body}
+        if body.get("stream"):
+            self.chunks[name] = []
+            answer = self._stream(self.chunks[name], body)
+        else:
+            answer = self._ask(body)
+        self._tasks[name] = asyncio.create_task(answer)
+
+    async def answers(self) -> dict[str, dict[str, Any]]:
+        """Every request's answer, or last chunk, under its name."""
+        await asyncio.gather(*self._tasks.values())
+        return {name: task.result() for name, task in self._tasks.items()}
+
+    def is_done(self, name: str) -> bool:
+        return self._tasks[name].done()
+
+    async def move(self, name: str, chunks: int) -> None:
+        """Return once a stream has got so many chunks more."""
+        end = len(self.chunks[name]) + chunks
+        while len(self.chunks[name]) < end:
+            assert not self.is_done(name), f"{name} ended before it was expected to"
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def order(self, path: str, status: int = 200, **body: Any) -> None:
+        answer = await self.http.post(path, json=body)
+        assert answer.status_code == status, answer.text
+
+    async def pause(self, mode: str) -> None:
+        await self.order("/pause_generation", mode=mode)
+
+    async def go_on(self) -> None:
+        await self.order("/continue_generation")
+
+    async def push(self, path: Path, version: str, *, status: int = 200, **options: Any) -> None:
+        """New weights, named `version`."""
+        await self.order(
+            "/update_weights_from_disk", status, model_path=str(path), weight_version=version, **options
+        )
+
+    async def abort(self, name: str) -> None:
+        await self.order("/abort_request", rid=f"{name}.{id(self)}")
+
+    async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self.http.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        parsed: dict[str, Any] = answer.json()
+        return parsed
+
+    async def _stream(self, chunks: list[dict[str, Any]], body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            async with self.http.stream("POST", "/generate", json=body) as answer:
+                assert answer.status_code == 200, await answer.aread()
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        chunks.append(json.loads(line.removeprefix("data: ")))
+                        self._moved.set()
+        finally:
+            self._moved.set()
+        return chunks[-1]

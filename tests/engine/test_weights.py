@@ -1,0 +1,252 @@
+"""Weights and pauses in mid-flight: no set is lost or doubled, and each token's comes from the weights that
+the answer names for it.
+
+The truth is transformers' own forward with each version's weights. Where a pause keeps the KV cache, the
+versions differ in the LM head alone: hidden states, and so the cache, are the same under all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_topp import wire
+from sglang_topp_client import AsyncRolloutClient
+from tests.engine.checks import check_rollout, checked_sets
+from tests.engine.in_flight import InFlight
+from tests.engine.running import Engine, run_sidecar
+from tests.engine.weights import check_answer, check_sets, versions_of
+
+P = 0.9
+PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
+
+
+@pytest.fixture(autouse=True)
+def weights_for_others(engine: Engine, model_path: Path) -> Iterator[None]:
+    """The engine is shared: afterwards it serves what it served before, and is not paused."""
+    yield
+    assert engine.http.post("/continue_generation", json={}).status_code == 200
+    order = {"model_path": str(model_path), "weight_version": "default"}
+    answer = engine.http.post("/update_weights_from_disk", json=order)
+    assert answer.status_code == 200, answer.text
+
+
+def asking(prompt: str, max_new_tokens: int = 40, *, greedy: bool = False, **fields: Any) -> dict[str, Any]:
+    return {
+        "text": prompt,
+        "sampling_params": {
+            "max_new_tokens": max_new_tokens,
+            "temperature": 0.0 if greedy else 1.0,
+            "ignore_eos": True,
+        },
+        "return_logprob": True,
+        "top_logprobs_p": P,
+        "return_logprobs_in_base64": True,
+        **fields,
+    }
+
+
+def check_prompt(answer: dict[str, Any]) -> None:
+    """One set for each prompt token, with the log-prob that SGLang reports for it."""
+    reported = answer["meta_info"]["input_token_logprobs"]
+    assert len(reported) == answer["meta_info"]["prompt_tokens"]
+    sets = wire.decode_input_sets(answer["meta_info"], [token_id for _, token_id, _ in reported])
+    expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
+    np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
+
+
+def send_every_form(requests: InFlight) -> None:
+    """Streamed and not, in base64 and in lists, sampled and greedy; a long prompt that is scored."""
+    forms = itertools.product((True, False), (True, False), (True, False))
+    for i, (stream, base64, greedy) in enumerate(forms):
+        requests.send(
+            f"form-{i}",
+            **asking(PROMPTS[i % 4], greedy=greedy, stream=stream, return_logprobs_in_base64=base64),
+        )
+    requests.send("scored", **asking("scored " * 60, logprob_start_len=0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "pushed"),
+    [("in_place", ("head-1", "head-2", "default")), ("retract", ("other-1", "head-1", "other-2"))],
+)
+async def test_each_token_comes_from_the_weights_that_are_named(
+    engine: Engine,
+    weight_folders: dict[str, Path],
+    reference_models: dict[str, Any],
+    mode: str,
+    pushed: tuple[str, ...],
+) -> None:
+    async with InFlight.at(engine.url) as requests:
+        send_every_form(requests)
+        await requests.move("form-0", 4)
+        for i, version in enumerate(pushed):
+            # Under way in the middle of its prompt, or waiting, when generation stops.
+            requests.send(f"early-{i}", **asking(f"{i} " * 300, 12, logprob_start_len=0))
+            await requests.pause(mode)
+            requests.send(f"late-{i}", **asking(PROMPTS[i], 12))
+            if mode == "retract":
+                await requests.order("/flush_cache")
+                await requests.push(weight_folders[version], version)
+            else:
+                # The cache is in use and stays; the weights are pushed whether it is to be flushed or not.
+                await requests.order("/flush_cache", 400)
+                flush = i == 1
+                await requests.push(
+                    weight_folders[version], version, flush_cache=flush, status=400 if flush else 200
+                )
+            await requests.go_on()
+            await requests.move("form-0", 4)
+        answers = await requests.answers()
+
+    for name, answer in answers.items():
+        versions = check_answer(answer, P, reference_models)
+        if name.startswith("late"):
+            number = int(name[-1])
+            assert set(versions) <= set(pushed[number:])
+            assert len(versions) == 12
+        elif name.startswith("early"):
+            assert len(versions) == 12
+        else:
+            # Each of them was there from the first weights to the last.
+            assert [version for version, _ in itertools.groupby(versions)] == ["default", *pushed]
+            assert len(versions) == 40
+        if "input_top_p_logprobs_lengths" in answer["meta_info"]:
+            check_prompt(answer)
+    for name, chunks in requests.chunks.items():
+        for chunk in chunks:
+            checked_sets(chunk, P)
+            assert versions_of(chunk) == versions_of(answers[name])[: len(chunk["output_ids"])]
+
+
+async def test_a_push_that_does_not_pause_lets_answers_end_or_aborts_them(
+    engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any]
+) -> None:
+    async with InFlight.at(engine.url) as requests:
+        send_every_form(requests)
+        await requests.move("form-0", 4)
+        await requests.push(weight_folders["other-1"], "other-1")
+        for answer in (await requests.answers()).values():
+            assert set(check_answer(answer, P, reference_models)) == {"default"}
+            assert len(answer["output_ids"]) == 40
+
+        for i in range(4):
+            requests.send(f"aborted-{i}", **asking(PROMPTS[i], 2000, stream=i % 2 == 0))
+        await requests.move("aborted-0", 4)
+        await requests.push(weight_folders["other-2"], "other-2", abort_all_requests=True)
+        requests.send("after", **asking(PROMPTS[0]))
+        answers = await requests.answers()
+    for i in range(4):
+        answer = answers[f"aborted-{i}"]
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert set(check_answer(answer, P, reference_models)) == {"other-1"}
+    assert set(check_answer(answers["after"], P, reference_models)) == {"other-2"}
+
+
+async def test_a_pause_that_aborts(
+    engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any]
+) -> None:
+    async with InFlight.at(engine.url) as requests:
+        for i in range(6):
+            requests.send(f"aborted-{i}", **asking(PROMPTS[i % 4], 2000, stream=i % 2 == 0))
+        await requests.move("aborted-0", 4)
+        await requests.pause("abort")
+        for answer in (await requests.answers()).values():
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+            versions = check_answer(answer, P, reference_models)
+            assert set(versions) <= {"default"}
+            assert versions or not answer["output_ids"]
+        requests.send("waits", **asking(PROMPTS[0]))
+        await requests.push(weight_folders["other-1"], "other-1")
+        assert not requests.is_done("waits")
+        await requests.go_on()
+        answers = await requests.answers()
+    assert check_answer(answers["waits"], P, reference_models) == ["other-1"] * 40
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("everything", [False, True], ids=["one", "all"])
+async def test_aborts_while_generation_is_paused(
+    engine: Engine,
+    weight_folders: dict[str, Path],
+    reference_models: dict[str, Any],
+    mode: str,
+    everything: bool,
+) -> None:
+    async with InFlight.at(engine.url) as requests:
+        for i in range(4):
+            requests.send(f"aborted-{i}", **asking(PROMPTS[i], 70, stream=i % 2 == 0))
+        requests.send("goes-on", **asking(PROMPTS[0], stream=True))
+        await requests.move("goes-on", 4)
+        await requests.pause(mode)
+        await requests.push(weight_folders["head-1"], "head-1", flush_cache=mode == "retract")
+        if everything:
+            await requests.order("/abort_request", abort_all=True)
+        else:
+            for i in range(4):
+                await requests.abort(f"aborted-{i}")
+        await requests.go_on()
+        answers = await requests.answers()
+    for name, answer in answers.items():
+        is_aborted = everything or name.startswith("aborted")
+        assert (answer["meta_info"]["finish_reason"]["type"] == "abort") == is_aborted
+        versions = check_answer(answer, P, reference_models)
+        assert len(versions) < 70 if is_aborted else len(versions) == 40
+        if not is_aborted:
+            assert set(versions) == {"default", "head-1"}
+        for chunk in requests.chunks.get(name, ()):
+            checked_sets(chunk, P)
+            assert versions_of(chunk) == versions[: len(chunk["output_ids"])]
+
+
+async def test_a_rollout_says_which_weights_each_token_came_from(
+    engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any]
+) -> None:
+    prompts = PROMPTS[:2]
+    sampling = {"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True, "n": 2}
+    with run_sidecar(engine.url) as sidecar:
+        async with (
+            InFlight.at(engine.url) as requests,
+            AsyncRolloutClient(engine.url) as direct,
+            AsyncRolloutClient(sidecar) as through_sidecar,
+        ):
+            clients = (direct, through_sidecar)
+            for client in clients:  # it is known by now what answers, and that it is ready
+                await client.generate(["a"], {"max_new_tokens": 1}, top_logprobs_p=P)
+            requests.send("clock", **asking("clock", 400, stream=True))
+            await requests.move("clock", 1)
+            sending = asyncio.gather(
+                *(client.generate(prompts, sampling, top_logprobs_p=P) for client in clients),
+                *(client.generate(prompts, sampling) for client in clients),
+            )
+            for version in ("head-1", "head-2"):
+                await requests.move("clock", 8)
+                await requests.pause("in_place")
+                await requests.push(weight_folders[version], version, flush_cache=False)
+                await requests.go_on()
+            answers = await sending
+            with_sets, without = answers[:2], answers[2:]
+            await requests.abort("clock")
+            await requests.answers()
+    for rollouts in with_sets:
+        assert len(rollouts) == 4
+        for rollout in rollouts:
+            check_rollout(rollout, P)
+            assert rollout.weight_versions is not None
+            assert rollout.weight_version == rollout.weight_versions[-1]
+            check_sets(
+                rollout.candidates,
+                P,
+                rollout.weight_versions,
+                rollout.prompt_ids.tolist(),
+                rollout.output_ids.tolist(),
+                reference_models,
+            )
+        assert max(len(rollout.weight_spans or ()) for rollout in rollouts) == 3
+    assert [rollout.weight_versions for rollouts in without for rollout in rollouts] == [None] * 8

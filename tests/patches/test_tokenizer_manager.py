@@ -1,0 +1,74 @@
+"""SGLang's own chunk for a request that is aborted while it waits."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+
+from sglang_topp_patches.tokenizer_manager import repeat_nothing
+
+
+@pytest.fixture
+def manager() -> Any:
+    """As much of SGLang's manager as its method uses, with a request that two tokens were streamed of."""
+    obj = SimpleNamespace(
+        stream=True,
+        return_logprob=True,
+        top_logprobs_num=1,
+        token_ids_logprob=None,
+        return_text_in_logprobs=False,
+        return_flat_raw_top_logprobs=False,
+        return_flat_raw_output_top_logprobs=False,
+        top_logprobs_p=0.9,
+    )
+    clock = SimpleNamespace(set_finished_time=lambda: None, get_e2e_latency=lambda: 0.5)
+    state = ReqState(
+        [], False, asyncio.Event(), obj, clock, last_output_offset=2, text="ab", output_ids=[5, 6]
+    )
+    state.output_token_logprobs_val, state.output_token_logprobs_idx = [-0.5, -0.25], [5, 6]
+    state.output_top_logprobs_val, state.output_top_logprobs_idx = [[-0.5], [-0.25]], [[5], [6]]
+    manager = SimpleNamespace(
+        rid_to_state={"a": state},
+        incremental_streaming_output=True,
+        config_value=lambda name: "default",
+        _release_lora_once=lambda state: None,
+    )
+    for name in ("add_logprob_to_meta_info", "detokenize_logprob_tokens", "detokenize_top_logprobs_tokens"):
+        setattr(manager, name, partial(getattr(TokenizerManager, name), manager))
+    manager.state = state
+    return manager
+
+
+def test_what_was_streamed_is_not_repeated(manager: Any) -> None:
+    repeat_nothing(TokenizerManager._handle_abort_req, manager, AbortReq(rid="a"))
+    (chunk,) = manager.state.out_list
+    assert (chunk["text"], chunk["output_ids"]) == ("", [])
+    assert chunk["meta_info"]["output_token_logprobs"] == chunk["meta_info"]["output_top_logprobs"] == []
+    assert chunk["meta_info"]["completion_tokens"] == 2
+    assert chunk["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+@pytest.mark.parametrize("other", ["without sets", "cumulative", "gone"])
+def test_other_requests_are_answered_as_sglang_does(manager: Any, other: str) -> None:
+    state = manager.state
+    if other == "without sets":
+        state.obj.top_logprobs_p = None
+    elif other == "cumulative":
+        manager.incremental_streaming_output = False
+    else:
+        manager.rid_to_state.clear()
+    repeat_nothing(TokenizerManager._handle_abort_req, manager, AbortReq(rid="a"))
+    if other == "gone":
+        assert state.out_list == []
+        return
+    (chunk,) = state.out_list
+    # With incremental chunks SGLang repeats the last token: where it does not any more, the hook may go.
+    assert chunk["output_ids"] == ([6] if other == "without sets" else [5, 6])
+    assert chunk["text"] == "ab"
+    assert len(chunk["meta_info"]["output_token_logprobs"]) == 2

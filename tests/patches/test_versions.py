@@ -1,0 +1,26 @@
+"""Spans of versions, in SGLang's own form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sglang.srt.utils.weight_versions import WeightVersionSpan, add_weight_versions_to_meta_info
+
+from sglang_topp_patches.versions import Versions
+
+
+@pytest.mark.parametrize("names", ["a", "aaa", "aab", "abba", "abcabc"])
+def test_spans_are_written_as_sglang_writes_them(names: str) -> None:
+    versions = Versions()
+    spans: list[WeightVersionSpan] = []
+    for position, name in enumerate(names):
+        versions.add(name)
+        if spans and spans[-1].version == name:
+            spans[-1].end += 1
+        else:
+            spans.append(WeightVersionSpan(version=name, start=position, end=position + 1))
+    for num_tokens in range(1, len(names) + 1):
+        expected: dict[str, Any] = {}
+        add_weight_versions_to_meta_info(expected, spans, num_tokens)
+        assert versions.meta_info(num_tokens) == expected
