@@ -14,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "AT_END",
     "BASE64",
+    "FIELDS",
     "KEY",
     "PROMPT_KEY",
+    "SETS",
     "THRESHOLD",
     "Entry",
     "Positions",
@@ -28,7 +31,8 @@ __all__ = [
 
 THRESHOLD = "top_logprobs_p"
 BASE64 = "return_logprobs_in_base64"
-"""The request's two fields, also inside `custom_params`."""
+FIELDS = (THRESHOLD, BASE64)
+"""The request's fields, also inside `custom_params`."""
 
 
 def custom_params(req: Any) -> dict[str, Any]:
@@ -42,6 +46,12 @@ KEY = "sglang_topp"
 
 PROMPT_KEY = "sglang_topp_prompt"
 """The key of the prompt's rows, one per row that SGLang scored; it goes out once per request."""
+
+AT_END = "sglang_topp_at_end"
+"""An attribute of a request in the HTTP process: its sets are written once, when it has ended."""
+
+SETS = "sglang_topp_sets"
+"""Where they are then in `meta_info`, with their tokens; None for a sample that none were asked for."""
 
 Span: TypeAlias = tuple[bytes, bytes]
 """One position's int32 token ids and float32 log-probs."""

@@ -17,7 +17,7 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches import model, routes
 from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.mode import refusals, temperature_refusal
-from sglang_topp_patches.payload import BASE64, KEY, THRESHOLD
+from sglang_topp_patches.payload import AT_END, BASE64, FIELDS, KEY, THRESHOLD
 from sglang_topp_patches.seams import status
 
 __all__ = [
@@ -101,9 +101,11 @@ def normalize(original: Callable[[Any], None], self: Any) -> None:
 
 def get_item(item: Any, self: Any, i: int) -> Any:
     """AFTER hook on `GenerateReqInput.__getitem__`: the part keeps its own threshold."""
-    for name in (THRESHOLD, BASE64):
+    for name in FIELDS:
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)
+    if getattr(self, AT_END, False):
+        setattr(item, AT_END, True)
     return item
 
 
