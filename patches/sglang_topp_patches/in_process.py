@@ -1,7 +1,7 @@
 """`sglang.Engine` in one's own process: its `generate` and `async_generate` take our fields as keywords.
 
-Their signatures are SGLang's, and the request that they build reaches the tokenizer manager before anything is
-awaited: the keywords wait until then, and are put on it there.
+Their signatures are SGLang's, and the request that they build reaches the tokenizer manager before anything
+is awaited: the keywords wait until then, and are put on it there.
 """
 
 from __future__ import annotations

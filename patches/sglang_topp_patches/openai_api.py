@@ -6,7 +6,7 @@ go into the answer's `sglext`, which is where SGLang puts its other additions:
 
     "sglext": {"candidate_sets": [{"output_ids": [...], "output_top_p_logprobs_val_base64": ..., ...}, ...]}
 
-one entry per choice, with the fields of `meta_info` on `/generate`. A stream has them in a last chunk, without
+one entry per choice, with the fields of `meta_info` on `/generate`. A stream has them in a last chunk without
 choices. An answer in which one is missing is an error.
 """
 
@@ -143,11 +143,12 @@ async def _with_sets(events: AsyncGenerator[str, None], heard: _Heard) -> AsyncG
         async for event in events:
             if event.startswith('data: {"error"'):
                 is_answered = True
+            elif event.startswith("data: [DONE]"):
+                if not is_answered:
+                    yield _last_event(template, heard)
+                is_answered = True
             elif not template:
                 template = json.loads(event.removeprefix("data: "))
-            if event.startswith("data: [DONE]") and not is_answered:
-                is_answered = True
-                yield _last_event(template, heard)
             yield event
     if not is_answered:
         yield _last_event(template, heard)
