@@ -31,11 +31,13 @@ class _Heard:
     Attributes:
         entries: each finished sample's sets by its index; None for one that none were asked for.
         problem: why a finished sample has none; empty while all have.
+        status: of the error that ended the call, where SGLang would make a 400 of it; else 0.
     """
 
     def __init__(self, request: Any) -> None:
         self.entries: dict[int, dict[str, Any] | None] = {}
         self.problem = ""
+        self.status = 0
         self._request = request
 
     def hear(self, index: int, sample: Mapping[str, Any]) -> None:
@@ -128,9 +130,10 @@ async def _listen(answers: AsyncGenerator[Any, None], heard: _Heard) -> AsyncGen
                     heard.hear(sample.get("index", index), sample)
                 yield answer
         except ValueError as error:
-            if is_first and (status := getattr(error, "status_code", None)):
-                # SGLang's OpenAI routes make a 400 of any ValueError.
-                raise HTTPException(status, str(error)) from error
+            # SGLang's OpenAI routes make a 400 of any ValueError.
+            heard.status = int(getattr(error, "status_code", 0))
+            if is_first and heard.status:
+                raise HTTPException(heard.status, str(error)) from error
             raise
 
 
@@ -143,6 +146,7 @@ async def _with_sets(events: AsyncGenerator[str, None], heard: _Heard) -> AsyncG
         async for event in events:
             if event.startswith('data: {"error"'):
                 is_answered = True
+                event = _with_status(event, heard.status)
             elif event.startswith("data: [DONE]"):
                 if not is_answered:
                     yield _last_event(template, heard)
@@ -152,6 +156,14 @@ async def _with_sets(events: AsyncGenerator[str, None], heard: _Heard) -> AsyncG
             yield event
     if not is_answered:
         yield _last_event(template, heard)
+
+
+def _with_status(error_event: str, status: int) -> str:
+    if not status:
+        return error_event
+    content = json.loads(error_event.removeprefix("data: "))
+    content["error"]["code"] = status
+    return f"data: {json.dumps(content)}\n\n"
 
 
 def _last_event(template: Mapping[str, Any], heard: _Heard) -> str:

@@ -162,6 +162,21 @@ async def test_an_error_keeps_its_status() -> None:
         await answer([ValueError("wrong")], request(1))
 
 
+@pytest.mark.usefixtures("call")
+async def test_an_error_in_a_stream_keeps_its_status() -> None:
+    async def original(self: Any, adapted: Any, request: Any, raw: Any) -> AsyncGenerator[str, None]:
+        yield FIRST
+        with pytest.raises(Ended):
+            await engine([{"index": 0, "meta_info": {"finish_reason": None}}, Ended("too much")], adapted)
+        yield 'data: {"error": {"message": "too much", "code": 400}}\n\n'
+        yield DONE
+
+    stream = openai_api.add_to_stream(original, None, request(1), None, None)
+    first, error, done = [event async for event in stream]
+    assert (first, done) == (FIRST, DONE)
+    assert json.loads(error.removeprefix("data: ")) == {"error": {"message": "too much", "code": 429}}
+
+
 async def test_who_does_not_ask_is_left_alone() -> None:
     obj = request(1)
     assert isinstance(await answer([[sample()]], obj), Answer)
