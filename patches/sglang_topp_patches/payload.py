@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "AT_END",
     "BASE64",
     "DISTRIBUTION",
     "FIELDS",
     "KEY",
     "PROMPT_KEY",
     "SAMPLER",
+    "SETS",
     "SOURCE",
     "THRESHOLD",
     "Entry",
@@ -68,6 +70,12 @@ KEY = "sglang_topp"
 PROMPT_KEY = "sglang_topp_prompt"
 """The key of the prompt's rows, one per row that SGLang scored, or of one `Entry` that says why there are
 none; it goes out once per request."""
+
+AT_END = "sglang_topp_at_end"
+"""An attribute of a request in the HTTP process: its sets are written once, when it has ended."""
+
+SETS = "sglang_topp_sets"
+"""Where they are then in `meta_info`, with their tokens; None for a sample that none were asked for."""
 
 Span: TypeAlias = tuple[bytes, bytes]
 """One position's int32 token ids and float32 log-probs."""

@@ -14,8 +14,10 @@ from sglang_topp_patches import (
     admission,
     heap,
     http_app,
+    in_process,
     mode,
     model,
+    openai_api,
     prefill,
     request,
     routes,
@@ -32,6 +34,9 @@ __all__ = ["register"]
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _GRPC = "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_COMPLETION = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
 _REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
 
 # target, kind of hook, hook
@@ -81,6 +86,14 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks", "AFTER", tokenizer_manager.merge_chunks),
     (f"{_TOKENIZER_MANAGER}._stream_one_response", "AROUND", tokenizer_manager.write_sets),
     (f"{_TOKENIZER_MANAGER}._handle_abort_req", "AROUND", tokenizer_manager.repeat_nothing),
+    (f"{_ENGINE}.generate", "AROUND", in_process.generate),
+    (f"{_ENGINE}.async_generate", "AROUND", in_process.async_generate),
+    (f"{_TOKENIZER_MANAGER}.generate_request", "BEFORE", in_process.hand_over),
+    (f"{_TOKENIZER_MANAGER}.generate_request", "AROUND", openai_api.listen),
+    (f"{_COMPLETION}._handle_non_streaming_request", "AROUND", openai_api.add_to_answer),
+    (f"{_COMPLETION}._generate_completion_stream", "AROUND", openai_api.add_to_stream),
+    (f"{_CHAT}._handle_non_streaming_request", "AROUND", openai_api.add_to_answer),
+    (f"{_CHAT}._generate_chat_stream", "AROUND", openai_api.add_to_stream),
 )
 
 

@@ -32,6 +32,9 @@ class Seam:
 
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+_OPENAI = "sglang.srt.entrypoints.openai"
+_ANSWERED_FROM = ("self", "adapted_request", "request", "raw_request")
 
 _SGLANG_0_5_23 = (
     Seam(
@@ -227,6 +230,41 @@ _SGLANG_0_5_23 = (
         ("meta_info", "last_output_offset"),
         "which fields of a chunk hold one entry for each token",
         hooked=False,
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.generate_request",
+        ("self", "obj", "request"),
+        "the fields of a call in process join its request; the sets for OpenAI's form are listened for",
+    ),
+    Seam(
+        f"{_ENGINE}.generate",
+        ("self", "prompt", "sampling_params", "input_ids"),
+        "an engine in process takes the fields as keywords",
+    ),
+    Seam(
+        f"{_ENGINE}.async_generate",
+        ("self", "prompt", "sampling_params", "input_ids"),
+        "so does its other method",
+    ),
+    Seam(
+        f"{_OPENAI}.serving_completions.OpenAIServingCompletion._handle_non_streaming_request",
+        _ANSWERED_FROM,
+        "/v1/completions passes the fields on and answers with the sets",
+    ),
+    Seam(
+        f"{_OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream",
+        _ANSWERED_FROM,
+        "so do its streams",
+    ),
+    Seam(
+        f"{_OPENAI}.serving_chat.OpenAIServingChat._handle_non_streaming_request",
+        _ANSWERED_FROM,
+        "/v1/chat/completions passes the fields on and answers with the sets",
+    ),
+    Seam(
+        f"{_OPENAI}.serving_chat.OpenAIServingChat._generate_chat_stream",
+        _ANSWERED_FROM,
+        "so do its streams",
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}.abort_request",

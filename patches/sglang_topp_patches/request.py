@@ -18,6 +18,7 @@ from sglang_topp_patches import model, routes
 from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.mode import refusals, source_refusals, temperature_refusal
 from sglang_topp_patches.payload import (
+    AT_END,
     BASE64,
     DISTRIBUTION,
     FIELDS,
@@ -108,6 +109,8 @@ def get_item(item: Any, self: Any, i: int) -> Any:
     for name in FIELDS:
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)
+    if getattr(self, AT_END, False):
+        setattr(item, AT_END, True)
     return item
 
 

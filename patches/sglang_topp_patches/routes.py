@@ -21,10 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.budget import in_flight
-from sglang_topp_patches.payload import FIELDS
+from sglang_topp_patches.payload import BASE64, FIELDS
+from sglang_topp_patches.seams import status
 
 __all__ = [
     "NO_PROMPT",
+    "OPENAI",
     "REFUSED",
     "SERVED",
     "Call",
@@ -43,23 +45,27 @@ _CONTAINERS = ("sampling_params", "custom_params", "extra_body", "options", "par
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")
 
+OPENAI = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
+"""Routes in OpenAI's form that answer with candidate sets, in `sglext`."""
+
 SERVED: Mapping[str, tuple[str, ...]] = {
     "/generate": ("", "sampling_params.custom_params."),
     _VERTEX: ("parameters.", "parameters.sampling_params.custom_params."),
+    **dict.fromkeys(OPENAI, ("", "custom_params.")),
 }
 """Routes that answer with candidate sets, and where in the body they take the fields."""
 
 REFUSED = frozenset(
     {
-        *("/invocations", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
-        *("/v1/messages/count_tokens", "/v1/score", "/v1/decisions", "/v1/systemone", "/v1/embeddings"),
+        *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/score", "/v1/decisions"),
+        *("/v1/systemone", "/v1/embeddings"),
         *("/v1/classify", "/v1/rerank", "/v1/audio/transcriptions", "/encode", "/classify"),
         *("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"),
         os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
         os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
     }
 )
-"""Routes that take text and have no room for sets: a body that asks for them gets a 400."""
+"""Routes that take text and answer without sets: a body that asks for them gets a 400."""
 
 NO_PROMPT = frozenset(
     {
@@ -94,6 +100,7 @@ NO_PROMPT = frozenset(
 )
 """Routes that take no prompt: there is nothing there to ask sets for, and their bodies are not looked at."""
 
+_CANNOT = "cannot return candidate sets; send the request to /generate"
 _TOO_DEEP = "a body nested too deep to be read"
 # A reader who does not take a piece within this time is gone, or holds others up.
 _PIECE_BYTES = 1 << 20
@@ -112,10 +119,13 @@ class Call:
     Attributes:
         account: of all its samples.
         problem: why it was ended; empty while it was not.
+        fields: of a call in OpenAI's form, which has no place for them further on: ours at its body's top
+            level, until `openai_api` takes them; else None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
         self.problem = ""
+        self.fields = fields
         self.account = in_flight().open(self._end)
         self._at_end: list[Callable[[], None]] = []
 
@@ -152,9 +162,14 @@ class Guard:
         if path in NO_PROMPT:
             return await self._app(scope, receive, send)
         body, receive = await _read(receive)
-        if unserved := [place for place in _asked_at(body) if not _is_served(path, place)]:
-            return await _refusal(path, unserved[0])(scope, receive, send)
-        if path in SERVED:
+        asked = _asked_at(body)
+        if unserved := [place for place in asked if not _is_served(path, place)]:
+            return await _refusal(path, f"{unserved[0]}: {path} {_CANNOT}", unserved[0])(scope, receive, send)
+        if path in OPENAI and asked:
+            if problem := _openai_problem(asked):
+                return await _refusal(path, f"{asked[0]}: {problem}", asked[0])(scope, receive, send)
+            return await self._serve(scope, receive, send, _top_level(body))
+        if path in SERVED and path not in OPENAI:
             return await self._serve(scope, receive, send)
         token = path_without_sets.set(path)
         try:
@@ -162,8 +177,10 @@ class Guard:
         finally:
             path_without_sets.reset(token)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call()
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, fields: Mapping[str, Any] | None = None
+    ) -> None:
+        call = Call(fields)
         token = current_call.set(call)
         try:
             await self._app(scope, receive, _in_pieces(send, call))
@@ -175,13 +192,13 @@ class Guard:
 def refuse_grpc(self: Any, *, req_dict: Mapping[str, Any], **kwargs: Any) -> None:
     """BEFORE hook on `RuntimeHandle.submit_request`: SGLang's gRPC messages have no room for sets."""
     for place in _places(req_dict, ""):
-        raise InvalidInputError(f"{place}: gRPC cannot return candidate sets; send the request to /generate")
+        raise InvalidInputError(f"{place}: gRPC {_CANNOT}")
 
 
 def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: bytes, *args: Any) -> None:
     """BEFORE hook on `RuntimeHandle._submit_openai`, the OpenAI routes over gRPC."""
     for place in _asked_at(json_body):
-        raise InvalidInputError(f"{place}: gRPC cannot return candidate sets; send the request to /generate")
+        raise InvalidInputError(f"{place}: gRPC {_CANNOT}")
 
 
 def guard(app: Any) -> None:
@@ -261,9 +278,23 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
                 yield from _places(value[name], f"{prefix}{name}.")
 
 
-def _refusal(path: str, place: str) -> Response:
-    """A 400 in the words and the shape of the route's family."""
-    message = f"{place}: {path} cannot return candidate sets; send the request to /generate"
+def _top_level(body: bytes) -> dict[str, Any]:
+    """Our fields at the top level of a body that `_asked_at` has found some in."""
+    parsed = json.loads(body)
+    return {field: parsed[field] for field in FIELDS if field in parsed}
+
+
+def _openai_problem(asked: list[str]) -> str:
+    """Why a call in OpenAI's form cannot be answered with sets, or nothing."""
+    if problems := status().problems:
+        return f"candidate sets are not served here: {'; '.join(problems)}"
+    if all(place.endswith(BASE64) for place in asked):
+        return "says how candidate sets are packed, and none are asked for; ask for them too, or leave it out"
+    return ""
+
+
+def _refusal(path: str, message: str, place: str) -> Response:
+    """A 400 in the shape of the route's family."""
     if path.startswith("/v1/messages"):
         content: dict[str, Any] = {
             "type": "error",
@@ -288,6 +319,8 @@ def _in_pieces(send: Send, call: Call) -> Send:
 
     async def paced(message: Message) -> None:
         body = message.get("body", b"")
+        if message["type"] == "http.response.start" and message["status"] < 400 and call.fields is not None:
+            raise RuntimeError("the answer to a request for candidate sets was made without them")
         if message["type"] != "http.response.body" or not call.account.candidates:
             return await send(message)
         for start in range(0, max(len(body), 1), _PIECE_BYTES):

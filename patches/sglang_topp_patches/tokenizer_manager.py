@@ -19,11 +19,13 @@ from typing import Any
 from sglang_topp import wire
 from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.payload import (
+    AT_END,
     BASE64,
     DISTRIBUTION,
     KEY,
     PROMPT_KEY,
     SAMPLER,
+    SETS,
     SOURCE,
     Entry,
     Positions,
@@ -167,13 +169,16 @@ def write_meta_info(
     """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`."""
     get = vars(state.obj).get
     field, base64 = asking_field(get), get(BASE64)
+    at_end = get(AT_END, False)
+    if at_end and finished and not field:
+        meta_info[SETS] = None
     if not field and not base64:
         return
-    stream = getattr(state.obj, "stream", False)
+    stream = getattr(state.obj, "stream", False) and not at_end
     shown = stream or finished
     # An incremental chunk holds the positions since the last one; everything else is cumulative.
     start = state.last_output_offset if stream and self.incremental_streaming_output else 0
-    if base64 and top_logprobs_num and shown:
+    if base64 and top_logprobs_num and shown and not at_end:
         _write_top_k(meta_info, state, start)
     if not field:
         return
@@ -234,15 +239,17 @@ async def _with_sets(
 def _write_sets(self: Any, out: dict[str, Any], state: Any, received: _Received) -> None:
     meta_info, obj = out["meta_info"], state.obj
     start, stop = meta_info.pop(KEY)
-    if stop:
-        meta_info.update(received.versions.meta_info(stop))
-    incremental = getattr(obj, "stream", False) and self.incremental_streaming_output
-    meta_info[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
+    at_end = getattr(obj, AT_END, False)
+    incremental = getattr(obj, "stream", False) and self.incremental_streaming_output and not at_end
     if not incremental:
         # SGLang goes on writing into these lists until the chunk is sent.
         if "output_ids" in out:
             out["output_ids"] = out["output_ids"][:stop]
         meta_info["output_token_logprobs"] = meta_info["output_token_logprobs"][: max(stop, 1)]
+    target = meta_info.setdefault(SETS, {"output_ids": state.output_ids[:stop]}) if at_end else meta_info
+    target[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
+    if stop:
+        target.update(received.versions.meta_info(stop))
     sides: list[tuple[wire.Side, Positions]] = [("output", join(islice(received.generated, start, stop)))]
     if received.prompt:
         sides.append(("input", join(received.prompt)))
@@ -252,7 +259,7 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, received: _Received)
         else:
             with_text = obj.return_text_in_logprobs and not self.skip_tokenizer_init
             fields = _list_form(self, side, positions, with_text)
-        meta_info.update(fields)
+        target.update(fields)
     if incremental:
         received.forget(start, stop)
 
@@ -270,10 +277,12 @@ def merge_chunks(
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(wire.merge_output_fields(parts))
-        if all(part.get(KEY) for part in parts):
-            result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
-        elif KEY in result["meta_info"]:
-            result["meta_info"][KEY] = None
+        # Sets that are written at the end are in the last chunk alone.
+        if any(KEY in part for part in parts[:-1]):
+            if all(part.get(KEY) for part in parts):
+                result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
+            elif KEY in result["meta_info"]:
+                result["meta_info"][KEY] = None
     return result
 
 

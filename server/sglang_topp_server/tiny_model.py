@@ -8,6 +8,10 @@ from pathlib import Path
 __all__ = ["make_tiny_model"]
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def make_tiny_model(
@@ -57,6 +61,9 @@ def make_tiny_model(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
     ).save_pretrained(path)
     return path

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from sglang_topp import CandidateSets
@@ -196,6 +197,94 @@ def _nothing_is_held(engine: Engine) -> None:
             return
         assert time.monotonic() < deadline, held
         time.sleep(0.2)
+
+
+# -- OpenAI's form -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(doors: Engine) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{doors.url}/v1", api_key="none", max_retries=0, timeout=180
+    ) as openai_client:
+        yield openai_client
+
+
+def _complete(client: openai.OpenAI, tokens: int, **request: Any) -> Any:
+    extra = {"top_logprobs_p": 1, "return_logprobs_in_base64": True, "ignore_eos": True}
+    return client.completions.create(
+        model="default", prompt="hello", max_tokens=tokens, extra_body=extra, **request
+    )
+
+
+def _chat(client: openai.OpenAI, tokens: int, **request: Any) -> Any:
+    extra = {"top_logprobs_p": 1, "return_logprobs_in_base64": True, "ignore_eos": True}
+    return client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": "hello"}],
+        max_completion_tokens=tokens,
+        extra_body=extra,
+        **request,
+    )
+
+
+@pytest.mark.parametrize("ask", [_complete, _chat])
+def test_openais_form_beyond_its_budget_is_an_error(
+    doors: Engine, client: openai.OpenAI, ask: Callable[..., Any]
+) -> None:
+    fitting = PER_SAMPLE // VOCAB
+    (entry,) = ask(client, fitting).sglext["candidate_sets"]
+    assert len(CandidateSets.from_meta_info(entry, entry["output_ids"])) == fitting
+    with pytest.raises(openai.APIStatusError, match=f"{fitting} positions fit") as error:
+        ask(client, fitting + 1)
+    assert error.value.status_code == 413
+    shown = []
+    with pytest.raises(openai.APIError, match=f"{fitting} positions fit") as streamed:
+        shown.extend(ask(client, fitting + 1, stream=True))
+    assert streamed.value.code == 413
+    assert not [chunk for chunk in shown if getattr(chunk, "sglext", None)]
+    _nothing_is_held(doors)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_form_beyond_what_fits_in_flight(doors: Engine, client: openai.OpenAI, stream: bool) -> None:
+    fitting = PER_SAMPLE // VOCAB
+
+    def ask(_: int) -> Any:
+        try:
+            answer = _complete(client, fitting, stream=stream)
+            last = list(answer)[-1] if stream else answer
+        except openai.APIError as error:
+            return error
+        (entry,) = last.sglext["candidate_sets"]
+        return CandidateSets.from_meta_info(entry, entry["output_ids"])
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(ask, range(6)))
+    errors = [answer for answer in answers if isinstance(answer, openai.APIError)]
+    assert 0 < len(errors) < 6
+    for error in errors:
+        assert f"more than the {IN_FLIGHT} that fit" in str(error)
+        assert (error.code if stream else getattr(error, "status_code", 0)) in (429, "429")
+    for answer in answers:
+        if answer not in errors:
+            assert answer.sizes.tolist() == [VOCAB] * fitting
+    _nothing_is_held(doors)
+
+
+def test_openais_form_holds_nothing_for_who_hangs_up(doors: Engine, client: openai.OpenAI) -> None:
+    with _complete(client, 190, stream=True) as chunks:
+        next(iter(chunks))
+    _nothing_is_held(doors)
+
+
+@pytest.mark.parametrize("ask", [_complete, _chat])
+def test_openais_form_is_refused_at_another_temperature(
+    client: openai.OpenAI, ask: Callable[..., Any]
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+            ask(client, 4, temperature=0.6, stream=stream)
 
 
 # -- a reader that is slower than the engine -----------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 
 from sglang_topp import CandidateSets, wire
@@ -60,6 +61,32 @@ def test_incremental_chunks_join_to_the_whole(tight_engine: Engine, base64: bool
     assert len(whole) == len(output_ids) == 30
     merged = wire.merge_output_fields([chunk["meta_info"] for chunk in chunks])
     assert CandidateSets.from_meta_info(merged, output_ids) == whole
+
+
+@BOTH_FORMS
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_incremental_streams_in_openais_form_end_with_the_whole(
+    tight_engine: Engine, route: str, base64: bool
+) -> None:
+    extra = {**WANTED, "return_logprobs_in_base64": base64, "ignore_eos": True}
+    del extra["return_logprob"]
+    with openai.OpenAI(base_url=f"{tight_engine.url}/v1", api_key="none", timeout=180) as client:
+        if route == "chat":
+            *others, last = client.chat.completions.create(
+                model="default",
+                messages=[{"role": "user", "content": "hello"}],
+                max_completion_tokens=30,
+                n=2,
+                stream=True,
+                extra_body=extra,
+            )
+        else:
+            *others, last = client.completions.create(
+                model="default", prompt="hello", max_tokens=30, n=2, stream=True, extra_body=extra
+            )
+    assert len(others) > 5
+    for entry in last.sglext["candidate_sets"]:
+        assert len(CandidateSets.from_meta_info(entry, entry["output_ids"], vocab_size=512)) == 30
 
 
 async def test_chunks_that_sglang_merges_keep_their_sets(tight_engine: Engine) -> None:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches import budget, routes
+from sglang_topp_patches import budget, routes, seams
 
 ASKED = {"top_logprobs_p": 0.9}
 
@@ -88,7 +88,7 @@ async def test_each_family_of_routes_gets_its_own_shape(client: httpx.AsyncClien
         return (await client.post(path, json=ASKED)).json()
 
     assert (await refusal("/v1/messages"))["error"]["type"] == "invalid_request_error"
-    assert (await refusal("/v1/chat/completions"))["code"] == 400
+    assert (await refusal("/v1/responses"))["code"] == 400
     assert isinstance((await refusal("/api/chat"))["error"], str)
 
 
@@ -120,12 +120,99 @@ async def test_vertex_takes_the_fields_among_its_parameters_alone(client: httpx.
     ],
     ids=["escaped", "escaped in custom_params", "deep"],
 )
-@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate", "/vertex_generate"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/api/generate", "/vertex_generate"])
 async def test_however_it_is_written(client: httpx.AsyncClient, path: str, body: bytes) -> None:
     answer = await client.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     kept = await client.post(path, content=rb'{"prompt": "\u4f60\u597d"}')
     assert kept.status_code == 200
+
+
+@pytest.mark.parametrize("path", sorted(routes.OPENAI))
+async def test_openais_routes_refuse_where_the_patch_set_does_not_hold(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    assert routes.status().problems  # no hook is in place in this process
+    answer = await client.post(path, json={"prompt": "x", **ASKED})
+    assert answer.status_code == 400
+    assert answer.json()["param"] == "top_logprobs_p"
+    assert "not served here" in answer.json()["message"]
+    assert (await client.post(path, json={"prompt": "top_logprobs_p"})).status_code == 200
+
+
+async def _openai(body: Any, *, taken: bool) -> tuple[list[Any], list[Any]]:
+    """What the code behind `/v1/completions` finds, and the statuses that went out."""
+    found: list[Any] = []
+    statuses: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        call = routes.current_call.get()
+        found.append((call and call.fields, routes.path_without_sets.get(), (await receive())["body"]))
+        if call is not None and taken:
+            call.fields = None
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
+    await routes.Guard(app)(scope, receive, send)
+    return found, [status for status in statuses if status]
+
+
+@pytest.fixture
+def holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "status", lambda: seams.Status("0.5.23", (), ()))
+
+
+@pytest.mark.usefixtures("holds")
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (b'{"top_logprobs_p": 0.9, "prompt": "x"}', ASKED),
+        (rb'{"top_logprobs\u005fp": 0.9}', ASKED),
+        (b'{"custom_params": {"top_logprobs_p": 0.9}}', {}),
+        (b'{"top_logprobs_p": [0.9, null], "return_logprobs_in_base64": false}', None),
+    ],
+)
+async def test_openais_routes_are_handed_the_fields(body: bytes, fields: Any) -> None:
+    found, statuses = await _openai(body, taken=True)
+    expected = json.loads(body) if fields is None else fields
+    assert found == [(expected, "", body)]
+    assert statuses == [200]
+
+
+@pytest.mark.usefixtures("holds")
+async def test_an_answer_in_openais_form_without_the_sets_is_never_a_200() -> None:
+    with pytest.raises(RuntimeError, match="made without them"):
+        await _openai(json.dumps(ASKED).encode(), taken=False)
+
+
+@pytest.mark.usefixtures("holds")
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"return_logprobs_in_base64": True},
+        {"custom_params": {"return_logprobs_in_base64": True}},
+        {"sampling_params": ASKED},
+        {"extra_body": ASKED},
+        {**ASKED, "options": ASKED},
+    ],
+)
+async def test_openais_routes_refuse_what_they_do_not_look_at(body: Any) -> None:
+    found, statuses = await _openai(json.dumps(body).encode(), taken=True)
+    assert (found, statuses) == ([], [400])
+
+
+@pytest.mark.usefixtures("holds")
+async def test_openais_routes_know_that_nobody_asked() -> None:
+    found, statuses = await _openai(b'{"prompt": "x"}', taken=False)
+    assert found == [(None, "/v1/completions", b'{"prompt": "x"}')]
+    assert statuses == [200]
 
 
 def test_what_generate_does_not_look_at_is_named() -> None:
