@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.ending import end
 from sglang_topp_patches.heap import LARGE_BYTES, trim_soon
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, THRESHOLD, custom_params
 
@@ -221,16 +222,10 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
 
 def _end(req: Any, reason: str, *, busy: bool) -> None:
     """Abort a request in the scheduler, and let go of its sets."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
     if req is None:
         return
     status = HTTPStatus.TOO_MANY_REQUESTS if busy else HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    abort = FINISH_ABORT(f"{THRESHOLD}: {reason}", status, "BudgetExceeded")
-    if req.finished():
-        req.finished_reason = abort
-    else:
-        req.to_finish = abort
+    end(req, f"{THRESHOLD}: {reason}", status)
     # Nothing more is taken for it.
     custom_params(req).pop(THRESHOLD, None)
     info = req.customized_info or {}

@@ -12,10 +12,12 @@ from typing import Any
 
 from sglang_topp_patches import (
     admission,
+    ending,
     heap,
     http_app,
     mode,
     model,
+    pipeline,
     prefill,
     request,
     routes,
@@ -30,6 +32,7 @@ __all__ = ["register"]
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_PIPELINE = "sglang.srt.managers.scheduler_pp_mixin"
 _GRPC = "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle"
 _REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
 
@@ -61,7 +64,12 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ),
     ("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", "AROUND", prefill.forward),
     (f"{_STREAMER}.is_request_level_customized_info_key", "AFTER", prefill.is_sent_once),
+    (f"{_STREAMER}.stream_output", "BEFORE", ending.tell_why),
     (f"{_STREAMER}.stream_output", "AFTER", sampler.let_go_of_what_was_sent),
+    ("sglang.srt.managers.scheduler.Scheduler._poll_timeout_aborts", "AFTER", ending.end_on_every_rank),
+    ("sglang.srt.managers.scheduler.Scheduler.abort_request", "AROUND", ending.end_here),
+    (f"{_PIPELINE}.add_auxiliary_output_to_pp_tensors", "AROUND", pipeline.add_to_stage_output),
+    (f"{_PIPELINE}.pop_auxiliary_output_from_pp_tensors", "AROUND", pipeline.take_from_stage_output),
     ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER", prefill.forget_rows),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", model.note_model),
     (

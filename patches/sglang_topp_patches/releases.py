@@ -150,6 +150,38 @@ _SGLANG_0_5_23 = (
         "a prompt that is scored again after a retraction is not counted twice",
     ),
     Seam(
+        "sglang.srt.managers.scheduler.Scheduler._poll_timeout_aborts",
+        ("self",),
+        "a request that is beyond the budget is ended on every rank",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.abort_request",
+        ("self", "recv_req"),
+        "each rank ends it in the same step",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
+        ("self",),
+        "each rank finds it",
+        hooked=False,
+    ),
+    Seam(
+        "sglang.srt.managers.io_struct.AbortReq",
+        ("rid", "finished_reason"),
+        "the ranks tell each other",
+        hooked=False,
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_pp_mixin.add_auxiliary_output_to_pp_tensors",
+        ("tensors", "output"),
+        "the sets leave the last pipeline stage",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_pp_mixin.pop_auxiliary_output_from_pp_tensors",
+        ("tensors", "observer"),
+        "the sets arrive in the first pipeline stage",
+    ),
+    Seam(
         "sglang.srt.managers.auxiliary_output.append_auxiliary_output",
         ("current", "output"),
         "the sets travel to the host with SGLang's own copy",

@@ -9,7 +9,7 @@ retraction and stops are resolved by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from sglang_topp_patches.budget import charge
 from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.model import sanitizes_logits
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry
+from sglang_topp_patches.pipeline import PassSets
 from sglang_topp_patches.rows import Rows, rows_of
 
 __all__ = ["compute_logprobs", "let_go_of_what_was_sent", "sample"]
@@ -50,10 +51,11 @@ def sample(
         next_token_ids = original(self, logits_output, forward_batch)
     finally:
         _active = None
-    output = logits_output.auxiliary_device_output
-    for ours in (rows.prompt, GeneratedSets(rows, capture.sets)):
-        output = append_auxiliary_output(output, ours)
-    logits_output.auxiliary_device_output = output
+    prompt = () if rows.prompt is None else (rows.prompt,)
+    generated = GeneratedSets(replace(rows, prompt=None), capture.sets)
+    logits_output.auxiliary_device_output = append_auxiliary_output(
+        logits_output.auxiliary_device_output, PassSets((*prompt, generated))
+    )
     return next_token_ids
 
 
@@ -90,9 +92,7 @@ def _with_zeros(logprobs: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GeneratedSets:
-    """The sets of one forward pass, on the device and then on the host.
-
-    SGLang's `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput` in one.
+    """The generated tokens' sets of one forward pass, on the device and then on the host.
 
     Attributes:
         rows: the rows as they were when the pass was built.

@@ -22,7 +22,7 @@ class Request:
         self.sampling_params = self
         self.custom_params = custom_params
         self.customized_info: dict[str, list[Any]] = {KEY: ["a", "b"], PROMPT_KEY: ["c"], "other": ["d"]}
-        self.to_finish: Any = None
+        self.sglang_topp_ending: Any = None  # what `ending` notes
         self.finished_reason: Any = None
 
     def finished(self) -> bool:
@@ -61,9 +61,9 @@ def test_a_sample_ends_beyond_its_limit_and_says_what_fits(limits: InFlight) -> 
     req = Request()
     for _ in range(6):
         charge(req, 10)
-    assert req.to_finish is None
+    assert req.sglang_topp_ending is None
     charge(req, 10)
-    reason = req.to_finish.to_json()
+    reason = req.sglang_topp_ending.to_json()
     assert (reason["type"], reason["status_code"]) == ("abort", 413)
     assert "got 70 candidates at 7 positions, expected at most 60" in reason["message"]
     assert "6 positions fit" in reason["message"]
@@ -84,25 +84,25 @@ def test_the_largest_one_makes_room(limits: InFlight) -> None:
     large, small = Request(), Request()
     charge(large, 60)
     charge(small, 40)
-    assert (large.to_finish, small.to_finish) == (None, None)
+    assert (large.sglang_topp_ending, small.sglang_topp_ending) == (None, None)
     charge(small, 5)
-    assert small.to_finish is None
-    reason = large.to_finish.to_json()
+    assert small.sglang_topp_ending is None
+    reason = large.sglang_topp_ending.to_json()
     assert reason["status_code"] == 429
     assert "hold 105 candidates, more than the 100 that fit" in reason["message"]
     assert IN_FLIGHT in reason["message"]
     assert limits.total == 45
     # It may get another set before it is gone: that is not counted, and not held against it twice.
-    first = large.to_finish
+    first = large.sglang_topp_ending
     charge(large, 1)
     assert limits.total == 45
-    assert large.to_finish is first
+    assert large.sglang_topp_ending is first
 
 
 def test_lists_count_more(limits: InFlight) -> None:
     req = Request({KEY: LIST_FORM_COST})
     charge(req, 4)
-    assert req.to_finish.to_json()["status_code"] == 413
+    assert req.sglang_topp_ending.to_json()["status_code"] == 413
 
 
 def test_what_ends_however_it_ends_is_let_go_of(limits: InFlight) -> None:

@@ -115,8 +115,8 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
     sets = PromptSets(("a", "b"), (1.0, 0.9), (3, 2), tuple(taken.chunks), taken.refused)
     first, second = Req("a"), Req("b")
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
-    assert first.to_finish.to_json()["status_code"] == 413
-    assert "of the prompt's positions" in first.to_finish.to_json()["message"]
+    assert first.sglang_topp_ending.to_json()["status_code"] == 413
+    assert "of the prompt's positions" in first.sglang_topp_ending.to_json()["message"]
     assert first.customized_info is None
     assert len(second.customized_info[PROMPT_KEY]) == 2
     assert all(len(ids) > 0 for ids, _ in second.customized_info[PROMPT_KEY])
