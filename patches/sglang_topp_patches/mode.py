@@ -40,9 +40,6 @@ def refusals_of(server_args: Any) -> tuple[str, ...]:
         "diffusion decoding (--dllm-algorithm): tokens are not drawn one by one": (
             getattr(server_args, "dllm_algorithm", None)
         ),
-        "pipeline parallelism (--pp-size > 1): the sets do not travel between its stages": (
-            getattr(server_args, "pp_size", 1) > 1
-        ),
         "disaggregated prefill and decode (--disaggregation-mode): the first token's set stays behind": (
             getattr(server_args, "disaggregation_mode", "null") not in (None, "null")
         ),

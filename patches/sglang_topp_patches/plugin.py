@@ -18,6 +18,7 @@ from sglang_topp_patches import (
     mode,
     model,
     openai_api,
+    pipeline,
     prefill,
     request,
     routes,
@@ -33,6 +34,7 @@ __all__ = ["register"]
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_PIPELINE = "sglang.srt.managers.scheduler_pp_mixin"
 _GRPC = "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
@@ -74,6 +76,8 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", "AROUND", prefill.forward),
     (f"{_STREAMER}.is_request_level_customized_info_key", "AFTER", prefill.is_sent_once),
     (f"{_STREAMER}.stream_output", "AFTER", sampler.let_go_of_what_was_sent),
+    (f"{_PIPELINE}.add_auxiliary_output_to_pp_tensors", "AROUND", pipeline.add_to_stage_output),
+    (f"{_PIPELINE}.pop_auxiliary_output_from_pp_tensors", "AROUND", pipeline.take_from_stage_output),
     ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER", prefill.forget_rows),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", model.note_model),
     (

@@ -18,6 +18,7 @@ import torch
 from sglang_topp_patches.budget import budget, charge, in_flight, is_refused, refuse_prompt
 from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Span
+from sglang_topp_patches.pipeline import PassSets
 from sglang_topp_patches.rows import rows_of
 
 # Of log-probs: the sets of so many rows are taken at once, at most as large.
@@ -119,7 +120,7 @@ def compute_logprobs_only(
         from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
         logits_output.auxiliary_device_output = append_auxiliary_output(
-            logits_output.auxiliary_device_output, rows.prompt
+            logits_output.auxiliary_device_output, PassSets((rows.prompt,))
         )
 
 
@@ -145,8 +146,6 @@ def forget_rows(result: None, self: Any) -> None:
 @dataclass(frozen=True)
 class PromptSets:
     """The prompt rows of one pass, on the device and then on the host.
-
-    SGLang's `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput` in one.
 
     Attributes:
         request_ids: each row's request.

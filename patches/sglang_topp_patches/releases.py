@@ -176,6 +176,16 @@ _SGLANG_0_5_23 = (
         "a prompt that is scored again after a retraction is not counted twice",
     ),
     Seam(
+        "sglang.srt.managers.scheduler_pp_mixin.add_auxiliary_output_to_pp_tensors",
+        ("tensors", "output"),
+        "the sets leave the last pipeline stage",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_pp_mixin.pop_auxiliary_output_from_pp_tensors",
+        ("tensors", "observer"),
+        "the sets arrive in the first pipeline stage",
+    ),
+    Seam(
         "sglang.srt.managers.auxiliary_output.append_auxiliary_output",
         ("current", "output"),
         "the sets travel to the host with SGLang's own copy",

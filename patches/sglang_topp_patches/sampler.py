@@ -22,6 +22,7 @@ from sglang_topp_patches.budget import charge, is_refused
 from sglang_topp_patches.extract import RowSets, extract
 from sglang_topp_patches.model import sanitizes_logits
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, Span
+from sglang_topp_patches.pipeline import PassSets
 from sglang_topp_patches.rows import Rows, rows_of
 from sglang_topp_patches.versions import version_in_force
 
@@ -60,10 +61,11 @@ def sample(
         _active = None
     if capture is None:
         return next_token_ids
-    output = logits_output.auxiliary_device_output
-    for ours in (rows.prompt, GeneratedSets(rows, capture.sets, version_in_force(), capture.drawn)):
-        output = append_auxiliary_output(output, ours)
-    logits_output.auxiliary_device_output = output
+    prompt = () if rows.prompt is None else (rows.prompt,)
+    generated = GeneratedSets(replace(rows, prompt=None), capture.sets, version_in_force(), capture.drawn)
+    logits_output.auxiliary_device_output = append_auxiliary_output(
+        logits_output.auxiliary_device_output, PassSets((*prompt, generated))
+    )
     return next_token_ids
 
 
@@ -103,9 +105,7 @@ def _with_zeros(logprobs: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GeneratedSets:
-    """The sets of one forward pass, on the device and then on the host.
-
-    SGLang's `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput` in one.
+    """The generated tokens' sets of one forward pass, on the device and then on the host.
 
     Attributes:
         rows: the rows as they were when the pass was built.

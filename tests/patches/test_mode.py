@@ -15,7 +15,6 @@ from sglang_topp_patches import mode
     [
         ("speculative_algorithm", "EAGLE", "speculative"),
         ("dllm_algorithm", "LowConfidence", "diffusion"),
-        ("pp_size", 2, "pipeline"),
         ("disaggregation_mode", "prefill", "disaggregated"),
     ],
 )
@@ -26,7 +25,6 @@ def test_modes_without_exact_sets_refuse(
     args = {
         "speculative_algorithm": None,
         "dllm_algorithm": None,
-        "pp_size": 1,
         "disaggregation_mode": "null",
     }
     mode.note_server_args(None, None, SimpleNamespace(**args))
