@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_observer_pp import (
     pop_auxiliary_output_from_pp_tensors,
 )
 
-from sglang_topp_patches.extract import extract
+from sglang_topp_patches.extract import extract, extract_support
 from sglang_topp_patches.pipeline import PassSets, add_to_stage_output, take_from_stage_output
 from sglang_topp_patches.prefill import PromptSets
 from sglang_topp_patches.rows import Rows
@@ -38,7 +38,9 @@ def sets() -> PassSets:
     thresholds = (0.9, 0.9, 0.0)
     generated = extract(logprobs[5:], thresholds, ids[5:])
     assert list(generated.problems) == [1]
-    return PassSets((prompt, GeneratedSets(Rows(("a", "b", "c"), thresholds), generated)))
+    drawn = extract_support(logprobs[7:], torch.ones(1, VOCAB), None, ids[7:])
+    rows = Rows(("a", "b", "c"), thresholds, drawn=(2,), greedy=frozenset())
+    return PassSets((prompt, GeneratedSets(rows, generated, "default", drawn)))
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def test_all_of_it_arrives(monkeypatch: pytest.MonkeyPatch, sets: PassSets, num_
     tensors = send(monkeypatch, sets, num_ranks)
     # SGLang splits what can be split among tensor-parallel ranks, and only one of them has sets.
     ours = [value for key, value in tensors.items() if key.startswith("sglang_topp.")]
-    assert len(ours) == 9
+    assert len(ours) == 12
     assert all(num_ranks == 1 or len(tensor) % num_ranks for tensor in ours)
     arrived = take_from_stage_output(pop_auxiliary_output_from_pp_tensors, tensors, None)
     assert same(arrived, sets)
