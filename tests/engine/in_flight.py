@@ -58,6 +58,15 @@ class InFlight:
     def is_done(self, name: str) -> bool:
         return self._tasks[name].done()
 
+    async def arrive(self) -> None:
+        """Return once the scheduler has every request that has not ended."""
+        while True:
+            loads = (await self.http.get("/v1/loads")).json()["loads"]
+            there = sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+            if there >= sum(not task.done() for task in self._tasks.values()):
+                return
+            await asyncio.sleep(0.02)
+
     async def move(self, name: str, chunks: int) -> None:
         """Return once a stream has got so many chunks more."""
         end = len(self.chunks[name]) + chunks

@@ -85,6 +85,7 @@ async def test_each_token_comes_from_the_weights_that_are_named(
 ) -> None:
     async with InFlight.at(engine.url) as requests:
         send_every_form(requests)
+        await requests.arrive()
         await requests.move("form-0", 4)
         for i, version in enumerate(pushed):
             # Under way in the middle of its prompt, or waiting, when generation stops.
@@ -130,6 +131,7 @@ async def test_a_push_that_does_not_pause_lets_answers_end_or_aborts_them(
 ) -> None:
     async with InFlight.at(engine.url) as requests:
         send_every_form(requests)
+        await requests.arrive()
         await requests.move("form-0", 4)
         await requests.push(weight_folders["other-1"], "other-1")
         for answer in (await requests.answers()).values():
@@ -138,6 +140,7 @@ async def test_a_push_that_does_not_pause_lets_answers_end_or_aborts_them(
 
         for i in range(4):
             requests.send(f"aborted-{i}", **asking(PROMPTS[i], 2000, stream=i % 2 == 0))
+        await requests.arrive()
         await requests.move("aborted-0", 4)
         await requests.push(weight_folders["other-2"], "other-2", abort_all_requests=True)
         requests.send("after", **asking(PROMPTS[0]))
@@ -155,6 +158,7 @@ async def test_a_pause_that_aborts(
     async with InFlight.at(engine.url) as requests:
         for i in range(6):
             requests.send(f"aborted-{i}", **asking(PROMPTS[i % 4], 2000, stream=i % 2 == 0))
+        await requests.arrive()
         await requests.move("aborted-0", 4)
         await requests.pause("abort")
         for answer in (await requests.answers()).values():
@@ -183,6 +187,7 @@ async def test_aborts_while_generation_is_paused(
         for i in range(4):
             requests.send(f"aborted-{i}", **asking(PROMPTS[i], 70, stream=i % 2 == 0))
         requests.send("goes-on", **asking(PROMPTS[0], stream=True))
+        await requests.arrive()
         await requests.move("goes-on", 4)
         await requests.pause(mode)
         await requests.push(weight_folders["head-1"], "head-1", flush_cache=mode == "retract")
