@@ -16,7 +16,7 @@ from sglang_topp.engine_request import (
 )
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["check_request", "note_model", "sanitizes_logits", "to_record"]
+__all__ = ["check_request", "note_model", "num_prompts", "sanitizes_logits", "to_record"]
 
 _MAX_SAMPLES = 8192  # of one request, as the sidecar has it by default
 _TOKEN_CHARS = 64  # where nothing is known
@@ -80,7 +80,7 @@ def check_request(field: Callable[[str], Any]) -> None:
         check_token_ids(name, one, _model.vocab_size)
     if field("text") is None and ids is None:
         _check_embeds(field("input_embeds"))
-    num_prompts = _check_lists(field, _model)
+    count = _check_lists(field, _model)
     overrides = field("positional_embed_overrides")
     if any(isinstance(one, _JSON) for one in (overrides if isinstance(overrides, list) else [overrides])):
         # A field for objects of the Python interface: the scheduler fails on anything else.
@@ -91,14 +91,27 @@ def check_request(field: Callable[[str], Any]) -> None:
             raise InvalidInputError(f"session_params: expected an object with {', '.join(sorted(known))}")
     for name, params in _each("sampling_params", field("sampling_params"), dict):
         # SGLang copies the prompts `n` times before it looks at anything.
-        n, most = params.get("n", 1), max(1, _MAX_SAMPLES // num_prompts)
+        n, most = params.get("n", 1), max(1, _MAX_SAMPLES // count)
         if not isinstance(n, int) or n > most:
             raise InvalidInputError(
-                f"{name}.n: got {n}, expected an integer of at most {most} for {num_prompts} prompts"
+                f"{name}.n: got {n}, expected an integer of at most {most} for {count} prompts"
             )
         if sentence := overlong_param(name, params):
             raise InvalidInputError(sentence)
         check_sampling_params(name, params, _model)
+
+
+def num_prompts(field: Callable[[str], Any]) -> int | None:
+    """How many prompts a request holds; None where it is one that stands in no list."""
+    text, ids, embeds = field("text"), field("input_ids"), field("input_embeds")
+    if isinstance(text, list):
+        return len(text)
+    if text is None and _holds(ids, list):
+        return len(ids)
+    # One prompt of embeddings is a list of lists itself.
+    if text is None and ids is None and _holds(embeds, list) and _holds(embeds[0], list):
+        return len(embeds)
+    return None
 
 
 def _session_fields() -> set[str]:
@@ -126,14 +139,7 @@ def _check_embeds(embeds: Any) -> None:
 
 def _check_lists(field: Callable[[str], Any], model: Model) -> int:
     """Check what comes as one value or one per prompt; returns the number of prompts."""
-    text, ids, embeds = field("text"), field("input_ids"), field("input_embeds")
-    count = None
-    if isinstance(text, list):
-        count = len(text)
-    elif text is None and _holds(ids, list):
-        count = len(ids)
-    elif text is None and ids is None and _holds(embeds, list) and _holds(embeds[0], list):
-        count = len(embeds)
+    count = num_prompts(field)
     for name in _ONE_OR_PER_PROMPT:
         value = field(name)
         # A list for one prompt reaches the scheduler as it is.

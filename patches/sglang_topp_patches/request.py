@@ -66,7 +66,7 @@ def check_body(error: str | None, body: Any) -> str | None:
     if error is not None or not isinstance(body, Mapping):
         return error
     try:
-        asked = _Asked.of(body.get, _num_prompts(body))
+        asked = _Asked.of(body.get, 1 if (count := model.num_prompts(body.get)) is None else count)
         if asked.any:
             model.check_request(body.get)
     except InvalidInputError as problem:
@@ -283,15 +283,3 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidInputError(f"{name}: got {value!r}, expected true or false")
     return value
-
-
-def _num_prompts(body: Mapping[str, Any]) -> int:
-    text, ids, embeds = body.get("text"), body.get("input_ids"), body.get("input_embeds")
-    if isinstance(text, list):
-        return len(text)
-    if text is None and isinstance(ids, list) and ids and isinstance(ids[0], list):
-        return len(ids)
-    # One prompt of embeddings is a list of lists itself.
-    if text is None and ids is None and isinstance(embeds, list) and embeds and isinstance(embeds[0], list):
-        return len(embeds) if embeds[0] and isinstance(embeds[0][0], list) else 1
-    return 1
