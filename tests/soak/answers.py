@@ -10,10 +10,10 @@ import numpy as np
 from sglang_topp import CandidateSets, wire
 from sglang_topp_client import Rollout
 from sglang_topp_client.record import from_record
-from tests.engine.checks import check_rollout, checked_sets
-from tests.soak.asks import Ask
+from tests.engine.checks import ROUNDING, check_rollout, checked_sets
+from tests.soak.asks import VOCAB_SIZE, Ask
 
-__all__ = ["check_chunk", "check_lines", "check_whole", "events", "samples_of"]
+__all__ = ["check_chunk", "check_lines", "check_support", "check_whole", "events", "samples_of"]
 
 
 def check_whole(rollouts: list[Rollout], ask: Ask) -> None:
@@ -22,7 +22,13 @@ def check_whole(rollouts: list[Rollout], ask: Ask) -> None:
     for rollout in rollouts:
         if not isinstance(ask.prompt, str):
             assert rollout.prompt_ids.tolist() == ask.prompt
-        if ask.p:
+        if ask.from_sampler:
+            assert rollout.top_logprobs_source == "sampler"
+            assert rollout.candidates is not None
+            np.testing.assert_array_equal(rollout.candidates.sampled_ids, rollout.output_ids)
+            np.testing.assert_array_equal(rollout.candidates.sampled_logprobs, rollout.logprobs)
+            check_support(rollout.candidates, ask.sampling)
+        elif ask.p:
             check_rollout(rollout, ask.p)
         else:
             assert rollout.candidates is None
@@ -32,10 +38,16 @@ def check_whole(rollouts: list[Rollout], ask: Ask) -> None:
 def check_chunk(chunk: dict[str, Any], ask: Ask) -> bool:
     """One JSON of `/generate`, whole or the head of what is to come; whether the sample is finished."""
     meta_info = chunk["meta_info"]
-    if not ask.p:
+    if not ask.wants_sets:
         assert not wire.has_output_sets(meta_info)
-    elif ask.sampling["max_new_tokens"]:
+    elif ask.sampling["max_new_tokens"] and ask.p:
         checked_sets(chunk, ask.p)
+    elif ask.sampling["max_new_tokens"]:
+        assert meta_info["top_logprobs_source"] == "sampler"
+        sets = CandidateSets.from_meta_info(meta_info, chunk["output_ids"], vocab_size=VOCAB_SIZE)
+        reported = [logprob for logprob, _, _ in meta_info["output_token_logprobs"]]
+        np.testing.assert_array_equal(sets.sampled_logprobs, np.array(reported, np.float32))
+        check_support(sets, ask.sampling)
     else:
         # SGLang may report the log-prob of a token that is not part of the sample.
         assert len(CandidateSets.from_meta_info(meta_info, chunk["output_ids"])) == 0
@@ -51,6 +63,20 @@ def check_chunk(chunk: dict[str, Any], ask: Ask) -> bool:
         return False
     _check_length(len(chunk["output_ids"]), reason["type"], ask)
     return True
+
+
+def check_support(sets: CandidateSets, sampling: dict[str, Any]) -> None:
+    """As far as sets alone can show: the request's own filters keep all of them, and no filter lacks one."""
+    top_k = 1 if sampling["temperature"] == 0 else sampling.get("top_k", VOCAB_SIZE)
+    top_p, min_p = sampling["top_p"], sampling.get("min_p", 0.0)
+    for t, (_, logprobs) in enumerate(sets):
+        mass = np.exp(logprobs.astype(np.float64))
+        assert len(mass) <= top_k, f"position {t}: {len(mass)} candidates for top_k {top_k}"
+        above = mass.sum() - mass[-1]
+        assert above <= top_p + ROUNDING, f"position {t}: kept mass {above} above the last one, top_p {top_p}"
+        assert mass[-1] >= min_p * mass[0] - ROUNDING, f"position {t}: below min_p {min_p}"
+        is_whole = len(mass) == top_k or min_p > 0 or mass.sum() >= top_p - ROUNDING
+        assert is_whole, f"position {t}: kept mass {mass.sum()} for top_p {top_p}"
 
 
 def check_lines(text: str, ask: Ask) -> None:

@@ -18,7 +18,8 @@ class Ask:
 
     Attributes:
         prompt: a text, or token ids.
-        p: the threshold; None or 0: no sets are wanted.
+        p: the threshold; None or 0: no sets are made by one.
+        from_sampler: whether the sets are those that the sampler could draw; then there is no threshold.
         sampling: SGLang's sampling parameters, `n` among them.
         stream: whether the answer comes in parts.
         base64: the form of the sets, straight to the engine.
@@ -33,6 +34,17 @@ class Ask:
     base64: bool = True
     scores_prompt: bool = False
     in_custom_params: bool = False
+    from_sampler: bool = False
+
+    @property
+    def wants_sets(self) -> bool:
+        return bool(self.p) or self.from_sampler
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What asks for the sets, by the names that it has everywhere."""
+        source = {"top_logprobs_source": "sampler"} if self.from_sampler else {}
+        return {"top_logprobs_p": self.p, **source}
 
     @property
     def n(self) -> int:
@@ -51,20 +63,16 @@ class Ask:
         if self.scores_prompt:
             body["logprob_start_len"] = 0
         place = body
-        if self.in_custom_params and self.p:
+        if self.in_custom_params and self.wants_sets:
             place = body["sampling_params"]["custom_params"] = {}
-        return body | _set(place, top_logprobs_p=self.p, return_logprobs_in_base64=self.base64)
+        place.update(self.fields, return_logprobs_in_base64=self.base64)
+        return body
 
     def for_sidecar(self, rid: str) -> dict[str, Any]:
         """The body of `POST /rollouts`."""
         prompts = self.prompt if isinstance(self.prompt, str) else [self.prompt]
         body = {"prompts": prompts, "sampling_params": dict(self.sampling), "stream": self.stream}
-        return {**body, "top_logprobs_p": self.p, "request_id": rid}
-
-
-def _set(place: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    place.update(fields)
-    return {}
+        return {**body, **self.fields, "request_id": rid}
 
 
 def random_ask(rng: random.Random) -> Ask:
@@ -98,14 +106,16 @@ def random_ask(rng: random.Random) -> Ask:
     # A regular expression that is done ends the sample; fewer tokens than this would be an error.
     if "min_new_tokens" in sampling and ("regex" in sampling or sampling["max_new_tokens"] < 1):
         del sampling["min_new_tokens"]
+    from_sampler = rng.random() < 0.25
     return Ask(
         prompt,
-        rng.choice(THRESHOLDS),
+        None if from_sampler else rng.choice(THRESHOLDS),
         sampling,
         stream=rng.random() < 0.5,
         base64=rng.random() < 0.6,
         scores_prompt=rng.random() < 0.15,
         in_custom_params=rng.random() < 0.2,
+        from_sampler=from_sampler,
     )
 
 
@@ -120,6 +130,13 @@ BAD: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"text": "a", "return_logprob": True, "top_logprobs_p": 0.9, "return_logprobs_in_base64": 1},
         "return_logprobs_in_base64",
     ),
+    (
+        "/generate",
+        {"text": "a", "return_logprob": True, "top_logprobs_p": 0.9, "top_logprobs_source": "sampler"},
+        "top_logprobs_source",
+    ),
+    ("/generate", {"text": "a", "top_logprobs_source": "sampler"}, "return_logprob"),
+    ("/rollouts", {"prompts": "a", "top_logprobs_source": "nucleus"}, "top_logprobs_source"),
     ("/rollouts", {"prompts": "a", "top_logprobs_p": 2}, "top_logprobs_p"),
     ("/rollouts", {"prompts": []}, "prompts"),
     ("/rollouts", {"prompts": [[-1]]}, "prompts"),

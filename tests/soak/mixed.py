@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from sglang_topp import CandidateSets
 from sglang_topp.errors import RolloutError
 from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_client.record import from_record
@@ -63,10 +64,10 @@ class _Mix:
     async def by_client(self, client: AsyncRolloutClient, ask: Ask, rid: str) -> None:
         prompts: Any = [ask.prompt]
         if ask.stream:
-            stream = client.stream(prompts, ask.sampling, top_logprobs_p=ask.p, request_id=rid)
+            stream = client.stream(prompts, ask.sampling, **ask.fields, request_id=rid)
             rollouts = [rollout async for rollout in stream]
         else:
-            rollouts = await client.generate(prompts, ask.sampling, top_logprobs_p=ask.p, request_id=rid)
+            rollouts = await client.generate(prompts, ask.sampling, **ask.fields, request_id=rid)
         check_whole(rollouts, ask)
 
     async def to_sidecar(self, ask: Ask, rid: str) -> None:
@@ -90,6 +91,8 @@ class _Mix:
             if reason is not None and reason["type"] == "abort":
                 if ask.p and chunk["output_ids"]:
                     checked_sets(chunk, ask.p)
+                elif ask.from_sampler and chunk["output_ids"]:
+                    CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"])
                 raise _AbortedError(str(reason))
             if check_chunk(chunk, ask):
                 finished.add(chunk.get("index", len(finished)))
@@ -123,7 +126,7 @@ class _Mix:
             order = client.abort(rid) if way < 2 else self.engine.post("/abort_request", json={"rid": rid})
             await self._counted("aborted", self._abort(sending, order), ask)
         else:
-            await self._counted("with sets" if ask.p else "without sets", sending, ask)
+            await self._counted("with sets" if ask.wants_sets else "without sets", sending, ask)
 
     async def _hang_up(self, sending: asyncio.Future[None]) -> None:
         await asyncio.sleep(self.rng.random() ** 2)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglang_topp import CandidateSets
 from sglang_topp.wire import encode_sets
-from tests.soak.answers import check_chunk
+from tests.soak.answers import check_chunk, check_support
 from tests.soak.asks import Ask
 from tests.soak.report import Report, table
 
@@ -63,3 +64,27 @@ def test_sets_that_are_not_this_tokens_are_misplaced(sets: Any) -> None:
 
 def test_no_sets_are_a_miss() -> None:
     assert counted(chunk(with_sets=False)) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "probs", "is_right"),
+    [
+        ({"top_p": 0.9}, [0.6, 0.25, 0.1], True),
+        ({"top_p": 0.8}, [0.6, 0.25, 0.1], False),  # the last one stands below the cutoff
+        ({"top_p": 1.0}, [0.6, 0.25, 0.1], False),  # and here some are missing
+        ({"top_p": 1.0, "top_k": 3}, [0.6, 0.25, 0.1], True),
+        ({"top_p": 1.0, "top_k": 2}, [0.6, 0.25, 0.1], False),
+        ({"top_p": 1.0, "min_p": 0.15}, [0.6, 0.25, 0.1], True),
+        ({"top_p": 1.0, "min_p": 0.2}, [0.6, 0.25, 0.1], False),
+        ({"top_p": 0.9, "temperature": 0.0}, [0.6], True),
+        ({"top_p": 0.9, "temperature": 0.0}, [0.6, 0.25, 0.1], False),
+    ],
+)
+def test_what_the_filters_keep(sampling: dict[str, Any], probs: list[float], is_right: bool) -> None:
+    sets = CandidateSets(range(len(probs)), np.log(np.array(probs)), [0, len(probs)], [0])
+    try:
+        check_support(sets, {"temperature": 1.0, **sampling})
+    except AssertionError:
+        assert not is_right
+    else:
+        assert is_right
