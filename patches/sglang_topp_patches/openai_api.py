@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from http.client import responses
 from typing import Any
 
 from sglang_topp_patches.payload import AT_END, SETS
@@ -31,7 +32,7 @@ class _Heard:
     Attributes:
         entries: each finished sample's sets by its index; None for one that none were asked for.
         problem: why a finished sample has none; empty while all have.
-        status: of the error that ended the call, where SGLang would make a 400 of it; else 0.
+        status: of the error that ended the call; 0 where it has none of its own.
     """
 
     def __init__(self, request: Any) -> None:
@@ -49,6 +50,7 @@ class _Heard:
             self.entries[index] = meta_info.pop(SETS)
         else:
             self.problem = self.problem or reason.get("message") or "the engine sent none"
+            self.status = self.status or int(reason.get("status_code") or 0)
 
     def sglext(self) -> dict[str, Any]:
         """What joins the answer's `sglext`.
@@ -172,6 +174,8 @@ def _last_event(template: Mapping[str, Any], heard: _Heard) -> str:
     try:
         content = {**template, "choices": [], "usage": None, "sglext": heard.sglext()}
     except RuntimeError as problem:
-        error = {"object": "error", "message": str(problem), "type": "InternalServerError", "code": 500}
+        status = heard.status or 500
+        kind = responses.get(status, "InternalServerError").replace(" ", "")
+        error = {"object": "error", "message": str(problem), "type": kind, "code": status}
         content = {"error": {**error, "param": None}}
     return f"data: {orjson.dumps(content).decode()}\n\n"

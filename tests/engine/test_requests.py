@@ -313,22 +313,6 @@ def test_off_means_no_sets(engine: Engine, off: dict[str, Any]) -> None:
     assert not wire.has_output_sets(answer["meta_info"])
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("place", ["body", "custom_params"])
-def test_openai_routes_refuse_instead_of_dropping_the_sets(engine: Engine, route: str, place: str) -> None:
-    asked: dict[str, Any] = {"top_logprobs_p": 0.9}
-    body = {
-        "model": "default",
-        "prompt": PROMPT,
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": 4,
-        **(asked if place == "body" else {"custom_params": asked}),
-    }
-    answer = engine.http.post(route, json=body)
-    assert answer.status_code == 400
-    assert "/generate" in answer.text
-
-
 def test_server_info_says_that_the_patch_set_holds(engine: Engine) -> None:
     report = engine.http.get("/server_info").json()["sglang_topp"]
     assert report["active"] is True

@@ -47,7 +47,7 @@ def test_two_ranks(model_path: Path, log_folder: Path) -> None:
             large |= {"text": "x", "top_logprobs_p": 1.0, "return_logprobs_in_base64": True}
             if stream:
                 last = engine.stream(**large)[-1]
-                assert last["error"]["code"] == 413
+                assert last["meta_info"]["finish_reason"]["status_code"] == 413
             else:
                 answer = engine.post(**large)
                 assert answer.status_code == 413

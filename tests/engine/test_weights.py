@@ -37,7 +37,13 @@ def weights_for_others(engine: Engine, model_path: Path) -> Iterator[None]:
     assert answer.status_code == 200, answer.text
 
 
-def asking(prompt: str, max_new_tokens: int = 40, *, greedy: bool = False, **fields: Any) -> dict[str, Any]:
+# Long enough to be under way through several pauses, also where nothing else uses the cores.
+LENGTH = 200
+
+
+def asking(
+    prompt: str, max_new_tokens: int = LENGTH, *, greedy: bool = False, **fields: Any
+) -> dict[str, Any]:
     return {
         "text": prompt,
         "sampling_params": {
@@ -117,7 +123,7 @@ async def test_each_token_comes_from_the_weights_that_are_named(
         else:
             # Each of them was there from the first weights to the last.
             assert [version for version, _ in itertools.groupby(versions)] == ["default", *pushed]
-            assert len(versions) == 40
+            assert len(versions) == LENGTH
         if "input_top_p_logprobs_lengths" in answer["meta_info"]:
             check_prompt(answer)
     for name, chunks in requests.chunks.items():
@@ -136,7 +142,7 @@ async def test_a_push_that_does_not_pause_lets_answers_end_or_aborts_them(
         await requests.push(weight_folders["other-1"], "other-1")
         for answer in (await requests.answers()).values():
             assert set(check_answer(answer, P, reference_models)) == {"default"}
-            assert len(answer["output_ids"]) == 40
+            assert len(answer["output_ids"]) == LENGTH
 
         for i in range(4):
             requests.send(f"aborted-{i}", **asking(PROMPTS[i], 2000, stream=i % 2 == 0))
@@ -171,7 +177,7 @@ async def test_a_pause_that_aborts(
         assert not requests.is_done("waits")
         await requests.go_on()
         answers = await requests.answers()
-    assert check_answer(answers["waits"], P, reference_models) == ["other-1"] * 40
+    assert check_answer(answers["waits"], P, reference_models) == ["other-1"] * LENGTH
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -185,7 +191,7 @@ async def test_aborts_while_generation_is_paused(
 ) -> None:
     async with InFlight.at(engine.url) as requests:
         for i in range(4):
-            requests.send(f"aborted-{i}", **asking(PROMPTS[i], 70, stream=i % 2 == 0))
+            requests.send(f"aborted-{i}", **asking(PROMPTS[i], 2000, stream=i % 2 == 0))
         requests.send("goes-on", **asking(PROMPTS[0], stream=True))
         await requests.arrive()
         await requests.move("goes-on", 4)
@@ -202,7 +208,7 @@ async def test_aborts_while_generation_is_paused(
         is_aborted = everything or name.startswith("aborted")
         assert (answer["meta_info"]["finish_reason"]["type"] == "abort") == is_aborted
         versions = check_answer(answer, P, reference_models)
-        assert len(versions) < 70 if is_aborted else len(versions) == 40
+        assert len(versions) < 2000 if is_aborted else len(versions) == LENGTH
         if not is_aborted:
             assert set(versions) == {"default", "head-1"}
         for chunk in requests.chunks.get(name, ()):
@@ -214,7 +220,7 @@ async def test_a_rollout_says_which_weights_each_token_came_from(
     engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any]
 ) -> None:
     prompts = PROMPTS[:2]
-    sampling = {"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True, "n": 2}
+    sampling = {"max_new_tokens": LENGTH, "temperature": 1.0, "ignore_eos": True, "n": 2}
     with run_sidecar(engine.url) as sidecar:
         async with (
             InFlight.at(engine.url) as requests,
@@ -224,7 +230,7 @@ async def test_a_rollout_says_which_weights_each_token_came_from(
             clients = (direct, through_sidecar)
             for client in clients:  # it is known by now what answers, and that it is ready
                 await client.generate(["a"], {"max_new_tokens": 1}, top_logprobs_p=P)
-            requests.send("clock", **asking("clock", 400, stream=True))
+            requests.send("clock", **asking("clock", 2000, stream=True))
             await requests.move("clock", 1)
             sending = asyncio.gather(
                 *(client.generate(prompts, sampling, top_logprobs_p=P) for client in clients),
