@@ -35,6 +35,18 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "top_logprobs_p": 0.95,
         "return_logprobs_in_base64": True,
     },
+    "what the sampler could draw, base64": {
+        "return_logprob": True,
+        "top_logprobs_source": "sampler",
+        "return_logprobs_in_base64": True,
+    },
+    "return_logprob, top_k 20": {"return_logprob": True, "sampling_params": {**SAMPLING, "top_k": 20}},
+    "what the sampler could draw, top_k 20, base64": {
+        "return_logprob": True,
+        "top_logprobs_source": "sampler",
+        "return_logprobs_in_base64": True,
+        "sampling_params": {**SAMPLING, "top_k": 20},
+    },
 }
 
 
