@@ -121,7 +121,7 @@ class InFlight:
             largest.end(
                 f"the requests in flight hold {self.total} candidates, more than the {self.limit} that fit"
                 f" ({_IN_FLIGHT}), and this one the most of them: {largest.candidates} at"
-                f" {largest.positions} positions; send it again later, or ask for fewer tokens or a smaller p"
+                f" {largest.positions} positions; send it again later, with fewer tokens or smaller sets"
             )
 
 
@@ -176,7 +176,7 @@ def _per_sample_refusal(candidates: int, positions: int) -> str:
     return (
         f"got {candidates} candidates at {positions} positions, expected at most {limit} for one sample"
         f" ({_PER_SAMPLE}; a candidate in JSON lists counts {LIST_FORM_COST}); at this size {fitting}"
-        " positions fit: ask for fewer tokens, a smaller p or return_logprobs_in_base64"
+        " positions fit: ask for fewer tokens, smaller sets or return_logprobs_in_base64"
     )
 
 
@@ -215,7 +215,7 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
     _end(
         req,
         f"the sets of the prompt's positions, with all that is held beside them, are beyond {limit}"
-        f" candidates ({name}); ask for fewer positions (logprob_start_len) or a smaller p",
+        f" candidates ({name}); ask for fewer positions (logprob_start_len) or smaller sets",
         busy=is_busy,
     )
 
@@ -236,8 +236,10 @@ def _end(req: Any, reason: str, *, busy: bool) -> None:
     word = Entry(None, reason, status)
     req.sglang_topp_refused = True
     info = req.customized_info = req.customized_info or {}
-    for key in (KEY, PROMPT_KEY):
-        info[key] = [word] * max(1, len(info.get(key, ())))
+    # SGLang sends entries from `send_token_offset` on, so one stands where the next token's will be; the
+    # prompt's go out with the first token, if they have not.
+    info[KEY] = [word] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
+    info[PROMPT_KEY] = [word] * max(1, len(info.get(PROMPT_KEY, ())))
 
 
 def _count(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -4,10 +4,10 @@ SGLang builds its own request from OpenAI's, and OpenAI's answer from its own. T
 found in the body are put on the former; what the engine answers is listened to on its way, and the sets
 go into the answer's `sglext`, which is where SGLang puts its other additions:
 
-    "sglext": {"candidate_sets": [{"output_ids": [...], "output_top_p_logprobs_val_base64": ..., ...}, ...]}
+    "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 
-one entry per choice, with the fields of `meta_info` on `/generate`. A stream has them in a last chunk without
-choices. An answer in which one is missing is an error.
+one entry per choice, with its index and the fields of `meta_info` on `/generate`. A stream has them in a last
+chunk without choices. An answer in which one is missing is an error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class _Heard:
         if self.problem or self.entries.keys() != set(range(expected)):
             found = f"{len(self.entries)} of {expected} choices have candidate sets"
             raise RuntimeError(f"{found}: {self.problem or 'the engine sent no more'}")
-        return {"candidate_sets": [self.entries[index] for index in range(expected)]}
+        entries = [self.entries[index] for index in range(expected)]
+        return {"candidate_sets": [entry and {"index": i, **entry} for i, entry in enumerate(entries)]}
 
 
 async def add_to_answer(

@@ -191,7 +191,13 @@ class _Asked:
                     " expected it in one place, or the same in both"
                 )
             thresholds[i] = inner or thresholds[i]
-            sampler[i] = sampler[i] or _is_sampler(_CUSTOM + SOURCE, custom.get(SOURCE))
+            is_sampler = _is_sampler(_CUSTOM + SOURCE, custom.get(SOURCE))
+            if sampler[i] and custom.get(SOURCE) is not None and not is_sampler:
+                raise InvalidInputError(
+                    f"{SOURCE}: got {SAMPLER!r} and {custom[SOURCE]!r} in sampling_params.custom_params;"
+                    " expected it in one place, or the same in both"
+                )
+            sampler[i] = sampler[i] or is_sampler
             flags[i] = flags[i] or _flag(_CUSTOM + BASE64, custom.get(BASE64, False))
         asked = cls(thresholds, sampler, flags)
         if asked.any:

@@ -272,7 +272,7 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
         for item in value:
             yield from _places(item, prefix)
     elif isinstance(value, dict):
-        yield from (f"{prefix}{field}" for field in FIELDS if value.get(field))
+        yield from (f"{prefix}{field}" for field in FIELDS if value.get(field) not in (None, False, 0))
         for name in _CONTAINERS:
             if isinstance(value.get(name), dict | list):
                 yield from _places(value[name], f"{prefix}{name}.")

@@ -131,11 +131,17 @@ async def _with_sets(
     async with aclosing(chunks):
         async for out in chunks:
             received.check_call()
-            if KEY in out["meta_info"]:
-                if out["meta_info"][KEY] is None:
-                    # Tokens without their sets look like an answer without the feature. The error is to come.
-                    continue
+            meta_info = out["meta_info"]
+            reason = meta_info.get("finish_reason")
+            if meta_info.get(KEY) is not None:
                 _write_sets(self, out, state, received)
+            elif reason is None and not getattr(state.obj, AT_END, False):
+                # Tokens without their sets look like an answer without the feature. The error is to come.
+                continue
+            elif reason is not None and reason.get("type") != "abort":
+                raise RuntimeError(
+                    "SGLang made an answer to a request for candidate sets without noting them"
+                )
             yield out
 
 

@@ -233,6 +233,10 @@ def test_prompt_positions_have_no_sampler(engine: Engine) -> None:
             "top_logprobs_source: got 'sampler' and top_logprobs_p",
         ),
         (
+            {"sampling_params": {"custom_params": {"top_logprobs_source": "distribution"}}},
+            "top_logprobs_source: got 'sampler' and 'distribution' in sampling_params.custom_params",
+        ),
+        (
             {"top_logprobs_source": None, "sampling_params": {"custom_params": {"top_logprobs_source": "x"}}},
             "sampling_params.custom_params.top_logprobs_source: got 'x'",
         ),

@@ -24,6 +24,7 @@ class Request:
         self.custom_params = custom_params
         self.customized_info: dict[str, list[Any]] = {KEY: ["a", "b"], PROMPT_KEY: ["c"], "other": ["d"]}
         self.finished_reason: Any = None
+        self.send_token_offset = 0
 
     def word(self) -> Entry:
         """What the HTTP process is told; the request itself goes on until that ends it, on all ranks."""
@@ -77,7 +78,7 @@ def test_a_sample_ends_beyond_its_limit_and_says_what_fits(limits: InFlight) -> 
     assert PER_SAMPLE in word.problem
     # Nothing is held of it any more, and another's values are left alone.
     assert limits.total == 0
-    assert req.customized_info == {KEY: [word, word], PROMPT_KEY: [word], "other": ["d"]}
+    assert req.customized_info == {KEY: [word] * 3, PROMPT_KEY: [word], "other": ["d"]}
     assert pickle.loads(pickle.dumps(word)) == word
 
 
@@ -104,6 +105,18 @@ def test_the_largest_one_makes_room(limits: InFlight) -> None:
     charge(large, 1)
     assert limits.total == 45
     assert large.word() is word
+
+
+def test_the_word_goes_out_with_the_next_token_where_all_entries_were_sent(limits: InFlight) -> None:
+    """Another's set makes this the largest, between two of its own tokens."""
+    large, small = Request(), Request()
+    charge(large, 59)
+    large.send_token_offset = 2  # and SGLang sends what stands from there on, up to the last token
+    large.customized_info[KEY] = [None, None]
+    charge(small, 45)
+    word = large.word()
+    num_tokens = 3
+    assert large.customized_info[KEY][large.send_token_offset : num_tokens] == [word]
 
 
 def test_lists_count_more(limits: InFlight) -> None:

@@ -77,7 +77,10 @@ async def events(outputs: list[Any], sent: list[str], obj: Any) -> list[str]:
 async def test_the_fields_reach_sglangs_request_and_the_sets_the_answer(call: routes.Call) -> None:
     obj = request(2)
     body = json.loads((await answer([[sample({"a": 1}), sample({"b": 2}, 1)]], obj)).body)
-    assert body["sglext"] == {"routed_experts": "kept", "candidate_sets": [{"a": 1}, {"b": 2}]}
+    assert body["sglext"] == {
+        "routed_experts": "kept",
+        "candidate_sets": [{"index": 0, "a": 1}, {"index": 1, "b": 2}],
+    }
     assert (obj.top_logprobs_p, obj.return_logprob, getattr(obj, AT_END)) == (0.9, True, True)
     assert call.fields is None
 
@@ -128,7 +131,7 @@ async def test_the_last_event_is_like_the_first() -> None:
         "object": "text_completion",
         "choices": [],
         "usage": None,
-        "sglext": {"candidate_sets": [{"a": 1}]},
+        "sglext": {"candidate_sets": [{"index": 0, "a": 1}]},
     }
     assert done == DONE
 

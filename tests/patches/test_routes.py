@@ -176,6 +176,10 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> None:
         (b'{"top_logprobs_p": 0.9, "prompt": "x"}', ASKED),
         (rb'{"top_logprobs\u005fp": 0.9}', ASKED),
         (b'{"custom_params": {"top_logprobs_p": 0.9}}', {}),
+        # Nonsense is not the same as nothing: the checks of the fields are further on.
+        (b'{"top_logprobs_source": ""}', None),
+        (b'{"top_logprobs_p": []}', None),
+        (b'{"top_logprobs_p": {}}', None),
         (b'{"top_logprobs_p": [0.9, null], "return_logprobs_in_base64": false}', None),
     ],
 )
@@ -210,9 +214,10 @@ async def test_openais_routes_refuse_what_they_do_not_look_at(body: Any) -> None
 
 @pytest.mark.usefixtures("holds")
 async def test_openais_routes_know_that_nobody_asked() -> None:
-    found, statuses = await _openai(b'{"prompt": "x"}', taken=False)
-    assert found == [(None, "/v1/completions", b'{"prompt": "x"}')]
-    assert statuses == [200]
+    for body in (b'{"prompt": "x"}', b'{"top_logprobs_p": 0, "return_logprobs_in_base64": false}'):
+        found, statuses = await _openai(body, taken=False)
+        assert found == [(None, "/v1/completions", body)]
+        assert statuses == [200]
 
 
 def test_what_generate_does_not_look_at_is_named() -> None:
