@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from sglang_topp import CandidateSets
 from tests.engine.checks import check_nucleus
 from tests.engine.running import Engine
 
+README = Path(__file__).parents[2] / "README.md"
 P = 0.8
 ASKED = {"top_logprobs_p": P, "return_logprobs_in_base64": True}
 PROMPT = "The quick brown fox"
@@ -276,3 +279,10 @@ def test_bad_input_is_a_400_in_openais_words(
 @pytest.mark.parametrize("extra", [{"top_logprobs_p": None}, {"top_logprobs_p": 0}, {}])
 def test_who_does_not_ask_is_answered_without(client: openai.OpenAI, ask: Any, extra: dict[str, Any]) -> None:
     assert not hasattr(ask(client, extra), "sglext")
+
+
+def test_the_readmes_lines(client: openai.OpenAI) -> None:
+    *_, program = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"openai_client": client, "messages": MESSAGES, "CandidateSets": CandidateSets}
+    exec(program, names)
+    assert len(names["sets"]) == len(names["entry"]["output_ids"]) > 0

@@ -31,7 +31,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_readme_shows_its_lines() -> None:
     readme = (EXAMPLES.parent / "README.md").read_text()
-    _, shown = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    _, shown, *_ = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert textwrap.indent(shown, "    ") in (EXAMPLES / "train.py").read_text()
 
 
