@@ -89,9 +89,11 @@ class _Mix:
             self.retractions += int((chunk["meta_info"].get("num_retractions") or 0) > 0)
             reason = chunk["meta_info"]["finish_reason"]
             if reason is not None and reason["type"] == "abort":
-                if ask.p and chunk["output_ids"]:
+                # Aborted in its prefill, a request for no token shows one, without a set: an error anyway.
+                has_tokens = chunk["output_ids"] and ask.sampling["max_new_tokens"]
+                if ask.p and has_tokens:
                     checked_sets(chunk, ask.p)
-                elif ask.from_sampler and chunk["output_ids"]:
+                elif ask.from_sampler and has_tokens:
                     CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"])
                 raise _AbortedError(str(reason))
             if check_chunk(chunk, ask):
