@@ -112,6 +112,7 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
         "prompts",
         "sampling_params",
         "top_logprobs_p",
+        "top_logprobs_source",
         "stream",
         "request_id",
         "timeout_s",
