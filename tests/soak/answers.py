@@ -81,14 +81,15 @@ def check_support(sets: CandidateSets, sampling: dict[str, Any]) -> None:
 
 def check_lines(text: str, ask: Ask) -> None:
     """The NDJSON of `/rollouts`."""
-    *records, end = map(json.loads, text.splitlines())
+    *records, end = map(json.loads, filter(None, text.split("\n")))
     assert end == {"done": True, "rollouts": ask.n}, end
     check_whole([from_record(record) for record in records], ask)
 
 
 def events(text: str) -> list[dict[str, Any]]:
     """The chunks of server-sent events, all samples'."""
-    lines = [line for line in text.splitlines() if line]
+    # Not `splitlines`: a generated text may hold what Unicode takes for the end of a line.
+    lines = [line for line in text.split("\n") if line]
     assert lines[-1] == "data: [DONE]", "the stream was cut off"
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
