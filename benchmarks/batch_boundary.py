@@ -13,7 +13,7 @@ import ray
 import torch
 
 from benchmarks.batch_collate import candidate_sets
-from benchmarks.harness import compare
+from benchmarks.harness import compare, compare_counts
 from sglang_topp.batch import RowSets, pack_loss_mask, unpack_loss_masks
 
 __all__ = ["run"]
@@ -51,9 +51,11 @@ def _run() -> None:
         "int8": [pack_loss_mask(array, form="int8") for array in arrays],
         "bits": [pack_loss_mask(array) for array in arrays],
     }
-    print(f"\nloss masks of {lengths.sum() / 1e6:.2f} M tokens, pickled:")
-    for label, masks in forms.items():
-        print(f"{label:<20}{_bytes(masks) / lengths.sum():>8.3f} bytes a token")
+    compare_counts(
+        f"loss masks of {lengths.sum() / 1e6:.2f} M tokens, pickled",
+        "bytes per token",
+        {label: _bytes(masks) / lengths.sum() for label, masks in forms.items()},
+    )
     compare(
         "512 loss masks: put + get",
         {label: lambda masks=masks: ray.get(ray.put(masks)) for label, masks in forms.items()},
@@ -81,10 +83,11 @@ def _run() -> None:
     sets = candidate_sets(rng, ids, np.ones(len(ids), bool))
     rows = RowSets(sets, np.concatenate([[0], np.cumsum(lengths[:64])]))
     ragged = [row.to_lists() for row in rows]
-    print(
-        f"\ncandidate sets, {len(ids) / 1e3:.0f} k positions, {len(sets.token_ids) / 1e6:.2f} M candidates:"
+    compare_counts(
+        f"{len(ids) / 1e3:.0f} k candidate sets, {len(sets.token_ids) / 1e6:.2f} M candidates, pickled",
+        "MB",
+        {"lists of lists": _bytes(ragged) / 1e6, "RowSets": _bytes(rows) / 1e6},
     )
-    print(f"lists {_bytes(ragged) / 1e6:.1f} MB, RowSets {_bytes(rows) / 1e6:.1f} MB")
     compare(
         "candidate sets: put + get",
         {

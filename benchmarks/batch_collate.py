@@ -55,7 +55,7 @@ def run() -> None:
         "collate_rl, from arrays": lambda: collate_rl(**arrays, pad_token_id=0),
         "collate_rl, from lists": lambda: collate_rl(**lists, pad_token_id=0),
     }
-    compare("RL collation, B = 1024", from_lists, target=12)
+    compare("RL collation, B = 1024", from_lists, target=12, picture="batch_collate")
 
     sft = [p + r for p, r in zip(lists["prompts"], lists["responses"], strict=True)]
     counts = [len(r) for r in lists["responses"]]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from benchmarks.harness import compare
+from benchmarks.harness import compare, compare_counts
 from sglang_topp.batch import nest_batch, reference, unnest_batch
 
 __all__ = ["padded_batch", "run"]
@@ -40,10 +40,12 @@ def run() -> None:
     fill = float(batch["response_mask"].double().mean())
     plain = nest_batch(batch, fields, narrow=False, strict=True)
     narrow = nest_batch(batch, fields, strict=True)
-    print(f"\n{dense / 1e6:.0f} MB dense, {fill:.1%} full: the ceiling is {1 / fill:.2f} x smaller")
-    for label, nested in (("same dtypes", plain), ("narrowed", narrow)):
-        ratio = dense / nested.nbytes
-        print(f"nested, {label}: {ratio:.2f} x smaller, {ratio * fill:.4f} of the ceiling (target 0.97)")
+    compare_counts(
+        f"a batch that is {fill:.1%} full: the ceiling is {1 / fill:.2f} x less",
+        "MB",
+        {"dense": dense / 1e6, "narrowed": narrow.nbytes / 1e6, "same dtypes": plain.nbytes / 1e6},
+        target=0.97 / fill,
+    )
     arrays = [tensor.numpy() for tensor in batch.values()]
     compare(
         "nest + unnest against one copy of the dense batch",

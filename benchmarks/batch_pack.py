@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.batch_collate import candidate_sets, rollouts
-from benchmarks.harness import compare
+from benchmarks.harness import compare, compare_counts
 from sglang_topp.batch import PackedCollator, collate_rl, reference, split_micro_batches, take_batch
 from sglang_topp.batch.bins import first_fit_decreasing
 
@@ -143,8 +143,13 @@ def _step(arrays: dict[str, list[np.ndarray]], lengths: list[int]) -> None:
         "PackedCollator.collate_rl, cut": packed,
     }
     compare("collate with candidate sets, shard over 8, cut to micro-batches", steps, rounds=5)
+    spent_s = {}
     for label, step in steps.items():
         start = time.process_time()
         step()
-        spent = time.process_time() - start
-        print(f"{label:<44}{spent / tokens * 1e9:>12.1f} ms of CPU per million tokens")
+        spent_s[label] = time.process_time() - start
+    compare_counts(
+        "the same on the processor's clock",
+        "ms per M tokens",
+        {label: spent / tokens * 1e9 for label, spent in spent_s.items()},
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness import compare
+from benchmarks.harness import compare, compare_counts
 from sglang_topp_server.tiny_model import make_tiny_model
 from tests.engine.running import run_engine
 
@@ -72,6 +72,6 @@ def run() -> None:
                 f"engine, {REQUESTS} requests x {TOKENS} tokens, vocabulary 151,936",
                 {label: (lambda label=label: asyncio.run(send(engine.url, label))) for label in CONTENDERS},
                 rounds=5,
+                picture="engine",
             )
-    for label, bytes_per_token in size.items():
-        print(f"{label:<44}{bytes_per_token:>12.0f} bytes per token")
+    compare_counts("bytes of the answers", "bytes per token", size)

@@ -1,6 +1,7 @@
 """Paired timings: contenders take turns within one run, so a drifting machine moves them together.
 
-What is claimed is the ratio, round by round, with its spread; absolute times are for orientation.
+What is claimed is the ratio, round by round, with its spread; absolute times are for orientation. Every
+table is printed, and recorded for `results`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,17 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 
-import numpy as np
+from benchmarks.results import Table, record
 
-__all__ = ["compare"]
+__all__ = ["compare", "compare_counts", "wall_s"]
+
+
+def wall_s(contender: Callable[[], object]) -> float:
+    """Seconds on the wall's clock; garbage of the one before is collected first."""
+    gc.collect()
+    start = time.perf_counter()
+    contender()
+    return time.perf_counter() - start
 
 
 def compare(
@@ -21,7 +30,9 @@ def compare(
     rounds: int = 7,
     warmup: int = 1,
     target: float | None = None,
-) -> dict[str, float]:
+    clock: Callable[[Callable[[], object]], float] = wall_s,
+    picture: str | None = None,
+) -> Table:
     """Time `contenders` in turn and print how many times faster each is than the first.
 
     Args:
@@ -30,33 +41,41 @@ def compare(
         rounds: counted rounds; every contender runs once a round.
         warmup: uncounted rounds before.
         target: the ratio that the last contender is meant to reach, printed beside it.
-
-    Returns:
-        Median ratio `baseline time / contender time` by label.
+        clock: runs a contender and returns its seconds.
+        picture: name of the PNG that the table is drawn in; tables of one name share it.
     """
-    seconds: dict[str, list[float]] = {label: [] for label in contenders}
+    ms: dict[str, list[float]] = {label: [] for label in contenders}
     for round_number in range(warmup + rounds):
         for label, contender in contenders.items():
-            gc.collect()
-            start = time.perf_counter()
-            contender()
-            elapsed = time.perf_counter() - start
+            elapsed_s = clock(contender)
             if round_number >= warmup:
-                seconds[label].append(elapsed)
+                ms[label].append(elapsed_s * 1e3)
+    return _show(Table.of(ms, title=title, unit="ms", better="faster", target=target, picture=picture))
 
-    print(f"\n## {title}\n")
-    print(f"{'':<44}{'median ms':>12}{'x faster':>10}   min .. max over {rounds} rounds")
-    baseline = np.array(seconds[next(iter(contenders))])
-    ratios: dict[str, float] = {}
-    for label, times in seconds.items():
-        each = baseline / np.array(times)
-        ratios[label] = float(np.median(each))
-        print(
-            f"{label:<44}{np.median(times) * 1e3:>12.3f}{ratios[label]:>10.2f}   "
-            f"{each.min():.2f} .. {each.max():.2f}"
-        )
-    if target is not None:
-        label = list(contenders)[-1]
-        verdict = "reached" if ratios[label] >= target else "NOT reached"
-        print(f"target for {label!r}: {target:g} x, {verdict}")
-    return ratios
+
+def compare_counts(
+    title: str,
+    unit: str,
+    counts: Mapping[str, float],
+    *,
+    target: float | None = None,
+    picture: str | None = None,
+) -> Table:
+    """Print how many times less each is than the first: bytes, say, which are the same in every round."""
+    values = {label: [float(count)] for label, count in counts.items()}
+    return _show(Table.of(values, title=title, unit=unit, better="less", target=target, picture=picture))
+
+
+def _show(table: Table) -> Table:
+    spread = f"   min .. max over {table.rounds} rounds" if table.rounds > 1 else ""
+    print(f"\n## {table.title}\n")
+    print(f"{'':<44}{table.unit:>18}{'x ' + table.better:>10}{spread}")
+    for row in table.rows:
+        spread = f"   {row.ratio.min:.2f} .. {row.ratio.max:.2f}" if table.rounds > 1 else ""
+        print(f"{row.label:<44}{row.figure.median:>18.3f}{row.ratio.median:>10.2f}{spread}")
+    if table.target is not None:
+        last = table.rows[-1]
+        verdict = "reached" if last.ratio.median >= table.target else "NOT reached"
+        print(f"target for {last.label!r}: {table.target:.3g} x, {verdict}")
+    record(table)
+    return table

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import compare_counts
+from benchmarks.results import Table
+
 __all__ = ["compare_peaks", "peak_bytes"]
 
 Work = Callable[[], list[Any]]
@@ -42,29 +45,17 @@ def compare_peaks(
     *,
     warmup: tuple[object, ...],
     target: float | None = None,
-) -> dict[str, float]:
+    picture: str | None = None,
+) -> Table:
     """Measure each contender, `(prepare, args)`, and print how many times less it takes than the first.
 
     Below a MiB the kernel's counters do not tell: less is shown and compared as 1 MiB.
-
-    Returns:
-        The ratio `first's peak / contender's peak` by label.
     """
     peaks = {
-        label: max(2**20, peak_bytes(prepare, *args, warmup=warmup))
+        label: max(1.0, peak_bytes(prepare, *args, warmup=warmup) / 2**20)
         for label, (prepare, args) in contenders.items()
     }
-    print(f"\n## {title}\n")
-    print(f"{'':<44}{'peak MiB':>12}{'x less':>10}")
-    first = next(iter(peaks.values()))
-    ratios = {label: first / peak for label, peak in peaks.items()}
-    for label, peak in peaks.items():
-        print(f"{label:<44}{peak / 2**20:>12.1f}{ratios[label]:>10.2f}")
-    if target is not None:
-        label = list(peaks)[-1]
-        verdict = "reached" if ratios[label] >= target else "NOT reached"
-        print(f"target for {label!r}: {target:g} x, {verdict}")
-    return ratios
+    return compare_counts(title, "MiB", peaks, target=target, picture=picture)
 
 
 def _measure(

@@ -1,6 +1,7 @@
 """Candidate sets of a decode step: `nucleus.top_p_candidates` against sort-and-cumsum.
 
-On one thread, so that the table shows work, and not how long a barrier waits on a shared machine.
+On the CPU (`nucleus_gpu` is a GPU's) and on one thread, so that the table shows work, and not how long a
+barrier waits on a shared machine.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def _decode_step() -> None:
             "select": partial(top_p_candidates, logprobs, 0.95),
         },
         target=20,
+        picture="nucleus",
     )
 
 
@@ -57,6 +59,7 @@ def _hard_rows() -> None:
                 "select": partial(top_p_candidates, logprobs, p),
             },
             rounds=5,
+            picture="nucleus",
         )
 
 
@@ -78,7 +81,7 @@ def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]
     ordered, ids = logprobs.sort(dim=-1, descending=True)
     mass = ordered.exp()
     kept = mass.cumsum(-1) - mass < p
-    offsets = torch.zeros(len(logprobs) + 1, dtype=torch.int64)
+    offsets = torch.zeros(len(logprobs) + 1, dtype=torch.int64, device=logprobs.device)
     offsets[1:] = kept.sum(-1).cumsum(0)
     return ids[kept].int(), ordered[kept], offsets
 

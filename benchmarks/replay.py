@@ -53,15 +53,17 @@ def _run_on_cpu() -> None:
         {"full logits, dense mask": dense_head(T, H, V), "candidate_logprobs": candidate_head(T, H, V)},
         rounds=5,
         target=20,
+        picture="replay",
     )
     compare_peaks(
-        "the same, peak memory beyond inputs and gradients",
+        "candidate-only head, peak memory beyond inputs and gradients",
         {
             "full logits, dense mask": (dense_head, (T, H, V)),
             "candidate_logprobs": (candidate_head, (T, H, V)),
         },
         warmup=TINY,
         target=20,
+        picture="replay",
     )
     compare(
         f"candidate-only head by set size, all sets of one size; T = {T}, H = {H}, V = {V}",
@@ -73,11 +75,13 @@ def _run_on_cpu() -> None:
         {"dense mask": dense_logits(T, H, V), "masked_logprobs": sparse_logits(T, H, V)},
         rounds=5,
         target=5,
+        picture="replay",
     )
     compare_peaks(
-        "the same, peak memory beyond the logits and their gradient",
+        "from logits, peak memory beyond the logits and their gradient",
         {"dense mask": (dense_logits, (T, H, V)), "masked_logprobs": (sparse_logits, (T, H, V))},
         warmup=TINY,
+        picture="replay",
     )
     compare(
         f"whole vocabulary, forward + backward; T = {T}, H = {H}, V = {V}",
@@ -223,6 +227,7 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
         },
         rounds=5,
         target=30,
+        picture="replay",
     )
     hidden, weight = _head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v)
@@ -249,6 +254,7 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
         "GPU, forward beside one read of the gathered rows (embedding_bag); meant to be above 0.33",
         {"read once": read_once, "candidate_logprobs, forward": forward},
         rounds=9,
+        picture="replay",
     )
 
 

@@ -45,6 +45,7 @@ def run() -> None:
             contenders,
             rounds=30,
             warmup=3,
+            picture="wire",
         )
 
 

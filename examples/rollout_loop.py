@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sglang_topp import wire
+from sglang_topp import compact
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_server.tiny_model import make_tiny_model
 
@@ -111,8 +111,9 @@ def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndar
     sampled = logprobs.gather(1, ids[len(rollout.prompt_ids) :, None])[:, 0]
 
     # One entry per candidate: its position, and its log-prob under the trainer's policy.
-    positions = torch.from_numpy(np.repeat(np.arange(len(candidates)), candidates.sizes))
-    kept = logprobs[positions, torch.from_numpy(candidates.token_ids.copy()).long()]
+    sets = candidates.to_torch(logprobs.device)
+    positions = torch.repeat_interleave(sets.offsets.diff())
+    kept = logprobs[positions, sets.token_ids]
     kept_mass = torch.zeros(len(candidates)).index_add_(0, positions, kept.exp())
     return sampled.numpy(), (sampled - kept_mass.log()).numpy()
 
@@ -139,10 +140,10 @@ def show_sizes(rollouts: list[Rollout]) -> None:
     """How large the sets are, and what they cost on the wire."""
     sets = [rollout.candidates for rollout in rollouts if rollout.candidates is not None]
     sizes = np.concatenate([each.sizes for each in sets])
-    on_the_wire = sum(len(wire.pack_base64(each)) for each in sets)
+    on_the_wire = sum(len(compact.Packed(each)) for each in sets)
     print(
         f"\ncandidates per token: mean {sizes.mean():.1f}, median {np.median(sizes):.0f},"
-        f" p99 {np.percentile(sizes, 99):.0f}; {on_the_wire / len(sizes):.0f} bytes per token in base64"
+        f" p99 {np.percentile(sizes, 99):.0f}; {on_the_wire / len(sizes):.0f} bytes per token on the wire"
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +29,11 @@ from sglang_topp._csr import (
 from sglang_topp.answers import sampling_mask, top_k, top_p
 from sglang_topp.answers.fields import Decoded, naming
 from sglang_topp.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_topp.tensors import CandidateTensors
 
 __all__ = ["NO_TOKEN", "CandidateSets"]
 
@@ -382,6 +387,20 @@ class CandidateSets:
         spans = [slice(low, high) for low, high in pairwise(bounds)]
         known = None if self._logprobs is None else self._logprobs.tolist()
         return [ids[span] for span in spans], None if known is None else [known[span] for span in spans]
+
+    def to_torch(self, device: torch.device | str | int | None = None) -> CandidateTensors:
+        """The same arrays as tensors, in one copy: `token_ids`, `logprobs`, `offsets`, `sampled_ids`.
+
+        On a GPU the copy is one transfer from pinned memory, which nobody waits for: the tensors can be used
+        on the current stream at once. Dtypes are those of the arrays; `logprobs` is None where they are not
+        known. Needs torch.
+
+        Args:
+            device: where the tensors are to be; torch's default device where None.
+        """
+        from sglang_topp.tensors import to_torch
+
+        return to_torch(self, device)
 
     # -- a value among values ----------------------------------------------------------------------
 

@@ -7,7 +7,8 @@
     │   └── InvalidCandidateSetsError          arrays that are no candidate sets
     ├── WireError (ValueError)                 a payload that cannot be decoded exactly; `.field` names where
     │   ├── MissingCandidateSetsError          the sets that were asked for are not in the response
-    │   └── SampledTokenMissingError           a set does not hold its sampled token
+    │   ├── SampledTokenMissingError           a set does not hold its sampled token
+    │   └── TruncatedFileError                 a file of rollouts ends before its end
     ├── PatchError                             the patch set does not hold in this SGLang
     └── RequestError                           a request to a server did not succeed
         ├── TransportError                     no (whole) answer: refused, reset, cut off
@@ -40,6 +41,7 @@ __all__ = [
     "ServerError",
     "SglangToppError",
     "TransportError",
+    "TruncatedFileError",
     "WireError",
 ]
 
@@ -90,6 +92,11 @@ class MissingCandidateSetsError(WireError):
 
 class SampledTokenMissingError(WireError):
     """A candidate set does not hold the token that was sampled at its position."""
+
+
+class TruncatedFileError(WireError):
+    """A file of rollouts ends before its end: it was cut, or its writer was not closed. What was read of it
+    is whole."""
 
 
 class PatchError(SglangToppError):

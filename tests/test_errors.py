@@ -17,6 +17,7 @@ TREE = {
     "WireError": "SglangToppError",
     "MissingCandidateSetsError": "WireError",
     "SampledTokenMissingError": "WireError",
+    "TruncatedFileError": "WireError",
     "PatchError": "SglangToppError",
     "RequestError": "SglangToppError",
     "TransportError": "RequestError",
@@ -35,6 +36,7 @@ MADE = [
     errors.WireError("output_ids", "got -1"),
     errors.MissingCandidateSetsError("output_top_p_logprobs", "none"),
     errors.SampledTokenMissingError("output_top_p_logprobs_idx_base64", "7 is not among them"),
+    errors.TruncatedFileError("row group 3", "the file ends in the midst of it"),
     errors.PatchError("a seam is gone"),
     errors.RequestError("failed"),
     errors.TransportError("refused"),
@@ -71,6 +73,7 @@ def test_wrong_values_are_value_errors_too():
         "WireError",
         "MissingCandidateSetsError",
         "SampledTokenMissingError",
+        "TruncatedFileError",
     }
 
 

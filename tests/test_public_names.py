@@ -40,6 +40,7 @@ PUBLIC = {
         "has_output_sets",
     ],
     "sglang_topp.candidates": ["NO_TOKEN", "CandidateSets"],
+    "sglang_topp.compact": ["MAX_ERROR", "Packed", "logprob_step", "pack", "unpack"],
     "sglang_topp.engine_request": [
         "GRAMMARS",
         "Model",
@@ -64,6 +65,7 @@ PUBLIC = {
         "ServerError",
         "SglangToppError",
         "TransportError",
+        "TruncatedFileError",
         "WireError",
     ],
     "sglang_topp.nucleus": ["support_candidates", "top_p_candidates"],
@@ -71,6 +73,7 @@ PUBLIC = {
     "sglang_topp.nucleus.select": ["falling", "top_p_candidates"],
     "sglang_topp.nucleus.support": ["support_candidates"],
     "sglang_topp.stop_regex": ["MAX_STEPS", "search_steps"],
+    "sglang_topp.tensors": ["CandidateTensors", "to_torch"],
     "sglang_topp.wire": [
         "NO_DISTRIBUTION",
         "decode_input_sets",

@@ -1,7 +1,15 @@
-"""Clients that return rollouts with their candidate sets."""
+"""Clients that return rollouts with their candidate sets, and files that hold them."""
 
 from sglang_topp_client.client import AsyncRolloutClient
+from sglang_topp_client.records import RolloutWriter, load_rollouts, save_rollouts
 from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.sync_client import RolloutClient
 
-__all__ = ["AsyncRolloutClient", "Rollout", "RolloutClient"]
+__all__ = [
+    "AsyncRolloutClient",
+    "Rollout",
+    "RolloutClient",
+    "RolloutWriter",
+    "load_rollouts",
+    "save_rollouts",
+]

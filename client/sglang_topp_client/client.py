@@ -49,7 +49,7 @@ _EXCHANGES: dict[Kind, type[RolloutsExchange] | type[GenerateExchange]] = {
 _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
 
 _INFO_TIMEOUT_S = 30.0
-# A line this long takes milliseconds to decode; the other connections should not wait for that.
+# A message this long takes milliseconds to decode; the other connections should not wait for that.
 _OFF_LOOP_BYTES = 1 << 18
 _CALLER_FIRST_S = 0.02
 
@@ -82,9 +82,13 @@ class AsyncRolloutClient:
             They are fewer where the process may have fewer files open (`ulimit -n`): its clients share
             what is left of those, beside a reserve of 64.
         max_retries: how often a call is sent again after it met a transport error, 429 or 5xx.
-        max_line_bytes: how long one line of an answer may be, which is about one sample; a longer one
+        max_line_bytes: how long one message of an answer may be, which is about one sample; a longer one
             is an error before it has come whole. 512 MiB hold a sample of 32,000 tokens with 1,500
             candidates each.
+        logprob_bits: 16 lets a sidecar round the log-probs in the candidate sets to 16 bits, each off by at
+            most 0.001, and by at most 0.00012 where all of a sample's are above -15.99
+            (`sglang_topp.compact.Packed`); `Rollout.logprobs` stay exact. An engine, or an older sidecar,
+            sends all 32.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -102,14 +106,18 @@ class AsyncRolloutClient:
         max_connections: int = 1024,
         max_retries: int = 4,
         max_line_bytes: int = 512 * 2**20,
+        logprob_bits: Literal[16, 32] = 32,
     ) -> None:
         if not isinstance(kind, str) or kind not in ("auto", "sidecar", "sglang"):
             raise InvalidInputError(f"kind: got {shown(kind)}, expected 'auto', 'sidecar' or 'sglang'")
         whole_number("max_retries", max_retries, 0)
+        if whole_number("logprob_bits", logprob_bits, 16) not in (16, 32):
+            raise InvalidInputError(f"logprob_bits: got {shown(logprob_bits)}, expected 16 or 32")
         self._server = Server(base_url, max_connections, max_line_bytes, api_key)
         self._asked_kind = kind
         self._kind: Kind | None = None if kind == "auto" else kind
         self._max_retries = max_retries
+        self._logprob_bits = logprob_bits
         self._loops: dict[asyncio.AbstractEventLoop, _Loop] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -121,6 +129,7 @@ class AsyncRolloutClient:
             max_connections=self._server.max_connections,
             max_retries=self._max_retries,
             max_line_bytes=self._server.max_line_bytes,
+            logprob_bits=self._logprob_bits,
         ), ()
 
     def __repr__(self) -> str:
@@ -323,10 +332,14 @@ class AsyncRolloutClient:
         try:
             with here.aborts.expected():
                 async with asyncio.timeout_at(end):
-                    exchange_type = _EXCHANGES[await self._kind_here(here)]
+                    kind = await self._kind_here(here)
+                    exchange_type = _EXCHANGES[kind]
+                    options = {"logprob_bits": self._logprob_bits} if kind == "sidecar" else {}
                     async with asyncio.TaskGroup() as group:
                         for some in _calls(wanted, exchange_type.samples_per_call):
-                            make = functools.partial(_new_exchange, exchange_type, request_id, deadline)
+                            make = functools.partial(
+                                _new_exchange, exchange_type, request_id, deadline, options
+                            )
                             group.create_task(self._call(here, request_id, some, make, deliver))
                             # A call takes a millisecond to begin: a thousand at once would stop all else.
                             await asyncio.sleep(0)
@@ -377,17 +390,19 @@ class AsyncRolloutClient:
     ) -> None:
         is_open = is_refused = False
         try:
-            async with here.connections.post_lines(exchange.path, exchange.body()) as lines:
+            async with here.connections.post(
+                exchange.path, exchange.body(), accept=exchange.accept
+            ) as messages:
                 is_open = True
-                async for line in lines:
-                    if len(line) < _OFF_LOOP_BYTES:
-                        rollouts = exchange.read(line)
+                async for message in messages:
+                    if len(message) < _OFF_LOOP_BYTES:
+                        rollouts = exchange.read(message)
                     else:
-                        rollouts = await asyncio.to_thread(exchange.read, line)
+                        rollouts = await asyncio.to_thread(exchange.read, message)
                     while rollouts:
                         take(rollouts.pop(0))
                     # The next one may be long in coming, and this one large.
-                    del line
+                    del message
             if not exchange.complete:
                 raise TransportError("the answer was cut off: it ended before the line that closes it")
         except (AuthenticationError, BadRequestError, OverloadedError):
@@ -472,7 +487,8 @@ def _new_exchange(
     exchange_type: type[RolloutsExchange] | type[GenerateExchange],
     request_id: str,
     deadline: float | None,
+    options: dict[str, Any],
     wanted: Sequence[SampleRequest],
 ) -> RolloutsExchange | GenerateExchange:
     left_s = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.001)
-    return exchange_type(wanted, request_id=request_id, timeout_s=left_s)
+    return exchange_type(wanted, request_id=request_id, timeout_s=left_s, **options)

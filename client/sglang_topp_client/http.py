@@ -32,11 +32,12 @@ from sglang_topp.errors import (
     TransportError,
     WireError,
 )
-from sglang_topp_client import files
+from sglang_topp_client import files, messages
 from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, shown, whole_number
 from sglang_topp_client.lanes import Lanes
+from sglang_topp_client.packed_record import MEDIA_TYPE
 from sglang_topp_client.record import error_from_record
-from sglang_topp_client.turns import LONG_BYTES, Turns
+from sglang_topp_client.turns import Turns
 
 __all__ = ["Connections", "Server"]
 
@@ -137,25 +138,35 @@ class Connections:
             await anext(self._closer)
 
     @asynccontextmanager
-    async def post_lines(self, path: str, body: dict[str, Any]) -> AsyncGenerator[AsyncIterator[bytes], None]:
-        """POST `body` as JSON; yields the lines of the answer as they come, without their line ends.
+    async def post(
+        self, path: str, body: dict[str, Any], *, accept: str | None = None
+    ) -> AsyncGenerator[AsyncIterator[bytes], None]:
+        """POST `body` as JSON; yields the messages of the answer as they come: its lines, or its frames where
+        that is the form of it (`messages.py`).
 
         Leaving early closes the connection.
+
+        Args:
+            path: where to.
+            body: what to.
+            accept: the `Accept` header that asks for another form than lines.
 
         Raises:
             ResponseError: the answer's status is not 200; another SglangToppError where a sidecar names it.
             TransportError: no whole answer came.
-            WireError: a line is longer than `max_line_bytes`; it is not kept until it ends.
+            WireError: a message is longer than `max_line_bytes`; it is not kept until it ends.
         """
         await self._ready()
         content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"} | ({} if accept is None else {"Accept": accept})
         with _transport_errors(self._base_url + path):
             async with self._client.stream("POST", path, content=content, headers=headers) as response:
                 if response.status_code != 200:
                     raise await _response_error(response)
-                async with aclosing(_lines(response, self._turns, self._max_line_bytes)) as lines:
-                    yield lines
+                media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+                cut = messages.frames if media_type == MEDIA_TYPE else messages.lines
+                async with aclosing(cut(response, self._turns, self._max_line_bytes)) as each:
+                    yield each
 
     async def request_json(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
@@ -179,7 +190,7 @@ class Connections:
                     ) as response:
                         if not response.is_success:
                             raise await _response_error(response)
-                        answer = await _whole(response, self._max_line_bytes)
+                        answer = await messages.whole(response, self._max_line_bytes)
         except TimeoutError:
             raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
         if not answer:
@@ -204,64 +215,6 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
             _log.warning("%s: %s", url, sentence)
             raise TransportError(f"{url}: {sentence}") from error
         raise TransportError(f"{url}: {type(error).__name__}: {error}") from error
-
-
-async def _lines(response: httpx.Response, turns: Turns, max_bytes: int) -> AsyncGenerator[bytes, None]:
-    # One buffer, not a list of what came: large ones go back to the system at once, small ones stay.
-    pending = bytearray()
-    is_long = has_turn = False
-    try:
-        async for data in _raw(response):
-            if is_long:
-                turns.step()
-            *ends, rest = data.split(b"\n")
-            for end in ends:
-                _check_length(len(pending) + len(end), max_bytes)
-                pending += end
-                line = bytes(pending).rstrip(b"\r")
-                # Not held twice while the caller reads it, nor once it has.
-                pending = bytearray()
-                yield line
-                del line
-                if has_turn:
-                    turns.give_back()
-                is_long = has_turn = False
-            _check_length(len(pending) + len(rest), max_bytes)
-            pending += rest
-            if len(pending) > LONG_BYTES and not is_long:
-                is_long, has_turn = True, await turns.take()
-    finally:
-        if has_turn:
-            turns.give_back()
-    if pending:
-        raise TransportError(f"the answer was cut off in the middle of a line: {bytes(pending[:200])!r}")
-
-
-async def _whole(response: httpx.Response, max_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for data in _raw(response):
-        size += len(data)
-        _check_length(size, max_bytes)
-        parts.append(data)
-    return b"".join(parts)
-
-
-def _raw(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The answer as it comes. Never decompressed: none was asked for, and a few bytes may become any
-    number."""
-    if (coding := response.headers.get("Content-Encoding", "identity")).lower() != "identity":
-        raise WireError("Content-Encoding", f"got {coding!r}, though the request forbids any")
-    return response.aiter_raw()
-
-
-def _check_length(size: int, max_bytes: int) -> None:
-    if size > max_bytes:
-        raise WireError(
-            "max_line_bytes",
-            f"got {size} bytes of one line of the answer (one sample) so far, expected at most {max_bytes};"
-            " where samples are that long, give the client a higher max_line_bytes",
-        )
 
 
 async def _response_error(response: httpx.Response) -> SglangToppError:

@@ -37,18 +37,22 @@ from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.versions import spans_from_json, spans_to_json
 
 __all__ = [
+    "check_ids",
     "check_kept_mass",
     "check_seconds",
     "check_sets",
+    "count_of",
     "error_from_record",
     "error_to_record",
     "from_record",
+    "rollout_of",
     "to_record",
 ]
 
 _FLOAT32 = np.dtype("<f4")
 _MAX_COUNT = (1 << 63) - 1
 _MAX_SECONDS = 1e12
+_MASS_OFF_BY = 1 / 30
 _T = TypeVar("_T")
 
 
@@ -84,21 +88,45 @@ def from_record(record: Any) -> Rollout:
         raise WireError("record", f"got {type(record).__name__}, expected an object")
     prompt_ids, output_ids = _ids(record, "prompt_ids"), _ids(record, "output_ids")
     for name, ids in (("prompt_tokens", prompt_ids), ("completion_tokens", output_ids)):
-        if (count := _count(record, name)) != len(ids):
+        if (count := count_of(record, name)) != len(ids):
             raise WireError(name, f"got {count}, but there are {len(ids)} ids")
     packed = record.get("candidates")
     candidates = None if packed is None else wire.unpack_base64(packed)
-    logprobs = _float32(record, "logprobs")
+    return rollout_of(record, prompt_ids, output_ids, _float32(record, "logprobs"), candidates)
+
+
+def rollout_of(
+    record: Mapping[str, Any],
+    prompt_ids: NDArray[np.int32],
+    output_ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    candidates: CandidateSets | None,
+    *,
+    off_by: float = 0.0,
+) -> Rollout:
+    """The sample of a record whose arrays have been read.
+
+    Args:
+        record: its other fields; unknown ones are passed over.
+        prompt_ids: int32 [P].
+        output_ids: int32 [T].
+        logprobs: float32 [T].
+        candidates: T positions; None where there are no sets.
+        off_by: how far the log-probs in the sets may be from what they were.
+
+    Raises:
+        WireError: a field is missing, of the wrong type, or at odds with another; it is named.
+    """
     if len(logprobs) != len(output_ids):
         raise WireError("logprobs", f"got {len(logprobs)} for {len(output_ids)} output_ids")
     if np.isnan(logprobs).any():
         raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
     if candidates is not None:
-        check_sets(candidates, output_ids, logprobs, field="candidates")
+        check_sets(candidates, output_ids, logprobs, field="candidates", off_by=off_by)
     latency_s = check_seconds("latency_s", _field(_field(record, "timing", dict), "latency_s", (int, float)))
     return Rollout(
-        prompt_index=_count(record, "prompt_index"),
-        sample_index=_count(record, "sample_index"),
+        prompt_index=count_of(record, "prompt_index"),
+        sample_index=count_of(record, "sample_index"),
         request_id=_text(record, "request_id"),
         prompt_ids=prompt_ids,
         output_ids=output_ids,
@@ -107,7 +135,7 @@ def from_record(record: Any) -> Rollout:
         candidates=candidates,
         finish_reason=_text(record, "finish_reason"),
         weight_version=_text(record, "weight_version"),
-        cached_tokens=_count(record, "cached_tokens"),
+        cached_tokens=count_of(record, "cached_tokens"),
         latency_s=latency_s,
         top_logprobs_source=_source(record, has_sets=candidates is not None),
         weight_spans=spans_from_json(record.get("weight_versions"), len(output_ids)),
@@ -122,8 +150,19 @@ def check_seconds(field: str, value: float) -> float:
     return float(value)
 
 
+def check_ids(field: str, ids: NDArray[np.int32]) -> None:
+    """Raise WireError unless all are token ids."""
+    if len(ids) and ids.min() < 0:
+        raise WireError(field, f"got {ids.min()}, expected token ids of 0 or more")
+
+
 def check_sets(
-    candidates: CandidateSets, output_ids: NDArray[np.int32], logprobs: NDArray[np.float32], *, field: str
+    candidates: CandidateSets,
+    output_ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    *,
+    field: str,
+    off_by: float = 0.0,
 ) -> None:
     """Raise WireError unless the sets belong to these tokens and hold these very log-probs.
 
@@ -135,6 +174,7 @@ def check_sets(
         output_ids: int32 [T].
         logprobs: float32 [T], what the engine reports for the sampled tokens.
         field: the name that the message gives the sets.
+        off_by: how far the log-probs in the sets may be off, where they were rounded since.
     """
     if len(candidates) != len(output_ids):
         raise WireError(field, f"got {len(candidates)} positions for {len(output_ids)} output_ids")
@@ -148,7 +188,7 @@ def check_sets(
         raise errors.MissingCandidateSetsError(field, f"no candidate set at position {int(empty[0])}")
     if not candidates.has_logprobs:
         raise WireError(field, "holds sets without log-probs")
-    if len(wrong := np.flatnonzero(candidates.sampled_logprobs != logprobs)):
+    if len(wrong := _differing(candidates.sampled_logprobs, logprobs, off_by)):
         t = int(wrong[0])
         raise WireError(
             field,
@@ -158,10 +198,12 @@ def check_sets(
 
 
 def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
-    """Raise WireError where a set keeps less than the `p` that was asked for: sets of another threshold.
+    """Raise WireError where a set keeps less than the `p` that was asked for, a set of another threshold, or
+    more than 1.
 
-    A hundredth less is let pass: where the engine computes log-probs in half precision, their masses are
-    off by that much. (The cut itself was made by the very numbers in the sets.)
+    A thirtieth either way is let pass: where the engine computes log-probs in bfloat16, each is off by up to
+    1/32 (between -16 and -8), and a flat row's mass with them. (The cut itself was made by the very numbers
+    in the sets.)
 
     Args:
         candidates: T positions.
@@ -169,7 +211,10 @@ def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
         field: the name that the message gives the sets.
     """
     kept = np.exp(candidates.logprob_sum)
-    if len(wrong := np.flatnonzero(kept < p - 0.01)):
+    if len(wrong := np.flatnonzero(kept > 1 + _MASS_OFF_BY)):
+        t = int(wrong[0])
+        raise WireError(field, f"the set at position {t} has a mass of {kept[t]:.4f}, more than there is")
+    if len(wrong := np.flatnonzero(kept < p - _MASS_OFF_BY)):
         t = int(wrong[0])
         raise WireError(
             field,
@@ -206,6 +251,19 @@ def error_from_record(body: Any) -> SglangToppError:
     return kind(message)
 
 
+def _differing(
+    in_sets: NDArray[np.float32], logprobs: NDArray[np.float32], off_by: float
+) -> NDArray[np.int64]:
+    wrong = np.flatnonzero(in_sets != logprobs)
+    if off_by and len(wrong):
+        near, exact = in_sets[wrong].astype(np.float64), logprobs[wrong].astype(np.float64)
+        no_mass = np.finfo(np.float32).min
+        has_mass = (near > no_mass) | (exact > no_mass)
+        wrong, near, exact = wrong[has_mass], near[has_mass], exact[has_mass]
+        wrong = wrong[~(np.abs(near - exact) <= off_by)]
+    return wrong
+
+
 def _field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
     if name not in record:
         raise WireError(name, "missing")
@@ -216,7 +274,8 @@ def _field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T]
     return value
 
 
-def _count(record: Mapping[str, Any], name: str) -> int:
+def count_of(record: Mapping[str, Any], name: str) -> int:
+    """A field of a record that counts something; a WireError where it does not."""
     value = _field(record, name, int)
     if not 0 <= value <= _MAX_COUNT:
         raise WireError(name, f"got {shown(value)}, expected 0 or more, of 64 bits")
@@ -250,8 +309,7 @@ def _ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
         ids = np.array(values, np.int32)
     except OverflowError:
         raise WireError(name, "got an id outside int32") from None
-    if len(ids) and ids.min() < 0:
-        raise WireError(name, f"got {ids.min()}, expected token ids of 0 or more")
+    check_ids(name, ids)
     return ids
 
 

@@ -49,6 +49,7 @@ class GenerateExchange:
     """One `POST /generate`: what is sent for one prompt, and what has come back so far."""
 
     path = "/generate"
+    accept = None
     samples_per_call = 1
     """A call takes prompts until it holds this many samples: here one prompt, with all of its own."""
 

@@ -1,16 +1,19 @@
-"""The sidecar's `/rollouts`: the request for some prompts, and its NDJSON answer.
+"""The sidecar's `/rollouts`: the request for some prompts, and its answer, message by message.
 
 Request::
 
     {"prompts": [...], "sampling_params": {...} | [{...}, ...], "top_logprobs_p": p | [p, ...] | null,
      "top_logprobs_source": "sampler", "request_id": "...", "timeout_s": seconds | null, "stream": true}
 
-Answer, a line per sample as it finishes (`record.py`), and last a line that a cut-off answer lacks::
+Answer, a message per sample as it finishes, and last one that a cut-off answer lacks::
 
     {"prompt_index": 0, "sample_index": 2, ...}
     {"done": true, "rollouts": 8}
 
-A failure is a line `{"error": {...}}`; nothing after it counts.
+A failure is a message `{"error": {...}}`; nothing after it counts.
+
+Messages are lines of JSON (`record.py`), or, where the server knows the media type that `Accept` names first,
+frames (`messages.py`), in which a sample is packed (`packed_record.py`) and all else is the same JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError
 from sglang_topp_client.checks import fresh_id, shown
+from sglang_topp_client.packed_record import MAGIC, MEDIA_TYPE, from_packed
 from sglang_topp_client.record import check_kept_mass, error_from_record, from_record
 from sglang_topp_client.request import SAMPLER, SampleRequest, check_source
 from sglang_topp_client.rollout import Rollout
@@ -41,7 +45,12 @@ class RolloutsExchange:
     connection costs no more than these, and a large batch spreads over the sidecars of one address."""
 
     def __init__(
-        self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
+        self,
+        wanted: Sequence[SampleRequest],
+        *,
+        request_id: str,
+        timeout_s: float | None = None,
+        logprob_bits: int = 32,
     ) -> None:
         """One call.
 
@@ -49,7 +58,11 @@ class RolloutsExchange:
             wanted: the prompts, and which of their samples.
             request_id: the caller's name for the request; a fresh random part is added.
             timeout_s: the time that the server may take.
+            logprob_bits: 16 where the candidates' log-probs may come rounded; else 32.
         """
+        rounding = ";logprob-bits=16" if logprob_bits == 16 else ""
+        self.accept = f"{MEDIA_TYPE}{rounding}, application/x-ndjson;q=0.5"
+        self._logprob_bits = logprob_bits
         self._wanted = list(wanted)
         self._request_id = fresh_id(request_id)
         self._timeout_s = timeout_s
@@ -78,14 +91,16 @@ class RolloutsExchange:
         return []
 
     def read(self, line: bytes) -> list[Rollout]:
-        """Take one line of the answer; returns the sample that it is.
+        """Take one message of the answer; returns the sample that it is.
 
         Raises:
-            WireError: the line is not what the sidecar writes, or the sample is not exact.
+            WireError: the message is not what the sidecar writes, or the sample is not exact.
             SglangToppError: what the line reports.
         """
         if not line:
             return []
+        if line.startswith(MAGIC):
+            return [self._place(from_packed(line, logprob_bits=self._logprob_bits))]
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:

@@ -37,6 +37,7 @@ class RolloutClient:
         max_connections: int = 1024,
         max_retries: int = 4,
         max_line_bytes: int = 512 * 2**20,
+        logprob_bits: Literal[16, 32] = 32,
     ) -> None:
         self._client = AsyncRolloutClient(
             base_url,
@@ -45,6 +46,7 @@ class RolloutClient:
             max_connections=max_connections,
             max_retries=max_retries,
             max_line_bytes=max_line_bytes,
+            logprob_bits=logprob_bits,
         )
         self._thread = LoopThread()
 

@@ -40,7 +40,9 @@ LIST_FORM_COST = 16
 
 _PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
 _IN_FLIGHT = "SGLANG_TOPP_MAX_CANDIDATES_IN_FLIGHT"
+_STAGED = "SGLANG_TOPP_STAGED_CANDIDATES_PER_ROW"
 _DEFAULT_PER_SAMPLE = 1 << 25
+_DEFAULT_STAGED = 256
 # Raw, joined, in base64 and as the body of an answer a candidate takes some 40 bytes at the worst moment:
 # all that is in flight then takes a sixth of the memory.
 _BYTES_PER_CANDIDATE = 256
@@ -54,10 +56,13 @@ class Budget:
         max_candidates_per_sample: of one sample, its prompt's included. By default 2^25, 358 MB of base64.
         max_candidates_in_flight: of all samples in flight in one process. By default one for every 256
             bytes of the machine's (or the container's) memory.
+        staged_candidates_per_row: on a GPU, the room for the sets of a pass, by the row. No limit: what is
+            beyond it costs a wait (`staging`).
     """
 
     max_candidates_per_sample: int
     max_candidates_in_flight: int
+    staged_candidates_per_row: int = _DEFAULT_STAGED
 
     @classmethod
     def of(cls, environment: Mapping[str, str], memory_bytes: int) -> Budget:
@@ -67,7 +72,11 @@ class Budget:
             InvalidInputError: one of them is no positive integer.
         """
         in_flight = _count(environment, _IN_FLIGHT, memory_bytes // _BYTES_PER_CANDIDATE)
-        return cls(_count(environment, _PER_SAMPLE, min(_DEFAULT_PER_SAMPLE, in_flight)), in_flight)
+        return cls(
+            _count(environment, _PER_SAMPLE, min(_DEFAULT_PER_SAMPLE, in_flight)),
+            in_flight,
+            _count(environment, _STAGED, _DEFAULT_STAGED),
+        )
 
     def to_dict(self) -> dict[str, int]:
         """What `GET /server_info` shows."""
@@ -80,7 +89,7 @@ def budget() -> Budget:
     try:
         return Budget.of(os.environ, _memory_bytes())
     except InvalidInputError:
-        return Budget(0, 0)
+        return Budget(0, 0, 0)
 
 
 def budget_problem() -> str:

@@ -1,64 +1,46 @@
 """Log-probs on the device -> candidate sets, and on to the host with SGLang's own copy.
 
-By the threshold rule (`extract`), or from the weights that the sampler drew with (`extract_support`).
+By the threshold rule (`extract`), or from the weights that the sampler drew with (`extract_support`). On a
+GPU nothing is waited for (`staging`); on a CPU the sets are there at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from sglang_topp import nucleus
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches.payload import Span, span
+from sglang_topp_patches import staging
+from sglang_topp_patches.row_sets import RowSets
 
-__all__ = ["RowSets", "extract", "extract_support"]
+__all__ = ["Sets", "extract", "extract_support"]
 
-
-@dataclass(frozen=True)
-class RowSets:
-    """The sets of some rows, on one device.
-
-    Attributes:
-        token_ids: int32 [n].
-        logprobs: float32 [n].
-        offsets: int64 [rows + 1].
-        problems: rows whose set could not be taken, and why.
-    """
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    offsets: torch.Tensor
-    problems: Mapping[int, str] = field(default_factory=dict)
-
-    def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> RowSets:
-        """The same sets with every tensor copied; on a GPU the copy may still be under way."""
-        return RowSets(
-            copy_tensor(self.token_ids), copy_tensor(self.logprobs), copy_tensor(self.offsets), self.problems
-        )
-
-    def with_problems(self, problems: Mapping[int, str]) -> RowSets:
-        """The same sets, with more rows that are known to be wrong."""
-        return replace(self, problems={**self.problems, **problems})
-
-    def spans(self) -> list[Span]:
-        """One span per row; the tensors must be on the host by now."""
-        token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
-        bounds = self.offsets.tolist()
-        return [span(token_ids[low:high], logprobs[low:high]) for low, high in pairwise(bounds)]
+Sets: TypeAlias = RowSets | staging.StagedSets
+"""Sets of some rows: there, or on their way."""
 
 
-def extract(logprobs: torch.Tensor, thresholds: Sequence[float], sampled_ids: torch.Tensor) -> RowSets:
+def extract(
+    logprobs: torch.Tensor,
+    thresholds: Sequence[float],
+    sampled_ids: torch.Tensor,
+    *,
+    lowest: float | None = None,
+) -> Sets:
     """The sets of the rows whose threshold is not 0; a row that cannot be exact fails alone.
 
     Args:
-        logprobs: float [B, V], natural log-probs, -inf for tokens of zero probability.
+        logprobs: float [B, V], natural log-probs. On a GPU they are read again later where staging is too
+            small: nothing else may be written to them but their dtype's lowest value for -inf.
         thresholds: B thresholds; 0 gives an empty set.
         sampled_ids: integer [B], forced into the sets.
+        lowest: log-probs at or below it stand for probability 0; the dtype's lowest value by default.
     """
+    if staging.is_staged(logprobs):
+        return staging.by_threshold(logprobs, thresholds, sampled_ids, lowest)
+    logprobs = _with_zeros(logprobs, lowest)
     problems: dict[int, str] = {}
     thresholds = list(thresholds)
     try:
@@ -77,27 +59,35 @@ def extract(logprobs: torch.Tensor, thresholds: Sequence[float], sampled_ids: to
 
 def extract_support(
     logprobs: torch.Tensor,
-    weights: torch.Tensor,
+    rows: torch.Tensor,
+    is_drawn: torch.Tensor,
     token_ids: torch.Tensor | None,
     sampled_ids: torch.Tensor,
-) -> RowSets:
+    *,
+    lowest: float | None = None,
+) -> Sets:
     """The sets that `nucleus.support_candidates` makes; a row that cannot be exact fails alone.
 
     Args:
-        logprobs: float [R, V], as for `extract`.
-        weights: float [R, W], what the sampler drew with.
-        token_ids: integer [R, W], whose weights they are, highest weight first; None where W is V.
-        sampled_ids: integer [R].
+        logprobs: float [B, V], as for `extract`.
+        rows: int64 [R], whose weights they are.
+        is_drawn: bool [R, W], which of them are above 0.
+        token_ids: int32 [R, W], whose weights they are, highest weight first; None where W is V.
+        sampled_ids: integer [B].
+        lowest: as for `extract`.
     """
+    if staging.is_staged(logprobs):
+        return staging.by_weights(logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)
+    logprobs, sampled_ids = _with_zeros(logprobs[rows], lowest), sampled_ids[rows]
     if token_ids is not None:
         # What is drawn stands first: the rest of a vocabulary need not be looked at again.
-        width = max(1, int((weights > 0).sum(1).amax()))
-        weights, token_ids = weights[:, :width], token_ids[:, :width]
+        width = max(1, int(is_drawn.sum(1).amax()))
+        is_drawn, token_ids = is_drawn[:, :width], token_ids[:, :width]
     problems: dict[int, str] = {}
 
     def of(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids = None if token_ids is None else token_ids[rows]
-        return nucleus.support_candidates(logprobs[rows], weights[rows], ids, sampled_ids=sampled_ids[rows])
+        return nucleus.support_candidates(logprobs[rows], is_drawn[rows], ids, sampled_ids=sampled_ids[rows])
 
     try:
         return RowSets(*of(slice(None)))
@@ -116,3 +106,7 @@ def extract_support(
     return RowSets(
         torch.cat(ids), torch.cat(values), torch.nn.functional.pad(sizes.cumsum(0), (1, 0)), problems
     )
+
+
+def _with_zeros(logprobs: torch.Tensor, lowest: float | None) -> torch.Tensor:
+    return logprobs if lowest is None else logprobs.masked_fill(logprobs <= lowest, -torch.inf)

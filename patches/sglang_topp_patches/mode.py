@@ -40,14 +40,32 @@ def refusals_of(server_args: Any) -> tuple[str, ...]:
         "diffusion decoding (--dllm-algorithm): tokens are not drawn one by one": (
             getattr(server_args, "dllm_algorithm", None)
         ),
-        "disaggregated prefill and decode (--disaggregation-mode): the first token's set stays behind": (
-            getattr(server_args, "disaggregation_mode", "null") not in (None, "null")
-        ),
+        **_disaggregation_reasons(server_args),
         "watermarking (--watermark-config): tokens are not drawn from the distribution that is reported": (
             getattr(server_args, "watermark_config", None)
         ),
     }
     return environment_refusals() + tuple(reason for reason, applies in reasons.items() if applies)
+
+
+def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
+    """Of servers that only prefill or only decode."""
+    role = getattr(server_args, "disaggregation_mode", "null")
+    if role in (None, "null"):
+        return {}
+    mode = f"disaggregated prefill and decode (--disaggregation-mode {role})"
+    return {
+        f"{mode} with --enable-pd-role-switch: the first token's set would be asked of the wrong role": (
+            getattr(server_args, "enable_pd_role_switch", False)
+        ),
+        f"{mode} with --disaggregation-transfer-backend fake: nobody drew the first token": (
+            getattr(server_args, "disaggregation_transfer_backend", "") == "fake"
+        ),
+        f"{mode} with --pp-size: was never tried": getattr(server_args, "pp_size", 1) > 1,
+        f"{mode} with --tokenizer-worker-num: the first token's set is not kept where it is asked for": (
+            role == "prefill" and getattr(server_args, "tokenizer_worker_num", 1) > 1
+        ),
+    }
 
 
 def source_refusals() -> tuple[str, ...]:

@@ -27,20 +27,26 @@ _ONE_OR_PER_PROMPT = (
     *("custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
     *("decode_tp_size", "extra_key"),
 )
+# SGLang's buffers between a prefill and a decode server (`MetadataBuffers`) have room for so many.
+_HANDED_OVER_TOP_LOGPROBS = 128
 _model: Model | None = None
+_most_top_logprobs = 0
+_is_disaggregated = False
 _hidden_size = 0
 _dtype = ""
 
 
-def note_model(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+def note_model(result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on `TokenizerManager.__init__`."""
-    global _model, _hidden_size, _dtype
+    global _model, _most_top_logprobs, _hidden_size, _dtype, _is_disaggregated
     config, tokenizer = self.model_config, self.tokenizer
     _hidden_size, _dtype = config.hidden_size, str(config.dtype).removeprefix("torch.")
     # Not every tokenizer can list its tokens; the bound on a text does not follow the longest anyway.
     tokens: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     longest = max(map(len, tokens), default=_TOKEN_CHARS)
     _model = Model(config.vocab_size, config.context_len, longest)
+    _is_disaggregated = server_args.disaggregation_mode != "null"
+    _most_top_logprobs = _HANDED_OVER_TOP_LOGPROBS if _is_disaggregated else config.vocab_size
 
 
 def to_record() -> dict[str, int] | None:
@@ -95,6 +101,14 @@ def check_request(field: Callable[[str], Any]) -> None:
         if not isinstance(n, int) or n > most:
             raise InvalidInputError(
                 f"{name}.n: got {n}, expected an integer of at most {most} for {count} prompts"
+            )
+        if _is_disaggregated and n > 1:
+            raise InvalidInputError(f"{name}.n: got {n}, expected 1: SGLang's decode server never ends it")
+        if _is_disaggregated and params.get("max_new_tokens") == 0:
+            # The prefill server draws a token all the same, and the decode server ends without asking for it.
+            raise InvalidInputError(
+                f"{name}.max_new_tokens: got 0, expected 1 or more: on a disaggregated server a prompt's sets"
+                " come with the first token"
             )
         if sentence := overlong_param(name, params):
             raise InvalidInputError(sentence)
@@ -152,10 +166,10 @@ def _check_lists(field: Callable[[str], Any], model: Model) -> int:
             if name == "logprob_start_len" and one < -1:
                 # Not from the prompt's end: the scheduler counts positions with it.
                 raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
-            if name == "top_logprobs_num" and one > model.vocab_size:
-                raise InvalidInputError(
-                    f"{name}: got {one}, expected at most {model.vocab_size}, the model's vocabulary"
-                )
+            if name == "top_logprobs_num" and one > _most_top_logprobs:
+                is_all = _most_top_logprobs == model.vocab_size
+                why = "the model's vocabulary" if is_all else "on a disaggregated server"
+                raise InvalidInputError(f"{name}: got {one}, expected at most {_most_top_logprobs}, {why}")
     return count or 1
 
 

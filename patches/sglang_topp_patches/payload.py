@@ -90,12 +90,14 @@ class Entry:
         status: of the error that comes of it. Other than 500, the scheduler takes no more sets for the
             request, and leaves it to the HTTP process to end it.
         weight_version: the weights that it came from.
+        handed_over: the token was drawn on another server, and its set is there (`disaggregation`).
     """
 
     candidates: Span | None
     problem: str = ""
     status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     weight_version: str = ""
+    handed_over: bool = False
 
     @property
     def is_refusal(self) -> bool:
@@ -103,7 +105,13 @@ class Entry:
         return self.status != HTTPStatus.INTERNAL_SERVER_ERROR
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Entry, (self.candidates, self.problem, int(self.status), self.weight_version)
+        return Entry, (
+            self.candidates,
+            self.problem,
+            int(self.status),
+            self.weight_version,
+            self.handed_over,
+        )
 
 
 @dataclass(frozen=True)

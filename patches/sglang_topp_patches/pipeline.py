@@ -24,6 +24,9 @@ class Sets(Protocol):
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Sets:
         """The same with every tensor copied, in a fixed order."""
 
+    def settled(self) -> Sets:
+        """The same with whole sets on the device; waits for them."""
+
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Join them to their requests."""
 
@@ -41,6 +44,10 @@ class PassSets:
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassSets:
         """Issue the copies; `consume` runs after SGLang has waited for them."""
         return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
+
+    def settled(self) -> PassSets:
+        """The same with whole sets on the device; waits for them."""
+        return PassSets(tuple(part.settled() for part in self.parts))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Join all sets to their requests."""
@@ -68,7 +75,8 @@ def add_to_stage_output(
         flat.append(tensor)
         return len(flat) - 1
 
-    ours = [each.copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
+    # What did not fit its staging area can be taken again on this stage alone.
+    ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
     if not ours:
         return
     tensors[KEY] = (ours, [len(tensor) for tensor in flat])

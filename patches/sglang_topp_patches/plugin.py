@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_topp_patches import (
     admission,
+    disaggregation,
     heap,
     http_app,
     in_process,
@@ -34,6 +35,7 @@ __all__ = ["register"]
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_DISAGGREGATION = "sglang.srt.disaggregation"
 _PIPELINE = "sglang.srt.managers.scheduler_pp_mixin"
 _GRPC = "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
@@ -79,7 +81,18 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_PIPELINE}.add_auxiliary_output_to_pp_tensors", "AROUND", pipeline.add_to_stage_output),
     (f"{_PIPELINE}.pop_auxiliary_output_from_pp_tensors", "AROUND", pipeline.take_from_stage_output),
     ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER", prefill.forget_rows),
+    (
+        f"{_DISAGGREGATION}.decode.DecodeTransferQueue._commit_transfer_to_req",
+        "AFTER",
+        disaggregation.note_first_token,
+    ),
+    (
+        f"{_DISAGGREGATION}.common.conn.CommonKVBootstrapServer._setup_routes",
+        "AFTER",
+        disaggregation.add_route,
+    ),
     (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", model.note_model),
+    (f"{_TOKENIZER_MANAGER}.__init__", "AFTER", disaggregation.note_server_args),
     (
         "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out",
         "AFTER",

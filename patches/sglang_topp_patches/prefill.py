@@ -16,13 +16,16 @@ import numpy as np
 import torch
 
 from sglang_topp_patches.budget import budget, charge, in_flight, is_refused, refuse_prompt
-from sglang_topp_patches.extract import RowSets, extract
+from sglang_topp_patches.extract import Sets, extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Span
 from sglang_topp_patches.pipeline import PassSets
+from sglang_topp_patches.row_sets import RowSets
 from sglang_topp_patches.rows import rows_of
+from sglang_topp_patches.staging import StagedSets
 
 # Of log-probs: the sets of so many rows are taken at once, at most as large.
 _VALUES_AT_ONCE = 1 << 25
+_CHUNKS_UNDER_WAY = 2
 
 __all__ = ["PromptSets", "Taken", "compute_logprobs_only", "forget_rows", "forward", "is_sent_once"]
 
@@ -80,13 +83,29 @@ class Taken:
         self._owners = np.repeat(np.arange(len(counts)), counts)
         self._candidates = np.zeros(len(counts), np.int64)
         self.thresholds = np.repeat(np.array(thresholds, np.float64), counts)
-        self.chunks: list[RowSets] = []
+        self.chunks: list[Sets] = []
         self.refused: dict[int, bool] = {}
-        self._num_rows = 0
+        self._num_rows = self._num_settled = 0
 
-    def add(self, chunk: RowSets) -> None:
-        """Take the next rows' sets."""
-        num_rows = len(chunk.offsets) - 1
+    def add(self, chunk: Sets) -> None:
+        """Take the next rows' sets.
+
+        Staged ones keep their log-probs until they are settled: of two chunks at most. A prompt of no more
+        chunks than that is not waited for; a longer one chunk after chunk, while the next is under way. The
+        chunks that are left are counted when they are consumed.
+        """
+        self.chunks.append(chunk)
+        while self._num_settled < len(self.chunks):
+            oldest = self.chunks[self._num_settled]
+            if isinstance(oldest, StagedSets):
+                if len(self.chunks) - self._num_settled <= _CHUNKS_UNDER_WAY:
+                    return
+                oldest = oldest.settled()
+            self.chunks[self._num_settled] = self._counted(oldest)
+            self._num_settled += 1
+
+    def _counted(self, chunk: RowSets) -> RowSets:
+        num_rows = chunk.num_rows
         if len(chunk.token_ids):
             sizes = chunk.offsets.diff().cpu().numpy()
             np.add.at(self._candidates, self._owners[self._num_rows :][:num_rows], sizes)
@@ -99,7 +118,7 @@ class Taken:
                 # The device may have no room for so much; the host's is what the budget is for.
                 chunk = chunk.map(lambda tensor: tensor.cpu())
         self._num_rows += num_rows
-        self.chunks.append(chunk)
+        return chunk
 
     def _held(self) -> int:
         return sum(int(n) for owner, n in enumerate(self._candidates) if owner not in self.refused)
@@ -158,17 +177,21 @@ class PromptSets:
     request_ids: tuple[str, ...]
     thresholds: tuple[float, ...]
     counts: tuple[int, ...]
-    chunks: tuple[RowSets, ...]
+    chunks: tuple[Sets, ...]
     refused: Mapping[int, bool] = field(default_factory=dict)
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
         """Issue the copies; `consume` runs after SGLang has waited for them."""
         return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
+    def settled(self) -> PromptSets:
+        """The same with whole sets on the device; waits for them."""
+        return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
+
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the rows to their requests' `customized_info`."""
         spans: list[Span | None] = []
-        for chunk in self.chunks:
+        for chunk in (each.on_host() for each in self.chunks):
             spans += [None if row in chunk.problems else each for row, each in enumerate(chunk.spans())]
         start = 0
         for row, (req, request_id, p, count) in enumerate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
+from sglang_topp_patches.handover import First
 from sglang_topp_patches.payload import Entry, Span
 from sglang_topp_patches.routes import Call
 from sglang_topp_patches.versions import Versions
@@ -15,7 +16,9 @@ __all__ = ["EndedError", "Received"]
 class EndedError(ValueError):
     """The call was ended: SGLang answers with the status, or, in a stream, with an event that holds it."""
 
-    status_code = HTTPStatus.TOO_MANY_REQUESTS
+    def __init__(self, problem: str, status_code: int = HTTPStatus.TOO_MANY_REQUESTS) -> None:
+        super().__init__(problem)
+        self.status_code = status_code
 
 
 class Received:
@@ -23,21 +26,25 @@ class Received:
 
     Attributes:
         num_tokens: how many tokens are visible.
+        first_token_id: the first of them; None before.
         generated: the set of each; None where there is none, or it was sent for good.
         prompt: the set of each scored prompt position, None at the first.
         versions: the weights that each token came from.
         problem: why a token has no set; empty while all have one.
         refusal: the scheduler's word that it takes no more sets, and the request is to be ended.
+        lacks_first: the first token is visible, and its set still on the server that drew it.
     """
 
     def __init__(self, cost: int) -> None:
         """`cost` is what one candidate counts for (`budget`)."""
         self.num_tokens = 0
+        self.first_token_id: int | None = None
         self.generated: list[Span | None] = []
         self.prompt: list[Span | None] = []
         self.versions = Versions()
         self.problem = ""
         self.refusal: Entry | None = None
+        self.lacks_first = False
         self._cost = cost
         self._candidates = self._positions = 0
         self._call: Call | None = None
@@ -49,6 +56,8 @@ class Received:
         prompt_rows: Sequence[Span | Entry | None],
     ) -> None:
         """Take new tokens, with an entry for each of them and the prompt's rows where they come."""
+        if self.first_token_id is None and token_ids:
+            self.first_token_id = token_ids[0]
         self.num_tokens += len(token_ids)
         words = [each for each in (*entries, *prompt_rows) if isinstance(each, Entry) and each.is_refusal]
         if words:
@@ -57,7 +66,9 @@ class Received:
         if self.refusal is not None:
             return
         for entry in entries:
-            if entry is None or entry.candidates is None:
+            if entry is not None and entry.handed_over:
+                self.lacks_first = True
+            elif entry is None or entry.candidates is None:
                 cause = entry.problem if entry else "the scheduler sent none"
                 self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
             self.generated.append(entry.candidates if entry else None)
@@ -69,6 +80,20 @@ class Received:
             self.prompt = [None, *rows[:-1]]
         new = [*(entry.candidates for entry in entries if entry), *rows]
         self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
+
+    def hand_over(self, first: First) -> None:
+        """Take what belongs to the first token, and the prompt's positions, from the server that drew it."""
+        self.lacks_first = False
+        if first.entry.is_refusal:
+            self.refusal = first.entry
+            self._let_go()
+        elif first.entry.candidates is None:
+            self.problem = f"no candidate set at position 0: {first.entry.problem}"
+        else:
+            self.generated[0] = first.entry.candidates
+            self.prompt = list(first.prompt)
+            self.versions.name_first(first.entry.weight_version)
+            self._count(first.num_candidates, len(first.prompt))
 
     def belongs_to(self, call: Call | None, abort: Callable[[], None]) -> None:
         """Say whose it is; `abort` stops the sample in the scheduler."""
@@ -104,15 +129,21 @@ class Received:
         self.generated = [None] * len(self.generated)
         self.prompt = [None] * len(self.prompt)
 
-    def check(self, num_prompt: int) -> str:
-        """Why there is not one set for each visible token, or nothing."""
+    @property
+    def status(self) -> int:
+        """Of the error that comes of a problem."""
+        return self.refusal.status if self.refusal else HTTPStatus.INTERNAL_SERVER_ERROR
+
+    def check(self, num_prompt: int | None) -> str:
+        """Why there is not one set for each visible token, or nothing; `num_prompt` is None where the
+        prompt's were checked by who scored it."""
         if self.refusal is not None:
             return self.refusal.problem
         if self.problem:
             return self.problem
         if len(self.generated) != self.num_tokens:
             return f"{len(self.generated)} candidate sets for {self.num_tokens} generated tokens"
-        if len(self.prompt) != num_prompt:
+        if num_prompt is not None and len(self.prompt) != num_prompt:
             return f"{len(self.prompt)} candidate sets for {num_prompt} prompt tokens"
         if None in self.prompt[1:]:
             return f"no candidate set at prompt position {self.prompt.index(None, 1)}"

@@ -176,6 +176,22 @@ _SGLANG_0_5_23 = (
         "a prompt that is scored again after a retraction is not counted twice",
     ),
     Seam(
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
+        ("self", "decode_req"),
+        "a decode server learns that the first token's set is on the prefill server",
+    ),
+    Seam(
+        "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes",
+        ("self",),
+        "a prefill server is asked for it beside the KV cache",
+    ),
+    Seam(
+        "sglang.srt.utils.network.NetworkAddress",
+        ("host", "port"),
+        "where the prefill server is asked",
+        hooked=False,
+    ),
+    Seam(
         "sglang.srt.managers.scheduler_pp_mixin.add_auxiliary_output_to_pp_tensors",
         ("tensors", "output"),
         "the sets leave the last pipeline stage",

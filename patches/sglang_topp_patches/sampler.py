@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_topp_patches import support
+from sglang_topp_patches import staging, support
 from sglang_topp_patches.budget import charge, is_refused
-from sglang_topp_patches.extract import RowSets, extract
+from sglang_topp_patches.extract import Sets, extract
 from sglang_topp_patches.model import sanitizes_logits
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, Span
 from sglang_topp_patches.pipeline import PassSets
@@ -35,8 +35,8 @@ class _Capture:
 
     rows: Rows
     drawing: support.Drawing | None
-    sets: RowSets | None = None
-    drawn: RowSets | None = None
+    sets: Sets | None = None
+    drawn: Sets | None = None
 
 
 _active: _Capture | None = None  # a scheduler process samples one batch at a time
@@ -47,6 +47,9 @@ def sample(
 ) -> torch.Tensor:
     """AROUND hook on `ModelRunner.sample`."""
     global _active
+    logits = logits_output.next_token_logits
+    if logits is not None and staging.is_staged(logits):
+        staging.warm_up(logits.shape[1], logits.dtype, logits.device)
     rows = rows_of(forward_batch.top_logprobs_nums)
     if rows is None:
         return original(self, logits_output, forward_batch)
@@ -79,28 +82,26 @@ def compute_logprobs(
 ) -> Any:
     """AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
 
-    The sets are taken before the original clamps -inf in place: afterwards a token of zero
-    probability can no longer be told from one that is merely unlikely.
+    The sets are taken before the original clamps -inf in place, which a caller would see in them.
     """
     if _active is not None:
         thresholds = _active.rows.thresholds
         thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # rows that belong to no request
-        exact = _with_zeros(logprobs)
-        _active.sets = extract(exact, thresholds, batch_next_token_ids)
+        lowest = _lowest()
+        if any(thresholds):
+            _active.sets = extract(logprobs, thresholds, batch_next_token_ids, lowest=lowest)
         if _active.drawing is not None:
-            _active.drawn = _active.drawing.sets(exact, batch_next_token_ids)
+            _active.drawn = _active.drawing.sets(logprobs, batch_next_token_ids, lowest=lowest)
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
 
 
-def _with_zeros(logprobs: torch.Tensor) -> torch.Tensor:
-    """The log-probs with -inf for tokens of zero probability.
+def _lowest() -> float | None:
+    """Log-probs at or below it stand for probability 0.
 
     `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, has a logit of -1e30 stand for -inf. Where
     SGLang reports `log_softmax` (greedy rows), a forbidden token then has a finite log-prob like that.
     """
-    if not sanitizes_logits():
-        return logprobs
-    return logprobs.masked_fill(logprobs < -1e20, -torch.inf)
+    return -1e20 if sanitizes_logits() else None
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,21 @@ class GeneratedSets:
 
     Attributes:
         rows: the rows as they were when the pass was built.
-        sets: by the threshold rule, one per row; None where SGLang sampled without reporting log-probs.
+        sets: by the threshold rule, one per row; None where no row asks by it.
         weight_version: the weights that the pass ran with.
         drawn: what the sampler could draw, one for each of `rows.drawn`; None where there are none.
     """
 
     rows: Rows
-    sets: RowSets | None
+    sets: Sets | None
     weight_version: str
-    drawn: RowSets | None = None
+    drawn: Sets | None = None
+
+    def settled(self) -> GeneratedSets:
+        """The same with whole sets on the device; waits for them."""
+        return replace(
+            self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
+        )
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
         """Issue the copies; `consume` runs after SGLang has waited for them."""
@@ -156,14 +163,15 @@ class GeneratedSets:
         numbered = ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn))
         for sets, rows in numbered:
             if sets is not None:
-                spans.update(zip(rows, sets.spans(), strict=False))
-                problems.update({rows[i]: problem for i, problem in sets.problems.items() if i < len(rows)})
+                there = sets.on_host()
+                spans.update(zip(rows, there.spans(), strict=False))
+                problems.update({rows[i]: problem for i, problem in there.problems.items() if i < len(rows)})
         return spans, problems
 
     def _problem(
         self, row: int, request_id: str, token_ids: tuple[int, ...], spans: Mapping[int, Span]
     ) -> str:
-        if self.sets is None:
+        if row not in spans:
             return "SGLang sampled without reporting log-probs"
         if request_id != self.rows.request_ids[row]:
             return f"row {row} was sampled for request {self.rows.request_ids[row]}"

@@ -9,6 +9,7 @@ from sglang_topp_patches import mode, model, routes
 from sglang_topp_patches.budget import budget, in_flight
 from sglang_topp_patches.payload import KEY
 from sglang_topp_patches.seams import status
+from sglang_topp_patches.staging import counts
 
 __all__ = ["add_status", "note_scheduler_states", "report_state"]
 
@@ -39,11 +40,18 @@ def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) ->
         "problems": problems,
         "notes": list(mode.environment_notes()),
         "budget": {**budget().to_dict(), "candidates_in_flight": in_flight().total},
+        "staging": _staging(),
         "model": model.to_record(),
         # Asked only of a release that is supported: another may not have the switch.
         "sanitizes_logits": report["active"] and model.sanitizes_logits(),
     }
     return result
+
+
+def _staging() -> dict[str, int]:
+    """How often rows did not fit their staging area, in all schedulers that have been asked."""
+    there = [state["staging"] for state in _scheduler_states if state and "staging" in state]
+    return {name: sum(each[name] for each in there) for name in counts.to_dict()}
 
 
 def report_state(result: Any, self: Any, recv_req: Any) -> Any:
@@ -55,5 +63,6 @@ def report_state(result: Any, self: Any, recv_req: Any) -> Any:
         "active": not problems,
         "problems": problems,
         "candidates_in_flight": in_flight().total,
+        "staging": counts.to_dict(),
     }
     return result

@@ -8,14 +8,16 @@ very call that draws. Every rank samples so, also those that answer nobody: they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from sglang_topp_patches.extract import RowSets, extract_support
+from sglang_topp.nucleus.host import to_device
+from sglang_topp_patches.extract import Sets, extract_support
 
 __all__ = ["Drawing", "capture", "sample_from_probs", "sample_of_the_highest"]
 
@@ -37,25 +39,31 @@ class Drawing:
     weights: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None
 
-    def sets(self, logprobs: torch.Tensor, sampled_ids: torch.Tensor) -> RowSets:
+    def sets(self, logprobs: torch.Tensor, sampled_ids: torch.Tensor, *, lowest: float | None = None) -> Sets:
         """The sets of `rows`, in their order.
 
         Args:
-            logprobs: float [B, V], -inf for tokens of zero probability.
+            logprobs: float [B, V].
             sampled_ids: integer [B].
+            lowest: as for `extract`.
         """
-        index = torch.tensor(self.rows, device=logprobs.device)
-        logprobs, sampled_ids = logprobs[index], sampled_ids[index]
-        greedy = torch.tensor([row in self.greedy for row in self.rows], device=logprobs.device)
+        rows = _to_device(self.rows, logprobs.device)
         if self.weights is not None:
-            weights = self.weights.masked_fill(greedy[:, None], 0)
-            return extract_support(logprobs, weights, self.token_ids, sampled_ids)
-        nothing = logprobs.new_zeros(len(index), 1)
-        found = extract_support(logprobs, nothing, sampled_ids[:, None].int(), sampled_ids)
+            greedy = _to_device([row in self.greedy for row in self.rows], logprobs.device)
+            # A copy, also of what a CUDA graph writes to again.
+            is_drawn = (self.weights > 0) & ~greedy[:, None]
+            return extract_support(logprobs, rows, is_drawn, self.token_ids, sampled_ids, lowest=lowest)
+        nothing = torch.zeros((len(self.rows), 1), dtype=torch.bool, device=logprobs.device)
+        tokens = sampled_ids[rows][:, None].int()
+        found = extract_support(logprobs, rows, nothing, tokens, sampled_ids, lowest=lowest)
         unknown = [i for i, row in enumerate(self.rows) if row not in self.greedy]
         return found.with_problems(
             dict.fromkeys(unknown, "SGLang sampled in a way that does not show what it could have drawn")
         )
+
+
+def _to_device(values: Sequence[int] | Sequence[bool], device: torch.device) -> torch.Tensor:
+    return to_device(np.asarray(values), device)
 
 
 _drawing: Drawing | None = None  # a scheduler process samples one batch at a time
@@ -85,7 +93,7 @@ def sample_from_probs(
     if drawing is None:
         return original(self, probs, sampling_info, *args, **kwargs)
     native = sampling_info.sampling_mask_batch_indices
-    ours = torch.tensor(drawing.rows, device=probs.device)
+    ours = _to_device(drawing.rows, probs.device)
     # With both, the rows of the whole batch: SGLang copies none of them then.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from sglang_topp import wire
+from sglang_topp_patches import disaggregation
 from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.payload import (
     AT_END,
@@ -33,7 +34,7 @@ from sglang_topp_patches.payload import (
     from_sampler,
     join,
 )
-from sglang_topp_patches.received import Received
+from sglang_topp_patches.received import EndedError, Received
 from sglang_topp_patches.routes import current_call
 
 __all__ = ["merge_chunks", "receive_entries", "repeat_nothing", "write_meta_info", "write_sets"]
@@ -95,8 +96,11 @@ def write_meta_info(
     # Visible tokens are counted, not log-probs: SGLang may report that of a token which `max_new_tokens` 0
     # keeps from being one.
     # Nobody drew a prompt's tokens.
-    num_prompt = 0 if from_sampler(get) else len(state.input_token_logprobs_val)
-    if problem := received.check(num_prompt):
+    num_prompt = 0 if from_sampler(get) else disaggregation.num_scored(state)
+    problem = received.check(num_prompt)
+    if finished:
+        disaggregation.keep(state, received, problem)
+    if problem:
         if finished:
             _fail(meta_info, f"{field}: {problem}", received.refusal)
         else:
@@ -127,13 +131,20 @@ async def _with_sets(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, state: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
     received = _received(state)
-    received.belongs_to(current_call.get(), partial(self.abort_request, state.obj.rid))
-    async with aclosing(chunks):
+    abort = partial(self.abort_request, state.obj.rid)
+    received.belongs_to(current_call.get(), abort)
+    async with aclosing(chunks), disaggregation.asking(state.obj) as first:
         async for out in chunks:
             received.check_call()
             meta_info = out["meta_info"]
             reason = meta_info.get("finish_reason")
             if meta_info.get(KEY) is not None:
+                if received.lacks_first:
+                    await disaggregation.take(first, state, received)
+                    received.check_call()
+                if problem := received.check(None):
+                    abort()
+                    raise EndedError(f"{asking_field(vars(state.obj).get)}: {problem}", received.status)
                 _write_sets(self, out, state, received)
             elif reason is None and not getattr(state.obj, AT_END, False):
                 # Tokens without their sets look like an answer without the feature. The error is to come.

@@ -38,6 +38,13 @@ class Versions:
         else:
             self._spans.append((version, end))
 
+    def name_first(self, version: str) -> None:
+        """The first token's, where it was added as the empty one."""
+        rest = self._spans[1:]
+        if not rest or rest[0][0] != version:
+            rest.insert(0, (version, 1))
+        self._spans = rest
+
     def meta_info(self, num_tokens: int) -> dict[str, Any]:
         """SGLang's two fields for the first `num_tokens` tokens, at least one.
 

@@ -14,10 +14,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
+from sglang_topp_client.packed_record import MEDIA_TYPE
 from sglang_topp_server.body import Bodies
 from sglang_topp_server.engine import Engine
 from sglang_topp_server.exchange import RolloutExchange
 from sglang_topp_server.flight import Flight
+from sglang_topp_server.forms import NDJSON
 from sglang_topp_server.guard import RequireKey
 from sglang_topp_server.held import Held
 from sglang_topp_server.limits import Limits
@@ -77,11 +79,15 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
     app.add_exception_handler(Exception, _known_error)
 
     @app.post(
-        "/rollouts", response_model=None, responses={200: {"model": RolloutsAnswer}}, openapi_extra=_BODY
+        "/rollouts",
+        response_model=None,
+        responses={200: {"model": RolloutsAnswer, "content": _STREAMS}},
+        openapi_extra=_BODY,
     )
     async def rollouts() -> Response:
-        """Samples with their candidate sets: one JSON, or, with `stream`, one line each as they finish, and
-        last the line `{"done": true, "rollouts": N}`. Hanging up aborts them."""
+        """Samples with their candidate sets: one JSON, or, with `stream`, one message each as they finish,
+        and last `{"done": true, "rollouts": N}`. Messages are lines, or frames where `Accept` names that
+        media type. Hanging up aborts them."""
         return RolloutExchange(engine, limits, bodies, flight, held, metrics)
 
     @app.get("/healthz")
@@ -129,6 +135,10 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
     return app
 
 
+_STREAMS: dict[str, Any] = {
+    NDJSON: {"schema": {"type": "string", "description": "With stream: a RolloutRecord on each line."}},
+    MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+}
 _BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,

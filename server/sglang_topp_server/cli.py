@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SglangToppError as error:
         return _fail(str(error))
     except ModuleNotFoundError as error:
+        if error.name == "pyarrow":
+            return _fail(str(error), _USAGE)
         if error.name not in _SERVER_MODULES:
             raise
         return _fail(
@@ -104,6 +106,10 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="make a small model, serve it, and show candidate sets and ratios"
     )
     demo.set_defaults(run=_demo)
+
+    rollouts = commands.add_parser("rollouts", help="sum up a file of rollouts, and check all of it")
+    rollouts.add_argument("file", help="what save_rollouts or a RolloutWriter wrote")
+    rollouts.set_defaults(run=_rollouts)
     return parser
 
 
@@ -193,6 +199,16 @@ def _demo(args: argparse.Namespace) -> int:
     from sglang_topp_server.demo import main as run_demo
 
     return run_demo()
+
+
+def _rollouts(args: argparse.Namespace) -> int:
+    from sglang_topp_server.rollouts import main as summarise
+
+    try:
+        summarise(args.file)
+    except OSError as error:
+        return _fail(str(error))
+    return 0
 
 
 def _settings(args: argparse.Namespace, engine_url: str, **others: float) -> launch.Settings:

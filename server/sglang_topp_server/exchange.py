@@ -8,12 +8,10 @@ between. (Starlette's StreamingResponse leaves the generator of a broken stream 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
-from itertools import chain
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -32,6 +30,7 @@ from sglang_topp_server.body import Bodies, HungUpError
 from sglang_topp_server.connection import Connection, connection_of
 from sglang_topp_server.engine import Engine, FailedPrompt
 from sglang_topp_server.flight import Flight
+from sglang_topp_server.forms import Form, Lines, accepted_form, encode
 from sglang_topp_server.held import Held, Share, num_bytes_of
 from sglang_topp_server.limits import Limits
 from sglang_topp_server.metrics import Metrics
@@ -66,12 +65,14 @@ class RolloutExchange(Response):
         self._engine, self._limits, self._metrics = engine, limits, metrics
         self._bodies, self._flight, self._held = bodies, flight, held
         self._connection: Connection | None = None
+        self._form: Form = Lines()
         self._is_started = self._is_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         start = time.monotonic()
         self._connection = connection_of(scope)
+        self._form = accepted_form(Headers(scope=scope))
         is_admitted = False
         try:
             async with asyncio.timeout(self._limits.timeout_s):
@@ -115,7 +116,7 @@ class RolloutExchange(Response):
 
     async def _answer(self, request: RolloutRequest, receive: Receive, send: Send) -> str:
         """Returns the outcome that is counted."""
-        answer = self._answer_lines if request.stream else self._answer_whole
+        answer = self._answer_stream if request.stream else self._answer_whole
         with self._held.share() as share:
             work = asyncio.create_task(answer(request, share, send))
             # The body has been read: what comes next is the end of the connection.
@@ -164,9 +165,9 @@ class RolloutExchange(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         return "ok"
 
-    async def _answer_lines(self, request: RolloutRequest, share: Share, send: Send) -> str:
-        """NDJSON. The status waits for the first sample: where no prompt succeeds, it is that of the first
-        failure; where one has, failures are lines."""
+    async def _answer_stream(self, request: RolloutRequest, share: Share, send: Send) -> str:
+        """A message each, in the form that the caller accepts. The status waits for the first sample: where
+        no prompt succeeds, it is that of the first failure; where one has, failures are messages."""
         failures: list[FailedPrompt] = []
         num_sent = 0
         async with _own_time_limit(request), aclosing(self._engine.samples(request, share)) as items:
@@ -177,19 +178,19 @@ class RolloutExchange(Response):
                         await self._send_failure(send, item)
                     continue
                 if not self._is_started:
-                    await self._start(send, "application/x-ndjson")
+                    await self._start(send, self._form.media_type)
                     for failure in failures:
                         await self._send_failure(send, failure)
-                record, num_bytes = Record(item), num_bytes_of(item)
+                sample, num_bytes = self._form.sample(item), num_bytes_of(item)
                 self._metrics.count_sample(item)
                 del item
-                await self._send_chunks(send, chain(record, [b"\n"]))
-                del record
+                await self._send_chunks(send, sample)
+                del sample
                 share.remove(num_bytes)
                 num_sent += 1
             if not self._is_started:
                 raise failures[0].error
-            await self._send_line(send, {"done": True, "rollouts": num_sent})
+            await self._send_message(send, {"done": True, "rollouts": num_sent})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         return "partial" if failures else "ok"
 
@@ -207,17 +208,17 @@ class RolloutExchange(Response):
             # A reader that is never behind would keep the loop from everything else.
             await asyncio.sleep(0)
 
-    async def _send_line(self, send: Send, answer: dict[str, Any]) -> None:
-        await send({"type": "http.response.body", "body": _encode(answer) + b"\n", "more_body": True})
+    async def _send_message(self, send: Send, answer: dict[str, Any]) -> None:
+        await send({"type": "http.response.body", "body": self._form.other(answer), "more_body": True})
 
     async def _send_failure(self, send: Send, failed: FailedPrompt) -> None:
         self._metrics.count_error(failed.error)
-        await self._send_line(send, {**answer_of(failed.error), "prompt_index": failed.prompt_index})
+        await self._send_message(send, {**answer_of(failed.error), "prompt_index": failed.prompt_index})
 
     async def _send_error(self, send: Send, error: SglangToppError) -> None:
-        """The error as the answer, or as the last line of a stream, which without its end mark does not
+        """The error as the answer, or as the last message of a stream, which without its end mark does not
         pass as complete. A JSON that has begun can only be cut off, and so can a stream whose reader is
-        behind: it would not take the line either."""
+        behind: it would not take the message either."""
         if self._is_started:
             if self._connection is None:
                 if not self._is_stream:
@@ -226,10 +227,10 @@ class RolloutExchange(Response):
                 self._connection.cut_off(str(error))
                 await self._connection.closed.wait()
                 return
-            await self._send_line(send, answer_of(error))
+            await self._send_message(send, answer_of(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        body = _encode(answer_of(error))
+        body = encode(answer_of(error))
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -261,8 +262,3 @@ async def _own_time_limit(request: RolloutRequest) -> AsyncIterator[None]:
         raise RequestTimeoutError(
             f"timeout_s: {request.timeout_s} s passed before every sample finished"
         ) from None
-
-
-def _encode(answer: dict[str, Any]) -> bytes:
-    """Small answers, whatever an engine's error may contain."""
-    return json.dumps(answer, separators=(",", ":")).encode()

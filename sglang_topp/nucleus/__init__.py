@@ -1,11 +1,13 @@
 """Log-probs on a device -> exact candidate sets.
 
 `top_p_candidates` makes them by the threshold rule, `support_candidates` from what a sampler could draw.
-`reference` holds the definitions of both, written plainly; every other file is one implementation.
+`reference` holds the definitions of both, written plainly. `select` and `support` run anywhere, and on the
+CPU; `triton` and `support_triton` are a GPU's, and `staged` how they are used, also without a wait.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -47,7 +49,12 @@ def top_p_candidates(
             [0, V), or a row asked for that holds NaN or values that are no log-probs (above 0).
     """
     with torch.no_grad():
-        return select.top_p_candidates(*checked(logprobs, p, sampled_ids))
+        arguments = checked(logprobs, p, sampled_ids)
+        if not _has_kernels(logprobs):
+            return select.top_p_candidates(*arguments)
+        from sglang_topp.nucleus import staged
+
+        return staged.top_p_candidates(*arguments)
 
 
 def support_candidates(
@@ -79,4 +86,13 @@ def support_candidates(
             NaN or above 0, or a token of zero probability (`-inf`) that was not sampled but has a weight.
     """
     with torch.no_grad():
-        return support.support_candidates(*checked_support(logprobs, weights, token_ids, sampled_ids))
+        arguments = checked_support(logprobs, weights, token_ids, sampled_ids)
+        if not _has_kernels(logprobs):
+            return support.support_candidates(*arguments)
+        from sglang_topp.nucleus import staged
+
+        return staged.support_candidates(*arguments)
+
+
+def _has_kernels(logprobs: Tensor) -> bool:
+    return logprobs.is_cuda and importlib.util.find_spec("triton") is not None

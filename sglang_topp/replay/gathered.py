@@ -1,19 +1,24 @@
-"""The two products of a head that only looks at candidates, in plain torch, on any device.
+"""The products of a head that only looks at candidates, in plain torch, on any device.
 
-Both work on chunks of entries, so that memory is bounded whatever their number, and both sum in
-float32 (float64 for float64) in a fixed order: results repeat to the last bit. `head_triton` has the
-same two for NVIDIA GPUs, without a gathered copy.
+Memory is bounded whatever the number of entries, and all sums run in float32 (float64 for float64) in a
+fixed order: results repeat to the last bit. Where no factor has to be widened first, each product is
+one operation that gathers nothing: every further one is a barrier, at which threads on a busy machine
+wait for each other (and spin, which `OMP_WAIT_POLICY=passive` ends).
+`head_triton` has the same three for NVIDIA GPUs.
 
-Shape legend: m entries, S segments, H hidden size, C entries of one chunk.
+Shape legend: m entries, S segments, H hidden size, C entries (or segments) of one chunk.
 """
 
 from __future__ import annotations
+
+import functools
+import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["gathered_dot", "gathered_sum"]
+__all__ = ["gathered_add", "gathered_dot", "gathered_sum"]
 
 
 def gathered_dot(
@@ -29,19 +34,26 @@ def gathered_dot(
 
     Args:
         left: [L, H]; right: [R, H], of any floating dtype.
-        left_rows, right_rows: int64 [m].
+        left_rows: int64 [m], ascending. right_rows: int64 [m].
         out_dtype: float32 or float64, what the product and its sum run in.
-        chunk: entries worked on at a time.
+        chunk: entries worked on at a time, where rows are gathered.
 
     Returns:
         [m] of `out_dtype`.
     """
+    if left.is_cpu and _is_plain(left, out_dtype) and _is_plain(right, out_dtype):
+        return _sampled_product(left, left_rows, right, right_rows)
     out_m = torch.empty(len(left_rows), dtype=out_dtype, device=left.device)
     for start in range(0, len(out_m), chunk):
         part = slice(start, start + chunk)
-        product_CH = right.index_select(0, right_rows[part]).to(out_dtype)
-        product_CH *= left.index_select(0, left_rows[part])
-        torch.sum(product_CH, dim=1, out=out_m[part])
+        right_CH = right.index_select(0, right_rows[part]).to(out_dtype)
+        if left.is_cpu:
+            present, places = torch.unique_consecutive(left_rows[part], return_inverse=True)
+            some_left = left.index_select(0, present).to(out_dtype)
+            out_m[part] = _sampled_product(some_left, places, right_CH, torch.arange(len(right_CH)))
+        else:
+            right_CH *= left.index_select(0, left_rows[part])
+            torch.sum(right_CH, dim=1, out=out_m[part])
     return out_m
 
 
@@ -63,11 +75,14 @@ def gathered_sum(
         weights: [m], float32 or float64: the dtype that the sums run in.
         segments: int64 [m], ascending, below `num_segments`.
         out_dtype: what each finished sum is rounded to, once.
-        chunk: entries worked on at a time.
+        chunk: entries worked on at a time, where rows are gathered.
 
     Returns:
         [num_segments, H]; zeros where a segment has no entry.
     """
+    if len(segments) and source.dtype == weights.dtype == out_dtype:
+        bounds = torch.searchsorted(segments, torch.arange(num_segments + 1, device=segments.device))
+        return _bags(source, source_rows, weights, bounds)
     out_SH = source.new_zeros((num_segments, source.shape[1]), dtype=out_dtype)
     carried, carried_H = -1, torch.empty(0)
     for start in range(0, len(segments), chunk):
@@ -77,13 +92,7 @@ def gathered_sum(
             table = table.index_select(0, rows).to(weights.dtype)
             rows = torch.arange(len(rows), device=source.device)
         present, counts = torch.unique_consecutive(segments[part], return_counts=True)
-        sums = F.embedding_bag(
-            rows,
-            table,
-            counts.cumsum(0) - counts,
-            mode="sum",
-            per_sample_weights=weights[part],
-        )
+        sums = _bags(table, rows, weights[part], F.pad(counts.cumsum(0), (1, 0)))
         # A segment may run over a chunk's end. Its sum is carried on and written again, so that it is
         # rounded to `out_dtype` from the whole sum and not once per chunk.
         if int(present[0]) == carried:
@@ -91,3 +100,80 @@ def gathered_sum(
         carried, carried_H = int(present[-1]), sums[-1]
         out_SH.index_copy_(0, present, sums.to(out_dtype))
     return out_SH
+
+
+def gathered_add(
+    out: Tensor, source: Tensor, source_rows: Tensor, weights: Tensor, segments: Tensor, *, chunk: int
+) -> None:
+    """`out[s] += sum over the entries e of segment s of weights[e] * source[source_rows[e]]`, in place.
+
+    Only rows whose segment has an entry are read and written. Each is rounded to `out`'s dtype once.
+
+    Args:
+        out: [S, H], of any floating dtype.
+        chunk: half the sums held at a time; where rows are gathered, all of them.
+
+    The others are those of `gathered_sum`.
+    """
+    plain = source.dtype == weights.dtype
+    step = 2 * chunk if plain else chunk  # `chunk` gathered rows are there twice, these sums once
+    present, counts = torch.unique_consecutive(segments, return_counts=True)
+    if not len(present):
+        return
+    step = -(-len(present) // -(-len(present) // step))  # as few parts, of one size
+    bounds = F.pad(counts.cumsum(0), (1, 0))
+    stops = [*bounds[:-1:step].tolist(), len(segments)]
+    for number, start in enumerate(range(0, len(present), step)):
+        part, some = slice(stops[number], stops[number + 1]), slice(start, start + step)
+        entries = source, source_rows[part], weights[part]
+        rows = present[some]
+        if plain:
+            sums_CH = _bags(*entries, bounds[start : start + step + 1] - part.start)
+        else:
+            places = torch.repeat_interleave(counts[some], output_size=part.stop - part.start)
+            sums_CH = gathered_sum(*entries, places, len(rows), out_dtype=weights.dtype, chunk=chunk)
+        _add_rows(out, rows, sums_CH)
+        del sums_CH  # or it is there while the next is made
+
+
+def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
+    """`out[rows] += values`, rounded once; the rows ascend."""
+    if out.dtype != values.dtype:
+        out.index_copy_(0, rows, values.add_(out.index_select(0, rows)).to(out.dtype))
+    elif out.is_cpu:  # one parallel operation, where `index_add_` is five
+        out.add_(
+            torch.sparse_coo_tensor(rows[None], values, out.shape, is_coalesced=True, check_invariants=False)
+        )
+    else:
+        out.index_add_(0, rows, values)
+
+
+def _is_plain(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `_sampled_product` takes it as it is."""
+    return matrix.dtype == dtype and matrix.is_contiguous()
+
+
+def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor) -> Tensor:
+    """`gathered_dot` as the entries of `left @ right.T` that a sparse matrix names; one operation."""
+    _hear_the_beta_warning_once()
+    bounds = torch.searchsorted(left_rows, torch.arange(len(left) + 1))
+    pattern = torch.sparse_csr_tensor(
+        bounds, right_rows, left.new_zeros(len(right_rows)), (len(left), len(right)), check_invariants=False
+    )
+    product: Tensor = torch.sparse.sampled_addmm(pattern, left, right.t(), beta=0.0)
+    return product.values()
+
+
+@functools.cache
+def _hear_the_beta_warning_once() -> None:
+    """torch warns of its sparse rows once per process, and `catch_warnings` is not for many threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float32, check_invariants=False)
+
+
+def _bags(source: Tensor, source_rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
+    """[S, H]: the weighted sum of each of the bags between `bounds` [S + 1]."""
+    return F.embedding_bag(
+        source_rows, source.detach(), bounds, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )

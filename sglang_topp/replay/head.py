@@ -32,12 +32,14 @@ from sglang_topp.replay.scores import (
     score_support,
 )
 from sglang_topp.replay.support import Shard, Support, check_targets
+from sglang_topp.replay.weight_grad import GradientById, WeightGrad, check_weight_grad
 
 __all__ = ["candidate_logprobs", "check_head"]
 
-_CHUNK_BYTES = 1 << 22  # two such copies stay in a core's share of the cache
+_CHUNK_BYTES = 1 << 23  # larger ones leave the cache; more of them are more barriers
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes follow the sets: nothing to compile
 def candidate_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -54,6 +56,7 @@ def candidate_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     chunk_candidates: int | None = None,
+    weight_grad: WeightGrad = "dense",
     backend: Literal["auto", "torch", "triton"] = "auto",
 ) -> Scores:
     """Score `targets` under the policy `softmax(head(hidden))` restricted to the candidate sets.
@@ -91,8 +94,23 @@ def candidate_logprobs(
         vocab_start: the token id of `weight[0]`.
         vocab_size: the number of ids that exist, where the head is padded beyond them; larger ids in
             the sets are errors.
-        chunk_candidates: rows of the head gathered at a time, without Triton; by default as many as
-            take 4 MiB.
+        chunk_candidates: rows gathered, or sums held, at a time, without Triton; by default as many as
+            take 8 MiB.
+        weight_grad: where the gradient of `weight` goes.
+
+            - "dense": to autograd, [V, H].
+            - "sparse": to autograd, a coalesced `torch.sparse_coo` tensor with the rows of the ids that
+              occur, for `SGD` and `SparseAdam`; `weight` is a leaf. Where a dense `weight.grad` is
+              there, autograd adds those rows to it, in place. Waits for the device once.
+            - a buffer [V, H], float32 (float64 for float64) or of `weight`'s dtype: each backward adds
+              the rows of the ids that occur, in place, each sum rounded once. Time and memory follow the
+              candidates, whatever V is. Give `weight.grad` (make it zeros where it is None) or Megatron's
+              `weight.main_grad`, anew in each call. Autograd sees no gradient of `weight` then, nor do
+              hooks: they get None, or are not called. So it is right only where what reduces gradients
+              reads this very buffer. torch's DistributedDataParallel reads `weight.grad`, which its own
+              forward may exchange: take it inside the wrapped module's forward, or after it. Megatron's
+              reads `weight.main_grad`, and finds `weight.grad_added_to_main_grad` set and, in
+              `weight.grad`, zeros that take no memory. FSDP does neither: use "dense" there.
         backend: "torch" runs anywhere; "triton" gathers nothing and needs an NVIDIA GPU (or Triton's
             interpreter); "auto" takes Triton where it can.
 
@@ -109,7 +127,13 @@ def candidate_logprobs(
     temperature = check_temperature(temperature, len(targets))
     shard = Shard.of(len(weight), vocab_start, vocab_size, parallel=tp_group is not None)
     support = Support.of(candidates, targets, shard)
-    logits = _CandidateLogits.apply(hidden, weight, bias, support, tp_group, chunk_candidates, backend)
+    dtype = accumulation_dtype(hidden=hidden, weight=weight)
+    check_weight_grad(weight_grad, weight, hidden, dtype)
+    ops, options = _implementation(backend, hidden, weight, dtype, chunk_candidates)
+    logits = _ByPosition.apply(hidden, weight.detach(), support, tp_group, dtype, ops, options)
+    logits = logits + GradientById.apply(
+        weight, bias, hidden.detach(), support, dtype, weight_grad, ops, options
+    )
     return score_support(
         adjust_logits(logits, support.positions, temperature, softcap),
         support,
@@ -137,87 +161,53 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
             raise InvalidInputError(f"{name}: it is on {tensor.device}, and hidden is on {hidden.device}")
 
 
-class _CandidateLogits(torch.autograd.Function):
-    """[m] raw logits of the support's entries: `hidden[position] . weight[id] + bias[id]`."""
+class _ByPosition(torch.autograd.Function):
+    """[m] `hidden[position] . weight[id]` for the support's entries; the gradient of hidden starts here."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden_TH: Tensor,
         weight_VH: Tensor,
-        bias_V: Tensor | None,
         support: Support,
         group: dist.ProcessGroup | None,
-        chunk: int | None,
-        backend: str,
+        dtype: torch.dtype,
+        ops: ModuleType,
+        options: dict[str, int],
     ) -> Tensor:
-        dtype = accumulation_dtype(hidden=hidden_TH, weight=weight_VH)
-        ops, options = _implementation(backend, hidden_TH, weight_VH, dtype, chunk)
+        ctx.support, ctx.group, ctx.ops, ctx.options = support, group, ops, options
+        ctx.shape, ctx.dtype = hidden_TH.shape, hidden_TH.dtype
+        ctx.save_for_backward(weight_VH)
         logits_m: Tensor = ops.gathered_dot(
             hidden_TH, support.positions, weight_VH, support.ids, out_dtype=dtype, **options
         )
-        if bias_V is not None:
-            logits_m += bias_V[support.ids]
-        ctx.support, ctx.group, ctx.ops, ctx.options = support, group, ops, options
-        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
-        ctx.save_for_backward(hidden_TH, weight_VH)
         return logits_m
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_m: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH = ctx.saved_tensors
+        (weight_VH,) = ctx.saved_tensors
         support: Support = ctx.support
-        grad_hidden = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0] and ctx.group is None:
+        entries = weight_VH, support.ids, grad_m
+        if ctx.group is None:
             grad_hidden = ctx.ops.gathered_sum(
-                weight_VH,
-                support.ids,
-                grad_m,
-                support.positions,
-                len(hidden_TH),
-                out_dtype=hidden_TH.dtype,
-                **ctx.options,
+                *entries, support.positions, ctx.shape[0], out_dtype=ctx.dtype, **ctx.options
             )
-        elif ctx.needs_input_grad[0]:
+        else:
             # Only positions with a choice are sent, and the ranks' parts are summed before they are rounded.
             grad_AH = ctx.ops.gathered_sum(
-                weight_VH,
-                support.ids,
-                grad_m,
-                support.segment,
-                len(support.rows),
-                out_dtype=grad_m.dtype,
-                **ctx.options,
+                *entries, support.segment, len(support.rows), out_dtype=grad_m.dtype, **ctx.options
             )
             reduce_sum(grad_AH, ctx.group)
-            grad_hidden = torch.zeros_like(hidden_TH).index_copy_(
-                0, support.rows, grad_AH.to(hidden_TH.dtype)
-            )
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            # By id, so that each row of the gradient is one sum, written once and always in one order.
-            ids, order = support.ids.sort(stable=True)
-            by_id_m = grad_m[order]
-            if ctx.needs_input_grad[1]:
-                grad_weight = ctx.ops.gathered_sum(
-                    hidden_TH,
-                    support.positions[order],
-                    by_id_m,
-                    ids,
-                    len(weight_VH),
-                    out_dtype=weight_VH.dtype,
-                    **ctx.options,
-                )
-            if ctx.needs_input_grad[2]:
-                bounds = torch.searchsorted(ids, torch.arange(len(weight_VH) + 1, device=ids.device))
-                grad_bias = torch.segment_reduce(by_id_m, "sum", offsets=bounds).to(ctx.bias_dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            grad_hidden = grad_m.new_zeros(ctx.shape, dtype=ctx.dtype)
+            grad_hidden.index_copy_(0, support.rows, grad_AH.to(ctx.dtype))
+        return grad_hidden, None, None, None, None, None, None
 
 
 def _implementation(
     backend: str, hidden: Tensor, weight: Tensor, dtype: torch.dtype, chunk: int | None
 ) -> tuple[ModuleType, dict[str, int]]:
-    """The module that holds `gathered_dot` and `gathered_sum`, and what to pass on to them."""
+    """The module that holds the products, and what to pass on to them."""
     if chunk is not None and chunk < 1:
         raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
     if backend not in ("auto", "torch", "triton"):
@@ -230,4 +220,4 @@ def _implementation(
         from sglang_topp.replay import head_triton
 
         return head_triton, {}
-    return gathered, {"chunk": chunk or max(1, _CHUNK_BYTES // (weight.shape[1] * dtype.itemsize))}
+    return gathered, {"chunk": chunk or max(1, _CHUNK_BYTES // max(1, weight.shape[1] * dtype.itemsize))}

@@ -1,21 +1,22 @@
-"""The two products of `gathered`, as Triton kernels: no `[m, H]` copy of the gathered rows.
+"""The three products of `gathered`, as Triton kernels: no `[m, H]` copy of the gathered rows.
 
-`gathered_dot` reads each gathered row once. `gathered_sum` adds the rows of a segment in registers
-and writes each sum once, in the output's dtype. A segment longer than `_PIECE` entries (a frequent
-token in the gradient of the head, a wide candidate set) is cut into pieces, whose float32 sums a
-second kernel adds in order: no atomics, so results repeat to the last bit.
+`gathered_dot` reads each gathered row once. `gathered_sum` and `gathered_add` add the rows of a segment
+in registers and write each sum once, in the output's dtype. A segment longer than `_PIECE` entries (a
+frequent token in the gradient of the head, a wide candidate set) is cut into pieces, whose float32 sums
+a second kernel adds in order: no atomics, so results repeat to the last bit.
 
-Shape legend: m entries, S segments, P pieces, H hidden size.
+Shape legend: m entries, S segments, P pieces, H hidden size, R rows of the output.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gathered_dot", "gathered_sum"]
+__all__ = ["gathered_add", "gathered_dot", "gathered_sum"]
 
 _PIECE = 128
 _DOT_ENTRIES = 4
@@ -57,18 +58,47 @@ def gathered_sum(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`gathered.gathered_sum`, for rows that are contiguous in memory; float32 sums."""
+    out_SH = torch.empty((num_segments, source.shape[1]), dtype=out_dtype, device=source.device)
+    _sum_segments(source, source_rows, weights, segments, out_SH, None)
+    return out_SH
+
+
+def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tensor, segments: Tensor) -> None:
+    """`gathered.gathered_add`, float32 sums; nothing waits for the device."""
+    num_entries = len(segments)
+    if not num_entries:
+        return
+    # The segments that have an entry, numbered from 0: how many is known on the device only. Surplus
+    # numbers have no entry, and so no program.
+    number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
+    numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
+    first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
+    _sum_segments(source, source_rows, weights, number_m, out, segments[first])
+
+
+def _sum_segments(
+    source: Tensor,
+    source_rows: Tensor,
+    weights: Tensor,
+    segments: Tensor,
+    out_RH: Tensor,
+    out_row_S: Tensor | None,
+) -> None:
+    """Write each segment's sum to its row of `out_RH`, or add it to the row that `out_row_S` names."""
     source = _with_contiguous_rows(source)
     device, width = source.device, source.shape[1]
-    out_SH = torch.empty((num_segments, width), dtype=out_dtype, device=device)
+    adds = out_row_S is not None
+    num_segments = len(out_RH if out_row_S is None else out_row_S)
     if not num_segments or not width:
-        return out_SH
+        return
     # How many entries a segment has is known on the device only; their total bounds the pieces, so
     # nothing waits: surplus programs find that they have no piece.
     num_entries = len(segments)
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE
     start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
-    pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=1)
+    # An empty segment is a piece that writes zeros, or nothing to add.
+    pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
     # Only pieces of long segments have a partial sum: `partial_end_S` counts those up to each segment.
     partial_end_S = torch.where(pieces_S > 1, pieces_S, 0).cumsum(0)
     piece_end_S = pieces_S.cumsum(0)
@@ -76,6 +106,14 @@ def gathered_sum(
     partial_PH = torch.empty((2 * max_long, width), dtype=torch.float32, device=device)
     block = _block(width)
     blocks = triton.cdiv(width, block)
+    out = (
+        out_RH,
+        start_S1 if out_row_S is None else out_row_S,  # not read without ADDS
+        out_RH.stride(0),
+        out_RH.stride(1),
+        num_segments,
+        width,
+    )
     with torch.cuda.device(source.get_device()):
         _piece_kernel[(max_pieces, blocks)](
             source,
@@ -86,11 +124,10 @@ def gathered_sum(
             pieces_S,
             piece_end_S,
             partial_end_S,
-            out_SH,
             partial_PH,
-            num_segments,
-            width,
+            *out,
             source.stride(0),
+            ADDS=adds,
             PIECE=_PIECE,
             BLOCK=block,
         )
@@ -98,9 +135,8 @@ def gathered_sum(
             long_S = (pieces_S > 1).cumsum(0)
             long_segment = torch.searchsorted(long_S, torch.arange(1, max_long + 1, device=device))
             _join_kernel[(max_long, blocks)](
-                partial_PH, long_segment, pieces_S, partial_end_S, out_SH, num_segments, width, BLOCK=block
+                partial_PH, long_segment, pieces_S, partial_end_S, *out, ADDS=adds, BLOCK=block
             )
-    return out_SH
 
 
 def _with_contiguous_rows(matrix: Tensor) -> Tensor:
@@ -151,11 +187,15 @@ def _piece_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python fun
     pieces_ptr,
     piece_end_ptr,
     partial_end_ptr,
-    out_ptr,
     partial_ptr,
+    out_ptr,
+    out_row_ptr,
+    out_stride,
+    out_column_stride,
     num_segments,
     width,
     source_stride,
+    ADDS: tl.constexpr,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -174,7 +214,11 @@ def _piece_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python fun
             value = tl.load(source_ptr + row + column, mask=mask, other=0.0)
             total += tl.load(weights_ptr + entry) * value.to(tl.float32)
         if pieces == 1:
-            tl.store(out_ptr + segment.to(tl.int64) * width + column, total, mask=mask)
+            row = (tl.load(out_row_ptr + segment) if ADDS else segment).to(tl.int64)
+            place = out_ptr + row * out_stride + column.to(tl.int64) * out_column_stride
+            if ADDS:
+                total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(place, total, mask=mask)
         else:
             partial = tl.load(partial_end_ptr + segment) - pieces + number
             tl.store(partial_ptr + partial.to(tl.int64) * width + column, total, mask=mask)
@@ -187,8 +231,12 @@ def _join_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python func
     pieces_ptr,
     partial_end_ptr,
     out_ptr,
+    out_row_ptr,
+    out_stride,
+    out_column_stride,
     num_segments,
     width,
+    ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     segment = tl.load(long_segment_ptr + tl.program_id(0))
@@ -201,4 +249,8 @@ def _join_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python func
         for _ in range(pieces):
             total += tl.load(partial_ptr + first + column, mask=mask, other=0.0)
             first += width
-        tl.store(out_ptr + segment.to(tl.int64) * width + column, total, mask=mask)
+        row = (tl.load(out_row_ptr + segment) if ADDS else segment).to(tl.int64)
+        place = out_ptr + row * out_stride + column.to(tl.int64) * out_column_stride
+        if ADDS:
+            total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(place, total, mask=mask)

@@ -81,7 +81,7 @@ def adjust_logits(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if isinstance(temperature, Tensor):
-        return logits / temperature.to(logits)[positions]
+        return logits / temperature.to(logits).index_select(0, positions)
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -158,14 +158,14 @@ class _SupportSoftmax(torch.autograd.Function):
         per_candidate: bool,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        segment, offsets = support.segment, support.offsets
+        per_entry, offsets = support.per_entry, support.offsets
         other_m = None if kl_to is None else _normalised(kl_to.to(logits_m), support)[support.entries]
 
         def segment_sum(values_m: Tensor) -> Tensor:
             return torch.segment_reduce(values_m, "sum", offsets=offsets)
 
         peak_A = reduce_max(torch.segment_reduce(logits_m, "max", offsets=offsets), group)
-        shifted_m = logits_m - peak_A[segment]
+        shifted_m = logits_m - per_entry(peak_A)
         weight_m = shifted_m.exp()
         possible_m = weight_m > 0  # 0 * -inf is NaN: what cannot be drawn adds nothing
 
@@ -182,7 +182,7 @@ class _SupportSoftmax(torch.autograd.Function):
         _check_held(held_A, support)
 
         log_total_A = total_A.log()
-        logprob_m = shifted_m - log_total_A[segment]
+        logprob_m = shifted_m - per_entry(log_total_A)
 
         def spread(values_A: Tensor) -> Tensor:
             out_T = values_A.new_zeros(support.num_positions)
@@ -223,27 +223,26 @@ class _SupportSoftmax(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         support: Support = ctx.support
         logprob_m, entropy_A, kl_A, other_m = ctx.saved_tensors
-        rows, segment = support.rows, support.segment
+        rows, per_entry = support.rows, support.per_entry
         probability_m = logprob_m.exp()
         possible_m = probability_m > 0
         grad_m = torch.zeros_like(logprob_m)
 
         # d log pi(target) / dz_i = [i is target] - pi_i
         if grad_logprobs_T is not None:
-            grad_A = grad_logprobs_T[rows]
-            grad_m += (support.is_target.to(grad_m) - probability_m) * grad_A[segment]
+            grad_m += (support.is_target.to(grad_m) - probability_m) * per_entry(grad_logprobs_T[rows])
         # d log pi(j) / dz_i = [i = j] - pi_i, summed over all j of the span, on whatever rank
         if grad_by_candidate_n is not None:
             span_sum_T = torch.segment_reduce(grad_by_candidate_n, "sum", offsets=support.span_offsets)
-            grad_m += grad_by_candidate_n[support.entries] - probability_m * span_sum_T[rows][segment]
+            grad_m += grad_by_candidate_n[support.entries] - probability_m * per_entry(span_sum_T[rows])
         # dH / dz_i = -pi_i (log pi_i + H)
         if grad_entropy_T is not None:
-            slope_m = probability_m * (logprob_m + entropy_A[segment])
-            grad_m -= torch.where(possible_m, slope_m, 0.0) * grad_entropy_T[rows][segment]
+            slope_m = probability_m * (logprob_m + per_entry(entropy_A))
+            grad_m -= torch.where(possible_m, slope_m, 0.0) * per_entry(grad_entropy_T[rows])
         # dKL / dz_i = pi_i (log pi_i - log other_i - KL)
         if grad_kl_T is not None:
-            slope_m = probability_m * (logprob_m - other_m - kl_A[segment])
-            grad_m += torch.where(possible_m, slope_m, 0.0) * grad_kl_T[rows][segment]
+            slope_m = probability_m * (logprob_m - other_m - per_entry(kl_A))
+            grad_m += torch.where(possible_m, slope_m, 0.0) * per_entry(grad_kl_T[rows])
         return grad_m, None, None, None, None, None
 
 

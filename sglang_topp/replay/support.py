@@ -6,6 +6,7 @@ m candidates of those positions that this shard holds.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -78,10 +79,17 @@ class Support:
     is_target: Tensor
     """[m]: whether the entry is its position's target."""
 
-    @property
+    @functools.cached_property
     def positions(self) -> Tensor:
         """int64 [m]: the position of each entry."""
-        return self.rows[self.segment]
+        return self.per_entry(self.rows)
+
+    def per_entry(self, values_A: Tensor) -> Tensor:
+        """[m]: for each entry, the value of its position.
+
+        By `index_select`: indexing starts every thread, which costs more than thousands of entries do.
+        """
+        return values_A.index_select(0, self.segment)
 
     @classmethod
     def of(cls, candidates: CandidateSets, targets: Tensor, shard: Shard) -> Support:
@@ -103,24 +111,24 @@ class Support:
         token_ids = torch.tensor(candidates.token_ids, device=device)  # int32: half of what is to be sent
         sizes = offsets.diff()
         position = torch.repeat_interleave(sizes, output_size=len(token_ids))
-        is_target = token_ids == targets[position]
+        is_target = token_ids == targets.index_select(0, position)
         _check_membership(candidates, targets, offsets, is_target)
 
         has_choice = sizes > 1
         rows = has_choice.nonzero().squeeze(1)
-        kept = has_choice[position] & (token_ids >= shard.start) & (token_ids < shard.stop)
+        kept = has_choice.index_select(0, position) & (token_ids >= shard.start) & (token_ids < shard.stop)
         entries = kept.nonzero().squeeze(1)
-        segment = (has_choice.cumsum(0) - 1)[position[entries]]
+        segment = (has_choice.cumsum(0) - 1).index_select(0, position.index_select(0, entries))
         return cls(
             num_positions=num_positions,
             span_offsets=offsets,
             rows=rows,
             sizes=sizes[rows],
             segment=segment,
-            ids=token_ids[entries].long() - shard.start,
+            ids=token_ids.index_select(0, entries).long() - shard.start,
             entries=entries,
             offsets=torch.searchsorted(segment, torch.arange(len(rows) + 1, device=device)),
-            is_target=is_target[entries],
+            is_target=is_target.index_select(0, entries),
         )
 
 

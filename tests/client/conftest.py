@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ import uvicorn
 
 from sglang_topp import CandidateSets, wire
 from sglang_topp_client import Rollout, retry
+from sglang_topp_client.messages import frame_head
+from sglang_topp_client.packed_record import PackedRecord
 from sglang_topp_client.record import to_record
 from sglang_topp_client.versions import spans_to_json
 
@@ -238,6 +240,28 @@ async def answer_rollouts(asked: Asked, reply: Reply) -> None:
     await reply.end()
 
 
+async def answer_frames(asked: Asked, reply: Reply) -> None:
+    """What a sidecar of now would do for a client of now."""
+    accepted = asked.headers["accept"].partition(",")[0]
+    await reply.start(content_type=accepted)
+    bits = 16 if accepted.endswith("logprob-bits=16") else 32
+    made = list(framed_samples(asked.body, bits))
+    for frame in [*made, framed(json.dumps({"done": True, "rollouts": len(made)}).encode())]:
+        await reply.write(frame)
+    await reply.end()
+
+
+def framed_samples(body: Any, bits: int = 32) -> Iterator[bytes]:
+    for prompt_index, prompt in enumerate(body["prompts"]):
+        for index in range(body["sampling_params"]["n"]):
+            made = replace(sample(prompt, index), prompt_index=prompt_index)
+            yield framed(b"".join(PackedRecord(made, logprob_bits=bits)))
+
+
+def framed(raw: bytes) -> bytes:
+    return frame_head(len(raw)) + raw
+
+
 def records(body: Any) -> Iterator[dict[str, Any]]:
     params = body["sampling_params"]
     for prompt_index, prompt in enumerate(body["prompts"]):
@@ -333,3 +357,6 @@ class _Fakes:
     records = staticmethod(records)
     answer_generate = staticmethod(answer_generate)
     answer_rollouts = staticmethod(answer_rollouts)
+    answer_frames = staticmethod(answer_frames)
+    framed_samples = staticmethod(framed_samples)
+    framed = staticmethod(framed)

@@ -1,6 +1,7 @@
 """The asynchronous client against real sockets."""
 
 import asyncio
+import json
 import pickle
 import threading
 from contextlib import aclosing, suppress
@@ -11,6 +12,7 @@ import pytest
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_client import client as client_module
+from sglang_topp_client.packed_record import MEDIA_TYPE
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -651,6 +653,80 @@ async def test_a_sidecars_error_is_raised_as_what_it_is(sidecar, sidecar_client,
     with pytest.raises(getattr(errors, kind, errors.ServerError), match="scripted"):
         await sidecar_client.generate([5])
     assert len(sidecar.calls) == calls
+
+
+def cut_frames(fakes, num_bytes, *, politely):
+    """A handler that sends this much of the samples and then drops the connection, or ends."""
+
+    async def handler(asked, reply):
+        await reply.start(content_type=MEDIA_TYPE)
+        await reply.write(b"".join(fakes.framed_samples(asked.body))[:num_bytes])
+        if not politely:
+            raise fakes.Cut
+        await reply.end()
+
+    return handler
+
+
+@pytest.mark.parametrize("politely", [False, True], ids=["reset", "ended"])
+@pytest.mark.parametrize("lacking", [1, 200, -3, None], ids=["a byte", "a part", "a length", "the end"])
+async def test_cut_frames_never_pass_as_complete(sidecar, sidecar_client, fakes, politely, lacking):
+    body = {"prompts": [[5], [6]], "sampling_params": {"n": 1}}
+    first, second = map(len, fakes.framed_samples(body))
+    num_bytes = first if lacking is None else first + 3 if lacking < 0 else first + second - lacking
+    sidecar.script += [cut_frames(fakes, num_bytes, politely=politely), fakes.answer_frames]
+
+    rollouts = await sidecar_client.generate([[5], [6]], top_logprobs_p=0.9)
+
+    for rollout, prompt in zip(rollouts, ([5], [6]), strict=True):
+        assert rollout.candidates == fakes.sample(prompt, 0).candidates
+    # What was whole is not asked for again.
+    assert [body["prompts"] for body in sidecar.calls] == [[[5], [6]], [[6]]]
+
+
+@pytest.mark.parametrize("bits", [32, 16])
+async def test_frames_are_asked_for_and_lines_taken(sidecar, fakes, bits):
+    async with AsyncRolloutClient(sidecar.url, kind="sidecar", logprob_bits=bits) as client:
+        sidecar.script.append(fakes.answer_frames)
+        in_frames = await client.generate([[5], [6]], {"n": 2}, top_logprobs_p=0.9)
+        # As an older sidecar answers, which does not look at what is accepted.
+        in_lines = await client.generate([[5], [6]], {"n": 2}, top_logprobs_p=0.9)
+
+    rounding = ";logprob-bits=16" if bits == 16 else ""
+    accepts = [asked.headers["accept"] for asked in sidecar.of("/rollouts")]
+    assert accepts == [f"{MEDIA_TYPE}{rounding}, application/x-ndjson;q=0.5"] * 2
+    for framed, lined in zip(in_frames, in_lines, strict=True):
+        assert (framed.prompt_index, framed.sample_index) == (lined.prompt_index, lined.sample_index)
+        assert framed.logprobs.tolist() == lined.logprobs.tolist()
+        assert np.abs(framed.masked_logprobs - lined.masked_logprobs).max() <= (2**-14 if bits == 16 else 0)
+        assert (framed.candidates == lined.candidates) is (bits == 32)
+
+
+async def test_a_sidecars_error_within_frames(sidecar, sidecar_client, fakes):
+    async def fail(asked, reply):
+        await reply.start(content_type=f"{MEDIA_TYPE.upper()} ; charset=binary")
+        await reply.write(next(fakes.framed_samples(asked.body)))
+        error = {"error": {"type": "RolloutError", "message": "gave up", "status": 503}}
+        await reply.write(fakes.framed(json.dumps(error).encode()))
+        await reply.end()
+
+    sidecar.script.append(fail)
+    with pytest.raises(errors.RolloutError, match="gave up"):
+        await sidecar_client.generate([[5], [6]], top_logprobs_p=0.9)
+    assert len(sidecar.calls) == 1
+
+
+async def test_a_frame_that_was_altered_is_no_sample(sidecar, sidecar_client, fakes):
+    async def alter(asked, reply):
+        raw = bytearray(next(fakes.framed_samples(asked.body)))
+        raw[-20] ^= 1
+        await reply.start(content_type=MEDIA_TYPE)
+        await reply.write(bytes(raw))
+        await reply.end()
+
+    sidecar.script.append(alter)
+    with pytest.raises(errors.WireError, match="frame: its CRC-32 is"):
+        await sidecar_client.generate([5], top_logprobs_p=0.9)
 
 
 async def test_hanging_up_is_the_abort(sidecar, sidecar_client):

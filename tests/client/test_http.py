@@ -10,6 +10,7 @@ import uvicorn
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, lanes
+from sglang_topp_client.packed_record import MEDIA_TYPE
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -185,6 +186,24 @@ async def test_the_limit_is_of_one_line(size, pieces):
         # Its line end counts, as far as it is not a line feed.
         fits = size + 1 <= 1001
         with pytest.raises(errors.BadRequestError if fits else errors.WireError):
+            await client.generate([1])
+
+
+@pytest.mark.parametrize("num_bytes", [1001, 2**40, 2**64 - 1])
+async def test_a_frame_that_is_too_long_is_an_error_before_it_comes(num_bytes):
+    async def handle(number, reader, writer):
+        await read_request(reader)
+        writer.write(HEAD.replace(b"text/event-stream", MEDIA_TYPE.encode()))
+        writer.write(chunk_of(num_bytes.to_bytes(8, "little")))
+        await writer.drain()
+        # None of the frame is sent: the client does not wait for it.
+        assert await reader.read() == b""
+
+    async with (
+        raw_server(handle) as url,
+        AsyncRolloutClient(url, kind="sidecar", max_line_bytes=1000) as client,
+    ):
+        with pytest.raises(errors.WireError, match=f"got {num_bytes} bytes of one message .* most 1000;"):
             await client.generate([1])
 
 

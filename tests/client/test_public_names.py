@@ -5,7 +5,14 @@ import sys
 import pytest
 
 NAMES = {
-    "sglang_topp_client": ["AsyncRolloutClient", "Rollout", "RolloutClient"],
+    "sglang_topp_client": [
+        "AsyncRolloutClient",
+        "Rollout",
+        "RolloutClient",
+        "RolloutWriter",
+        "load_rollouts",
+        "save_rollouts",
+    ],
     "sglang_topp_client.aborts": ["TIMEOUT_S", "Aborts"],
     "sglang_topp_client.checks": [
         "MAX_BODY_CHARS",
@@ -24,16 +31,41 @@ NAMES = {
     "sglang_topp_client.http": ["Connections", "Server"],
     "sglang_topp_client.lanes": ["Lanes"],
     "sglang_topp_client.loop_thread": ["LoopThread"],
+    "sglang_topp_client.messages": ["frame_head", "frames", "lines", "whole"],
+    "sglang_topp_client.packed_record": ["MAGIC", "MEDIA_TYPE", "PackedRecord", "from_packed"],
     "sglang_topp_client.progress": ["Progress"],
     "sglang_topp_client.record": [
+        "check_ids",
         "check_kept_mass",
         "check_seconds",
         "check_sets",
+        "count_of",
         "error_from_record",
         "error_to_record",
         "from_record",
+        "rollout_of",
         "to_record",
     ],
+    "sglang_topp_client.record_columns": [
+        "check_rollout",
+        "num_bytes_of",
+        "pyarrow",
+        "schema",
+        "to_rollouts",
+        "to_table",
+    ],
+    "sglang_topp_client.record_frames": [
+        "HEAD_BYTES",
+        "MAGIC",
+        "VERSION",
+        "Frame",
+        "check_magic",
+        "check_pages",
+        "head_of",
+        "walk",
+    ],
+    "sglang_topp_client.record_groups": ["VERSION_KEY", "Footer", "decode", "encode"],
+    "sglang_topp_client.records": ["RolloutWriter", "load_rollouts", "save_rollouts"],
     "sglang_topp_client.request": [
         "DISTRIBUTION",
         "SAMPLER",
@@ -65,4 +97,5 @@ def test_import_brings_nothing_beyond_the_base_install():
     code = "import sys, sglang_topp_client; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "sglang", "fastapi", "starlette", "uvicorn", "pydantic", "ray", "tqdm", "transformers"}
+    heavy |= {"pyarrow", "pandas", "datasets"}
     assert not heavy & set(done.stdout.split())

@@ -203,8 +203,24 @@ def test_a_type_is_one_of_the_errors(name):
 def test_sets_of_another_threshold_are_refused(rollout):
     kept = np.exp(rollout.candidates.logprob_sum)
     check_kept_mass(rollout.candidates, float(kept.min()), field="candidates")
-    check_kept_mass(rollout.candidates, float(kept.min()) + 0.009, field="candidates")
+    check_kept_mass(rollout.candidates, float(kept.min()) + 0.02, field="candidates")
     with pytest.raises(
         errors.WireError, match=r"keeps a mass of 0\.\d+, and top_logprobs_p 0\.99 was asked for"
     ):
         check_kept_mass(rollout.candidates, 0.99, field="candidates")
+
+
+def test_sets_of_more_than_all_mass_are_refused():
+    logprobs = np.log(np.array([0.9, 0.9, 0.9], np.float32))
+    sets = CandidateSets(np.arange(3, dtype=np.int32), logprobs, [0, 3], [0])
+    with pytest.raises(errors.WireError, match=r"position 0 has a mass of 2\.7000, more than there is"):
+        check_kept_mass(sets, 0.9, field="candidates")
+
+
+@pytest.mark.parametrize(("size", "in_bfloat16"), [(130_700, -11.75), (130_800, -11.8125)])
+def test_flat_rows_in_bfloat16_pass(size, in_bfloat16):
+    """The worst that rounding does: every log-prob of a row is off by 0.031, and the same way."""
+    assert abs(np.log(size) + in_bfloat16) > 0.03
+    logprobs = np.full(size, in_bfloat16, np.float32)
+    sets = CandidateSets(np.arange(size, dtype=np.int32), logprobs, [0, size], [0])
+    check_kept_mass(sets, 1.0, field="candidates")

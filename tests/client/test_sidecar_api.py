@@ -1,8 +1,10 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from sglang_topp import errors
+from sglang_topp_client.packed_record import PackedRecord
 from sglang_topp_client.record import error_to_record, to_record
 from sglang_topp_client.request import SampleRequest, plan
 from sglang_topp_client.sidecar_api import RolloutsExchange
@@ -127,3 +129,41 @@ def test_garbage_is_an_error(garbage):
 def test_a_reported_error_is_raised_as_itself(error):
     with pytest.raises(type(error), match=str(error)):
         exchange().read(line(error_to_record(error) | {"prompt_index": 0}))
+
+
+# -- packed ----------------------------------------------------------------------------------------
+
+
+def packed(made, bits=32):
+    return b"".join(PackedRecord(made, logprob_bits=bits))
+
+
+def test_a_packed_sample_is_the_same_sample(fakes):
+    made = fakes.sample([5], 0)
+    (from_line,), (from_frame,) = exchange().read(line(to_record(made))), exchange().read(packed(made))
+    assert to_record(from_frame) == to_record(from_line)
+
+
+def test_rounded_log_probs_come_to_those_who_ask(fakes):
+    made = fakes.sample([5], 0)
+    with pytest.raises(errors.WireError, match="rounded to 16 bits, which nobody asked for"):
+        exchange().read(packed(made, 16))
+    asking = RolloutsExchange(plan([[5]], None, 0.9), request_id="mine", logprob_bits=16)
+    (rollout,) = asking.read(packed(made, 16))
+    assert rollout.logprobs.tolist() == made.logprobs.tolist()
+    # Whoever may round need not.
+    asking = RolloutsExchange(plan([[5]], None, 0.9), request_id="mine", logprob_bits=16)
+    assert asking.read(packed(made))[0].candidates == made.candidates
+
+
+def test_packed_samples_are_checked_like_any(fakes):
+    one = exchange()
+    one.read(packed(fakes.sample([5], 0)))
+    with pytest.raises(errors.WireError, match="twice"):
+        one.read(packed(fakes.sample([5], 0)))
+    with pytest.raises(errors.MissingCandidateSetsError):
+        exchange().read(packed(replace(fakes.sample([5], 0), candidates=None)))
+    with pytest.raises(errors.RolloutError, match="abort"):
+        exchange().read(packed(replace(fakes.sample([5], 0), finish_reason="abort")))
+    with pytest.raises(errors.WireError, match="prompt_ids: are not those of prompt 0"):
+        exchange().read(packed(fakes.sample([6], 0)))

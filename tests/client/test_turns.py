@@ -1,6 +1,6 @@
 import asyncio
 
-from sglang_topp_client import http, turns
+from sglang_topp_client import messages, turns
 from sglang_topp_client.turns import LONG_BYTES, Turns
 
 
@@ -27,7 +27,7 @@ def start(turns):
     answer, got = Answer(), []
 
     async def read():
-        async for line in http._lines(answer, turns, 1 << 30):
+        async for line in messages.lines(answer, turns, 1 << 30):
             got.append(len(line))
 
     return answer, got, asyncio.create_task(read())

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,10 +119,22 @@ def run_engine(
 
 
 @contextmanager
-def run_gateway(log: Path, *workers: str) -> Iterator[str]:
-    """The gateway `smg` before these workers; its address, once all of them are known to it."""
+def run_gateway(log: Path, *workers: str, disaggregated: Sequence[str] = ()) -> Iterator[str]:
+    """The gateway `smg` before these workers; its address, once all of them are known to it.
+
+    Args:
+        log: where it writes.
+        workers: engines that do all of a request.
+        disaggregated: instead, a prefill server, its bootstrap port and a decode server.
+    """
     port = free_port()
-    command = [str(Path(sys.executable).with_name("smg")), "launch", "--worker-urls", *workers]
+    command = [str(Path(sys.executable).with_name("smg")), "launch"]
+    if disaggregated:
+        prefill, bootstrap_port, decode = disaggregated
+        command += ["--pd-disaggregation", "--prefill", prefill, bootstrap_port, "--decode", decode]
+        workers = (prefill, decode)
+    else:
+        command += ["--worker-urls", *workers]
     command += ["--host", "127.0.0.1", "--port", str(port), "--worker-startup-check-interval", "1"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
     command += ["--policy", "round_robin"]

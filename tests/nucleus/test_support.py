@@ -1,7 +1,11 @@
-"""What a sampler could draw, against its definition, compared for equality."""
+"""What a sampler could draw, against its definition, compared for equality.
+
+`test_triton` runs all of this again, on the kernels.
+"""
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -12,8 +16,20 @@ from torch import Tensor
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.nucleus import reference, support_candidates
+from sglang_topp.nucleus import reference, support
+from sglang_topp.nucleus._arguments import checked_support
 from tests.gpu import gpu
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def support_candidates(logprobs, weights, token_ids=None, *, sampled_ids):
+    arguments = checked_support(logprobs, weights, token_ids, sampled_ids)
+    if not IS_INTERPRETED:
+        return support.support_candidates(*arguments)
+    from sglang_topp.nucleus import staged
+
+    return staged.support_candidates(*arguments)
 
 
 def filtered(rows: int, vocab: int, *, seed: int, keep: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from sglang_topp_patches import mode
     [
         ("speculative_algorithm", "EAGLE", "speculative"),
         ("dllm_algorithm", "LowConfidence", "diffusion"),
-        ("disaggregation_mode", "prefill", "disaggregated"),
     ],
 )
 def test_modes_without_exact_sets_refuse(
@@ -32,6 +31,19 @@ def test_modes_without_exact_sets_refuse(
     mode.note_server_args(None, None, SimpleNamespace(**{**args, field: value}))
     (reason,) = mode.refusals()
     assert words in reason
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_disaggregated_servers_serve_but_in_some_modes(role: str) -> None:
+    def reasons(**args: Any) -> tuple[str, ...]:
+        return mode.refusals_of(SimpleNamespace(disaggregation_mode=role, **args))
+
+    assert reasons(disaggregation_transfer_backend="nixl", tokenizer_worker_num=1, pp_size=1) == ()
+    assert "--enable-pd-role-switch" in reasons(enable_pd_role_switch=True)[0]
+    assert "backend fake" in reasons(disaggregation_transfer_backend="fake")[0]
+    assert "--pp-size" in reasons(pp_size=2)[0]
+    # Several HTTP processes may ask; the one that is asked must be the one that keeps.
+    assert bool(reasons(tokenizer_worker_num=2)) is (role == "prefill")
 
 
 def test_the_rust_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

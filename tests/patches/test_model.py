@@ -17,8 +17,13 @@ VOCAB = 512
 def served_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "_model", None)
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "<|end|>": 1})
+    note(tokenizer)
+
+
+def note(tokenizer: object, role: str = "null") -> None:
     config = SimpleNamespace(vocab_size=VOCAB, context_len=100, hidden_size=4, dtype="torch.bfloat16")
-    model.note_model(None, SimpleNamespace(model_config=config, tokenizer=tokenizer), object())
+    manager = SimpleNamespace(model_config=config, tokenizer=tokenizer)
+    model.note_model(None, manager, SimpleNamespace(disaggregation_mode=role))
 
 
 def test_the_sizes_are_reported() -> None:
@@ -27,9 +32,16 @@ def test_the_sizes_are_reported() -> None:
 
 @pytest.mark.parametrize("tokenizer", [None, object()])
 def test_a_tokenizer_that_lists_no_tokens_is_no_obstacle(tokenizer: object) -> None:
-    config = SimpleNamespace(vocab_size=VOCAB, context_len=100, hidden_size=4, dtype="torch.bfloat16")
-    model.note_model(None, SimpleNamespace(model_config=config, tokenizer=tokenizer))
+    note(tokenizer)
     assert model.to_record() == {"vocab_size": VOCAB, "context_length": 100, "max_token_chars": 64}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_disaggregated_servers_hand_over_fewer_top_logprobs(role: str) -> None:
+    note(None, role)
+    model.check_request({"text": "a", "top_logprobs_num": 128}.get)
+    with pytest.raises(InvalidInputError, match="got 129, expected at most 128, on a disaggregated server"):
+        model.check_request({"text": "a", "top_logprobs_num": 129}.get)
 
 
 def test_where_nothing_is_known_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def sets() -> PassSets:
     thresholds = (0.9, 0.9, 0.0)
     generated = extract(logprobs[5:], thresholds, ids[5:])
     assert list(generated.problems) == [1]
-    drawn = extract_support(logprobs[7:], torch.ones(1, VOCAB), None, ids[7:])
+    drawn = extract_support(logprobs[7:], torch.tensor([0]), torch.ones(1, VOCAB).bool(), None, ids[7:])
     rows = Rows(("a", "b", "c"), thresholds, drawn=(2,), greedy=frozenset())
     return PassSets((prompt, GeneratedSets(rows, generated, "default", drawn)))
 

@@ -24,3 +24,14 @@ def test_spans_are_written_as_sglang_writes_them(names: str) -> None:
         expected: dict[str, Any] = {}
         add_weight_versions_to_meta_info(expected, spans, num_tokens)
         assert versions.meta_info(num_tokens) == expected
+
+
+@pytest.mark.parametrize("names", ["a", "aaa", "abb", "aba"])
+def test_the_first_version_may_come_last(names: str) -> None:
+    expected, versions = Versions(), Versions()
+    for position, name in enumerate(names):
+        expected.add(name)
+        versions.add(name if position else "")
+    versions.name_first(names[0])
+    for num_tokens in range(1, len(names) + 1):
+        assert versions.meta_info(num_tokens) == expected.meta_info(num_tokens)

@@ -58,6 +58,24 @@ def test_gathered_sum_cuts_long_segments(piece, monkeypatch):
     check_sum(torch.full((23,), 1, device=DEVICE), 2, 5, torch.float32)
 
 
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("piece", [1, 3, 128])
+def test_gathered_add(piece, out_dtype, monkeypatch):
+    """Rows without an entry are left alone, to the last bit; the others are rounded once."""
+    monkeypatch.setattr(head_triton, "_PIECE", piece)
+    counts = torch.tensor([0, 1, 2, 3, 4, 5, 6, 0, 11, 1, 10, 0])
+    segments = torch.repeat_interleave(counts).to(DEVICE)
+    source, rows, weights = draw(6, 5), indices(6, len(segments)), draw(len(segments))
+    for before in (draw(12, 5, dtype=out_dtype), draw(5, 12, dtype=out_dtype).t()):
+        out, exact = before.clone(), before.double()
+        head_triton.gathered_add(out, source, rows, weights, segments)
+        exact.index_add_(0, segments, weights.double()[:, None] * source.double()[rows])
+        assert error(out, exact) < max(2e-6, torch.finfo(out_dtype).eps)
+        assert torch.equal(out[counts == 0], before[counts == 0])
+        head_triton.gathered_add(out, source, rows[:0], weights[:0], segments[:0])
+        assert error(out, exact) < max(2e-6, torch.finfo(out_dtype).eps)
+
+
 def test_rows_far_apart_in_memory():
     wide = draw(5, 12)[:, ::2]
     assert wide.stride() == (12, 2)
@@ -68,7 +86,8 @@ def test_rows_far_apart_in_memory():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_head_on_triton_equals_the_plain_one(dtype, monkeypatch):
+@pytest.mark.parametrize("weight_grad", ["dense", "sparse", "buffer"])
+def test_the_head_on_triton_equals_the_plain_one(weight_grad, dtype, monkeypatch):
     monkeypatch.setattr(head_triton, "_PIECE", 4)
     sets = random_sets([3, SINGLE, 7, EMPTY, 30, 2, 12], 30)
     targets = targets_of(sets).to(DEVICE)
@@ -77,11 +96,21 @@ def test_the_head_on_triton_equals_the_plain_one(dtype, monkeypatch):
         hidden, weight, bias = leaves(
             draw(len(sets), 20, dtype=dtype), draw(30, 20, dtype=dtype), draw(30, dtype=dtype)
         )
+        buffer = draw(30, 20)
         got = candidate_logprobs(
-            hidden, weight, targets, sets, bias=bias, softcap=3.0, entropy=True, backend=backend
+            hidden,
+            weight,
+            targets,
+            sets,
+            bias=bias,
+            softcap=3.0,
+            entropy=True,
+            weight_grad=buffer if weight_grad == "buffer" else weight_grad,
+            backend=backend,
         )
         mixed({"a": got.logprobs.cpu(), "b": got.entropy.cpu()}).backward()
-        return got.logprobs, got.entropy, hidden.grad, weight.grad, bias.grad
+        of_weight = buffer if weight_grad == "buffer" else weight.grad.to_dense()
+        return got.logprobs, got.entropy, hidden.grad, of_weight, bias.grad
 
     for mine, theirs in zip(run("triton"), run("torch"), strict=True):
         assert mine.dtype == theirs.dtype

@@ -15,9 +15,20 @@ OF_THE_INPUTS = {"left_ptr", "right_ptr", "source_ptr", "out_ptr"}
 FLOAT32 = {"weights_ptr", "partial_ptr"}
 
 
-def kind(kernel, name: str, dtype: str) -> str:
-    if name in CONSTANTS:
+KERNELS = [
+    ("_dot_kernel", {}),
+    ("_piece_kernel", {"ADDS": False}),
+    ("_piece_kernel", {"ADDS": True}),
+    ("_join_kernel", {"ADDS": False}),
+    ("_join_kernel", {"ADDS": True}),
+]
+
+
+def kind(kernel, name: str, dtype: str, constants: dict) -> str:
+    if name in constants:
         return "constexpr"
+    if name == "out_ptr" and constants.get("ADDS"):
+        return "*fp32"  # a buffer under half precision
     if name in FLOAT32 or (kernel is head_triton._dot_kernel and name == "out_ptr"):
         return "*fp32"
     if name in OF_THE_INPUTS:
@@ -25,16 +36,17 @@ def kind(kernel, name: str, dtype: str) -> str:
     return "*i64" if name.endswith("_ptr") else "i32"
 
 
-@pytest.mark.parametrize("name", ["_dot_kernel", "_piece_kernel", "_join_kernel"])
+@pytest.mark.parametrize(("name", "options"), KERNELS)
 @pytest.mark.parametrize("dtype", POINTERS)
 @pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_for_nvidia(capability, dtype, name, tmp_path, monkeypatch):
+def test_compiles_for_nvidia(capability, dtype, name, options, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(head_triton, name)
+    constants = {name: value for name, value in CONSTANTS.items() if name in kernel.arg_names} | options
     source = ASTSource(
         fn=kernel,
-        signature={argument: kind(kernel, argument, dtype) for argument in kernel.arg_names},
-        constexprs={argument: CONSTANTS[argument] for argument in kernel.arg_names if argument in CONSTANTS},
+        signature={argument: kind(kernel, argument, dtype, constants) for argument in kernel.arg_names},
+        constexprs=constants,
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     assert "cubin" in compiled.asm

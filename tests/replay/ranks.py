@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import astuple
 from datetime import timedelta
 
@@ -107,6 +108,71 @@ def tensor_parallel(group) -> dict[str, float]:
     sets = random_sets(SIZES, 61)
     plain = {"targets": targets_of(sets), "candidates": sets, "entropy": True}
     out["bfloat16 head"] = head_case(candidate_logprobs, group, 61, dtype=torch.bfloat16, **plain)
+    return out
+
+
+def weight_grads(group) -> dict[str, float]:
+    """Two micro-batches into a buffer of this rank's rows, or sparse, and what one process accumulates."""
+    out = {}
+    for vocab, vocab_size in ((61, None), (9, 8)):
+        start, stop = vocab_range(vocab, dist.get_world_size(group), dist.get_rank(group))
+        hidden, weight = leaves(draw(T, H), draw(vocab, H))
+        local_hidden, local_weight, sparse_weight = leaves(hidden, weight[start:stop], weight[start:stop])
+        local_weight.main_grad = torch.zeros_like(local_weight.detach())
+        for seed in range(2):
+            sets = random_sets(SIZES, vocab_size or vocab, seed=seed)
+            asked = {"targets": targets_of(sets).clamp(min=0), "candidates": sets, "vocab_size": vocab_size}
+            sharded = asked | {"tp_group": group, "vocab_start": start}
+            mixed(values_of(candidate_logprobs(hidden, weight, **asked))).backward()
+            for mine, where in ((local_weight, local_weight.main_grad), (sparse_weight, "sparse")):
+                mixed(
+                    values_of(candidate_logprobs(local_hidden, mine, **sharded, weight_grad=where))
+                ).backward()
+        assert local_weight.grad is None
+        pairs = [
+            (local_weight.main_grad, weight.grad[start:stop]),
+            (sparse_weight.grad.to_dense(), weight.grad[start:stop]),
+            (local_hidden.grad, 2 * hidden.grad),
+        ]
+        out[f"gradient of the head in a buffer, vocab {vocab}"] = worst(pairs)
+    return out
+
+
+def data_parallel(group) -> dict[str, float]:
+    """torch's DistributedDataParallel reduces what was added to `weight.grad` behind autograd's back."""
+
+    class Policy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(H, H), torch.nn.Linear(H, 61, bias=False)
+
+        def forward(self, states, sets, buffered):
+            weight = self.head.weight
+            if buffered and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            where = weight.grad if buffered else "dense"
+            return candidate_logprobs(
+                self.body(states), weight, targets_of(sets), sets, weight_grad=where
+            ).logprobs
+
+    out = {}
+    for bucket_view in (False, True):
+        grads = []
+        for buffered in (False, True):
+            torch.manual_seed(0)
+            policy = Policy().double()
+            wrapped = torch.nn.parallel.DistributedDataParallel(
+                policy, process_group=group, gradient_as_bucket_view=bucket_view
+            )
+            for step in range(2):
+                policy.zero_grad()
+                for micro in range(2):
+                    seed = dist.get_rank(group) + 10 * micro + 100 * step
+                    sets, states = random_sets(SIZES, 61, seed=seed), draw(T, H, seed=seed)
+                    with wrapped.no_sync() if micro < 1 else nullcontext():
+                        wrapped(states, sets, buffered).sum().backward()
+            grads.append([parameter.grad for parameter in policy.parameters()])
+        out["data parallel" + " in bucket views" * bucket_view] = worst(zip(*grads, strict=True))
     return out
 
 
@@ -243,7 +309,9 @@ def main() -> None:
     )
     world = dist.group.WORLD
     results = tensor_parallel(world) | ruled_out_on_one_rank(world) | raised_everywhere(world)
-    results |= context_parallel(world)
+    results |= weight_grads(world) | context_parallel(world)
+    if ranks == 2:
+        results |= data_parallel(world)
     if ranks == 4:
         tp_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         cp_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]

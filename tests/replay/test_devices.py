@@ -43,7 +43,7 @@ def draw(*shape: int) -> Tensor:
 TEMPERATURE = 0.5 + draw(len(SETS)).abs()
 
 
-def candidate_head(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) -> Scores:
+def candidate_head(device: str, hidden: Tensor, weight: Tensor, bias: Tensor, **options) -> Scores:
     return candidate_logprobs(
         hidden,
         weight,
@@ -57,7 +57,13 @@ def candidate_head(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) ->
         kl_to=torch.tensor(SETS.logprobs, device=device),
         chunk_candidates=5,
         backend="torch",
+        **options,
     )
+
+
+def head_into_weight_grad(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) -> Scores:
+    weight.grad = torch.ones_like(weight)
+    return candidate_head(device, hidden, weight, bias, weight_grad=weight.grad)
 
 
 def full_head(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) -> Scores:
@@ -100,7 +106,9 @@ def values_and_gradients(score: Callable[..., Scores], device: str, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("score", [candidate_head, full_head, from_logits, full_from_logits])
+@pytest.mark.parametrize(
+    "score", [candidate_head, head_into_weight_grad, full_head, from_logits, full_from_logits]
+)
 def test_scores_and_gradients(score, dtype):
     with gpu():
         got = values_and_gradients(score, "cuda", dtype)

@@ -314,7 +314,11 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        sizes = [
+            x._values().numel() if x.is_sparse else x.values().numel() if x.is_sparse_csr else x.numel()
+            for x in tree_leaves(result)
+            if isinstance(x, torch.Tensor)
+        ]
         self.numel = max([self.numel, *sizes])
         return result
 

@@ -3,7 +3,9 @@ import json
 import numpy as np
 
 from sglang_topp_client import AsyncRolloutClient, RolloutClient
+from sglang_topp_client.packed_record import MEDIA_TYPE
 from sglang_topp_client.record import from_record
+from sglang_topp_server.forms import NDJSON
 from sglang_topp_server.schema import RolloutRecord
 
 
@@ -118,6 +120,7 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
         "timeout_s",
     }
     assert "RolloutRecord" in page["components"]["schemas"]
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, MEDIA_TYPE}
 
 
 def test_many_requests_at_once(sidecar):

@@ -9,6 +9,8 @@ import time
 import httpx
 import pytest
 
+from sglang_topp_client.packed_record import MEDIA_TYPE
+
 MIB = 1 << 20
 
 
@@ -34,10 +36,10 @@ class Process:
         with open(f"/proc/{self.process.pid}/clear_refs", "w") as file:
             file.write("5")
 
-    def num_bytes(self, **fields):
+    def num_bytes(self, accept="*/*", **fields):
         """The length of an answer that is read, and thrown away, as it comes."""
         body = {"prompts": "a", "top_logprobs_p": 0.9, **fields}
-        with self.http.stream("POST", "/rollouts", json=body) as answer:
+        with self.http.stream("POST", "/rollouts", json=body, headers={"Accept": accept}) as answer:
             assert answer.status_code == 200
             return sum(map(len, answer.iter_raw(MIB)))
 
@@ -72,14 +74,20 @@ def test_one_large_sample_passes_through(start_process):
     assert sidecar.memory("VmHWM") - before < 4 * length
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_many_samples_pass_through_and_their_memory_goes_back(start_process, stream, eventually):
+@pytest.mark.parametrize(
+    ("stream", "accept"),
+    [(False, "*/*"), (True, "*/*"), (True, MEDIA_TYPE)],
+    ids=["whole", "lines", "frames"],
+)
+def test_many_samples_pass_through_and_their_memory_goes_back(start_process, stream, accept, eventually):
     sidecar = start_process()
     before = sidecar.memory("VmRSS")
 
-    length = sidecar.num_bytes(sampling_params={"set_size": 100_000, "repeat": 2, "n": 16}, stream=stream)
+    length = sidecar.num_bytes(
+        sampling_params={"set_size": 100_000, "repeat": 2, "n": 16}, stream=stream, accept=accept
+    )
 
-    assert length > 96 * MIB
+    assert length > (54 if accept == MEDIA_TYPE else 96) * MIB
     # In one answer they wait as arrays, three quarters of their text, and one is being taken apart.
     assert sidecar.memory("VmHWM") - before < (0.9 if stream else 1.5) * length
     eventually(lambda: sidecar.memory("VmRSS") - before < 40 * MIB)

@@ -14,6 +14,7 @@ NAMES = {
     "sglang_topp_server.engine_status": ["EngineProbe", "EngineStatus"],
     "sglang_topp_server.exchange": ["RolloutExchange"],
     "sglang_topp_server.flight": ["Flight"],
+    "sglang_topp_server.forms": ["NDJSON", "Form", "Frames", "Lines", "accepted_form", "encode"],
     "sglang_topp_server.guard": ["OPEN_PATHS", "RequireKey"],
     "sglang_topp_server.heap": ["return_large_blocks"],
     "sglang_topp_server.held": ["Held", "Share", "num_bytes_of"],
@@ -37,6 +38,7 @@ NAMES = {
         "status_of",
         "upstream_error",
     ],
+    "sglang_topp_server.rollouts": ["main"],
     "sglang_topp_server.start_sglang": ["KEY_VARIABLE", "main"],
     "sglang_topp_server.schema": [
         "ErrorAnswer",

@@ -119,7 +119,8 @@ class FakeEngine:
         tokens *= params.get("repeat", 1)
         sampled = [10 + index + t % 5 for t in range(tokens)]
         prompt = body.get("input_ids") or list(body["text"].encode())
-        row = np.log(np.linspace(0.4, 0.1, size, dtype=np.float32))
+        mass = np.linspace(0.4, 0.1, size, dtype=np.float32)
+        row = np.log(mass / max(mass.sum(), np.float32(1)))
         meta: dict[str, Any] = {
             "id": f"{body['rid']}_{index}" if params["n"] > 1 else body["rid"],
             "finish_reason": finish,

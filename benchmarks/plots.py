@@ -1,0 +1,94 @@
+"""Pictures of what `results` wrote: `python -m benchmarks.plots` draws all of them anew.
+
+A bar is a ratio: how many times faster, or less, than the first row. The whisker on it goes from the
+smallest to the largest of a round; a dotted line is a target.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import FOLDER
+
+__all__ = ["draw"]
+
+_BASELINE, _BAR, _WHISKER, _TARGET = "#b8b8b8", "#2f6f9f", "#222222", "#b5442e"
+# Above it, the largest ratio of a panel leaves nothing to see of the others on a linear scale.
+_LINEAR_UP_TO = 20
+
+
+def draw(path: Path) -> list[Path]:
+    """Draw the pictures that the tables of a JSON file name, beside it; needs matplotlib."""
+    result = json.loads(path.read_text())
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for table in result["tables"]:
+        if table["picture"] is not None:
+            panels.setdefault(table["picture"], []).append(table)
+    return [_draw(path.with_name(f"{name}.png"), result, tables) for name, tables in panels.items()]
+
+
+def _draw(path: Path, result: dict[str, Any], tables: list[dict[str, Any]]) -> Path:
+    # Only `make bench` installs it. Its `Figure` alone keeps no state and looks for no screen.
+    from matplotlib.figure import Figure
+
+    sizes = [len(table["rows"]) for table in tables]
+    figure = Figure(figsize=(9, 0.3 * sum(sizes) + 0.75 * len(sizes) + 0.4), layout="constrained")
+    axes = figure.subplots(len(tables), 1, height_ratios=[size + 0.6 for size in sizes], squeeze=False)
+    for each, table in zip(axes.flat, tables, strict=True):
+        _panel(each, table)
+    figure.supxlabel(_measured_on(result), fontsize=7, color="#555555")
+    # Without the version of matplotlib in it, the same tables make the same file.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    return path
+
+
+def _panel(axes: Any, table: dict[str, Any]) -> None:
+    rows = table["rows"]
+    ratios = [row["ratio"] for row in rows]
+    medians = [ratio["median"] for ratio in ratios]
+    largest, smallest = max(ratio["max"] for ratio in ratios), min(medians)
+    places = range(len(rows))
+    left = 0.0
+    if largest > _LINEAR_UP_TO:
+        left = 0.5 * min(1.0, smallest)
+        axes.set_xscale("log")
+    # A bar on a logarithmic scale starts at the edge: it has no zero.
+    axes.barh(places, [m - left for m in medians], left=left, color=[_BASELINE] + [_BAR] * (len(rows) - 1))
+    for place, row in zip(places, rows, strict=True):
+        ratio, figure = row["ratio"], _short(row["figure"]["median"])
+        if table["rounds"] > 1 and place:
+            axes.plot([ratio["min"], ratio["max"]], [place, place], color=_WHISKER, linewidth=1, marker="|")
+        text = f"{_short(ratio['median'])}×  ({figure} {table['unit']})"
+        end = ratio["max"] if place else ratio["median"]
+        offset = {"textcoords": "offset points", "xytext": (6, 0), "va": "center", "fontsize": 8}
+        axes.annotate(text, (end, place), **offset)
+    if table["target"] is not None:
+        axes.axvline(table["target"], color=_TARGET, linewidth=0.8, linestyle=":")
+    axes.set_yticks(places, [row["label"] for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    # Room for the text behind the longest bar.
+    axes.set_xlim(left, largest * (largest / left) ** 0.35 if left else largest * 1.35)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_title(f"{table['title']}: times {table['better']}", fontsize=9, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _measured_on(result: dict[str, Any]) -> str:
+    machine, versions = result["machine"], result["versions"]
+    gpu = machine["gpu"]["name"] if machine["gpu"] else "no GPU"
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {gpu}; torch {versions['torch']};"
+        f" {result['date']}, commit {versions['commit']}, load {machine['load']}"
+    )
+
+
+if __name__ == "__main__":
+    for each in sorted(FOLDER.glob("*.json")):
+        for drawn in draw(each):
+            print(drawn.name)

@@ -1,0 +1,174 @@
+"""Replay with a gradient of the head that is there already: every micro-batch but the first.
+
+On torch's default number of threads: where other processes want the cores, threads that wait for each
+other spin for whole time slices, and `OMP_WAIT_POLICY=passive` or one thread is much faster. The gradient
+of the hidden states is new in each micro-batch; that of the head accumulates, so that a dense one is
+zeroed, written and added, whatever few rows it has.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.harness import compare
+from benchmarks.memory import Work, compare_peaks
+from benchmarks.replay import TINY, H, T, V, make_sets
+from sglang_topp import CandidateSets
+from sglang_topp.replay import candidate_logprobs, mask_logits
+
+__all__ = ["run"]
+
+WAYS = ("dense", "sparse", "buffer")
+VOCABULARIES = (32_768, 65_536, 151_936)
+STEPS = 10
+
+
+def run() -> None:
+    sets = make_sets(T, V)
+    occur = np.unique(sets.token_ids[np.repeat(sets.sizes > 1, sets.sizes)])
+    print(
+        f"\nT = {T}, H = {H}, V = {V}, float32, {torch.get_num_threads()} threads;"
+        f" {len(sets.token_ids)} candidates, {len(occur)} ids with a gradient;"
+        f" OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'not set')}"
+    )
+    labels = {way: f"candidate_logprobs, weight_grad {way}" for way in WAYS}
+    compare(
+        "accumulating, forward + backward",
+        {"full logits, dense mask": dense_head(T, H, V)}
+        | {labels[way]: candidate_head(T, H, V, way) for way in WAYS},
+        rounds=7,
+        target=50,
+        picture="replay_accumulation",
+    )
+    compare_peaks(
+        "accumulating, peak memory beyond inputs and gradients",
+        {"full logits, dense mask": (dense_head, (T, H, V))}
+        | {labels[way]: (candidate_head, (T, H, V, way)) for way in WAYS},
+        warmup=TINY,
+        target=50,
+        picture="replay_accumulation",
+    )
+    for way, rounds in (("buffer", 9), ("dense", 3)):
+        compare(
+            f"the same number of candidates over larger vocabularies, weight_grad {way}",
+            {f"V = {v}": candidate_head(T, H, v, way, v) for v in VOCABULARIES},
+            rounds=rounds,
+        )
+        compare_peaks(
+            "its peak memory",
+            {f"V = {v}": (candidate_head, (T, H, v, way, v)) for v in VOCABULARIES},
+            warmup=TINY,
+        )
+    with _neighbour() as beside:
+        work = candidate_head(T, H, V, "buffer")
+        compare(
+            f"threads and a busy process beside, {STEPS} steps of weight_grad buffer",
+            {
+                "1 thread, alone": _steps(work, 1),
+                "2 threads, alone": _steps(work, 2),
+                "1 thread, busy process": beside(_steps(work, 1)),
+                "2 threads, busy process": beside(_steps(work, 2)),
+            },
+            rounds=9,
+        )
+
+
+def dense_head(t: int, h: int, v: int) -> Work:
+    hidden, weight, sets = _inputs(t, h, v, v)
+    targets = torch.tensor(sets.sampled_ids, dtype=torch.int64)
+
+    def value() -> Tensor:
+        logprobs_TV = torch.log_softmax(mask_logits(hidden @ weight.t(), sets), dim=1)
+        return logprobs_TV.gather(1, targets[:, None])
+
+    return _work(value, hidden)
+
+
+def candidate_head(t: int, h: int, v: int, way: str = "buffer", spread: int | None = None) -> Work:
+    hidden, weight, sets = _inputs(t, h, v, spread or v)
+    targets = torch.tensor(sets.sampled_ids, dtype=torch.int64)
+
+    def value() -> Tensor:
+        where = weight.grad if way == "buffer" else way
+        return candidate_logprobs(hidden, weight, targets, sets, weight_grad=where).logprobs
+
+    return _work(value, hidden)
+
+
+def _inputs(t: int, h: int, v: int, spread: int) -> tuple[Tensor, Tensor, CandidateSets]:
+    """Sets of V = 32,768 whose ids are spread over `spread`; the head's gradient is there, in memory."""
+    torch.manual_seed(0)
+    hidden = torch.randn(t, h).requires_grad_()
+    weight = (0.02 * torch.randn(v, h)).requires_grad_()
+    weight.grad = torch.full_like(weight, 0.5)
+    drawn = min(v, V)
+    sets = make_sets(t, drawn)
+    place = np.random.default_rng(1).permutation(spread)[:drawn]
+    ids, sampled = place[sets.token_ids], place[sets.sampled_ids]
+    return hidden, weight, CandidateSets(ids, sets.logprobs, sets.offsets, sampled)
+
+
+def _work(value: Callable[[], Tensor], hidden: Tensor) -> Work:
+    """One micro-batch: forward and backward."""
+
+    def work() -> list[Tensor]:
+        hidden.grad = None
+        value().sum().backward()
+        return [] if hidden.grad is None else [hidden.grad]
+
+    return work
+
+
+def _steps(work: Work, threads: int) -> Callable[[], None]:
+    def steps() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        for _ in range(STEPS):
+            work()
+        torch.set_num_threads(before)
+
+    return steps
+
+
+@contextmanager
+def _neighbour() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
+    """A process that keeps one core busy while what it is put beside runs, and else is stopped."""
+    process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+    process.start()
+    pid = process.pid or 0
+
+    def beside(function: Callable[[], None]) -> Callable[[], None]:
+        def together() -> None:
+            os.kill(pid, signal.SIGCONT)
+            try:
+                function()
+            finally:
+                os.kill(pid, signal.SIGSTOP)
+
+        return together
+
+    try:
+        time.sleep(5)  # until it has started
+        os.kill(pid, signal.SIGSTOP)
+        yield beside
+    finally:
+        process.kill()
+        process.join()
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,21 @@
+"""The agent of `nixl_cu13`, whose device memory is the host's.
+
+SGLang registers its KV cache as device memory wherever that is; on a CPU it is host memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nixl_cu13._api import nixl_agent as _nixl_agent
+from nixl_cu13._api import nixl_agent_config, nixl_thread_sync_t
+
+__all__ = ["nixl_agent", "nixl_agent_config", "nixl_thread_sync_t"]
+
+
+class nixl_agent(_nixl_agent):  # type: ignore[misc]
+    """An agent that takes device memory for host memory."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]

@@ -1,0 +1,34 @@
+"""The head within compiled functions; `test_weight_grad` runs this file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from replay_oracle import random_sets, targets_of
+from test_weight_grad import SIZES, V, inputs
+
+from sglang_topp.replay import candidate_logprobs
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it, and hides that itself
+@pytest.mark.parametrize("way", ["dense", "buffer"])
+def test_within_a_compiled_function(way):
+    """There it is a break in the graph."""
+    sets = random_sets(SIZES, V)
+    targets = targets_of(sets)
+
+    def gradients(transform) -> list[torch.Tensor]:
+        hidden, weight = inputs()
+        buffer = torch.zeros_like(weight)
+        weight_grad = buffer if way == "buffer" else way
+
+        @transform
+        def value(states: torch.Tensor) -> torch.Tensor:
+            scores = candidate_logprobs(states, weight, targets, sets, weight_grad=weight_grad)
+            return scores.logprobs.sum() * 2
+
+        value(hidden).backward()
+        return [hidden.grad, buffer if way == "buffer" else weight.grad]
+
+    compiled = gradients(torch.compile(backend="aot_eager"))
+    assert all(map(torch.equal, compiled, gradients(lambda function: function)))
