@@ -9,6 +9,7 @@ import pytest
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, RolloutClient, retry
+from sglang_topp_client.client import _ROLLOUTS
 from sglang_topp_client.request import SampleRequest
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -265,7 +266,7 @@ async def test_what_goes_on_from_a_rollout_goes_where_it_was_made(engines):
             )
             for i, rollout in enumerate(made)
         ]
-        again = [rollout async for rollout in client._samples(wanted, None, False, "again")]
+        again = [rollout async for rollout in client._results(_ROLLOUTS, wanted, None, False, "again")]
     after = {tuple(call["input_ids"][:-1]): i for i, e in enumerate(engines) for call in e.calls}
     assert after == before
     first = {rollout.prompt_index: rollout.routing_key for rollout in made}
