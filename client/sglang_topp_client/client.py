@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from sglang_topp.errors import (
     AuthenticationError,
@@ -36,16 +36,16 @@ from sglang_topp_client.request import (
 )
 from sglang_topp_client.retry import delay_s, is_retryable
 from sglang_topp_client.rollout import Rollout
-from sglang_topp_client.sglang_api import GenerateExchange
-from sglang_topp_client.sidecar_api import SERVICE, RolloutsExchange
+from sglang_topp_client.score import Score
+from sglang_topp_client.score_request import Sequences, Start, plan_scores
+from sglang_topp_client.sglang_api import GenerateExchange, StreamedExchange
+from sglang_topp_client.sglang_scores import GenerateScoreExchange
+from sglang_topp_client.sidecar_api import SERVICE, RolloutsExchange, SidecarExchange
+from sglang_topp_client.sidecar_scores import ScoresExchange
 
 __all__ = ["AsyncRolloutClient"]
 
 Kind: TypeAlias = Literal["sidecar", "sglang"]
-_EXCHANGES: dict[Kind, type[RolloutsExchange] | type[GenerateExchange]] = {
-    "sidecar": RolloutsExchange,
-    "sglang": GenerateExchange,
-}
 _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
 
 _INFO_TIMEOUT_S = 30.0
@@ -54,6 +54,42 @@ _OFF_LOOP_BYTES = 1 << 18
 _CALLER_FIRST_S = 0.02
 
 _T = TypeVar("_T")
+_Result = TypeVar("_Result", Rollout, Score)
+_Exchange: TypeAlias = SidecarExchange[_Result] | StreamedExchange[_Result]
+
+
+@dataclass(frozen=True)
+class _Work(Generic[_Result]):
+    """What calls are for.
+
+    Attributes:
+        one, many: what a call returns, in words.
+        exchanges: how each kind of server is asked for it.
+        place: which one a result is, by prompt and sample.
+        num_tokens: how many tokens it tells of.
+    """
+
+    one: str
+    many: str
+    exchanges: Mapping[Kind, type[SidecarExchange[_Result]] | type[StreamedExchange[_Result]]]
+    place: Callable[[_Result], tuple[int, int]]
+    num_tokens: Callable[[_Result], int]
+
+
+_ROLLOUTS = _Work[Rollout](
+    "sample",
+    "rollouts",
+    {"sidecar": RolloutsExchange, "sglang": GenerateExchange},
+    lambda rollout: (rollout.prompt_index, rollout.sample_index),
+    lambda rollout: len(rollout.output_ids),
+)
+_SCORES = _Work[Score](
+    "sequence",
+    "scores",
+    {"sidecar": ScoresExchange, "sglang": GenerateScoreExchange},
+    lambda score: (score.sequence_index, 0),
+    lambda score: len(score.logprobs),
+)
 
 
 @dataclass
@@ -213,14 +249,77 @@ class AsyncRolloutClient:
         delivered twice; after a connection broke, only samples that had not finished are generated
         again.
         """
-        if timeout_s is not None:
-            timeout_s = seconds("timeout_s", timeout_s)
-        if progress is not None and not isinstance(progress, bool):
-            raise InvalidInputError(f"progress: got {shown(progress)}, expected True, False or None")
-        if request_id is not None:
-            check_request_id(request_id)
+        timeout_s = _check_call(timeout_s, progress, request_id)
         wanted = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
-        return self._samples(wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
+        return self._results(_ROLLOUTS, wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
+
+    # -- scores ------------------------------------------------------------------------------------
+
+    async def score(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Score]:
+        """The log-probs, and the candidate sets, that the engine's model gives sequences as they are; nothing
+        is generated.
+
+        The distribution at a position is the model's own: at temperature 1, without penalties, bias or
+        grammar, whatever a sequence was sampled with. All sequences, or an exception, as in `generate`.
+
+        Args:
+            sequences: one text, several texts, the token ids of one sequence, or of several; a Rollout or
+                several, of which prompt and output are scored together.
+            top_logprobs_p: the threshold p of the candidate sets, one for all or one per sequence; None or
+                0 for none. (What a sampler could draw, nobody knows of tokens that it did not.)
+            start: the first position that is scored, 1 or more, one for all or one per sequence. By default
+                1, and in a Rollout its first generated token. The token at position 0 has nothing before
+                it, so it has no distribution. The length of the sequence scores none of it.
+            timeout_s: as in `generate`.
+            progress: as in `generate`.
+            request_id: as in `generate`.
+
+        Returns:
+            The scores in the order of the sequences.
+
+        Raises:
+            BadRequestError: the server refuses a sequence; also one that is longer than the engine takes as
+                a prompt (SGLang 0.5.23: some tokens less than its context), or a sidecar that cannot score.
+            SglangToppError: what `generate` raises.
+        """
+        scores = [
+            score
+            async for score in self.stream_scores(
+                sequences,
+                top_logprobs_p=top_logprobs_p,
+                start=start,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        ]
+        return sorted(scores, key=lambda score: score.sequence_index)
+
+    def stream_scores(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Score, None]:
+        """As `score`, but each sequence as it is scored, in any order; otherwise as `stream`."""
+        timeout_s = _check_call(timeout_s, progress, request_id)
+        wanted = plan_scores(sequences, top_logprobs_p, start)
+        return self._results(_SCORES, wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
+
+    # -- requests in flight ------------------------------------------------------------------------
 
     async def abort(self, request_id: str) -> None:
         """Stop a request, in the engine too; whoever waits for it gets a RolloutError.
@@ -274,14 +373,19 @@ class AsyncRolloutClient:
 
     # -- one request -------------------------------------------------------------------------------
 
-    async def _samples(
-        self, wanted: Sequence[SampleRequest], timeout_s: float | None, progress: bool | None, request_id: str
-    ) -> AsyncGenerator[Rollout, None]:
+    async def _results(
+        self,
+        work: _Work[_Result],
+        wanted: Sequence[SampleRequest],
+        timeout_s: float | None,
+        progress: bool | None,
+        request_id: str,
+    ) -> AsyncGenerator[_Result, None]:
         here = self._here()
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        too_late = RequestTimeoutError(f"timeout_s: {timeout_s} s passed before every sample finished")
-        finished: asyncio.Queue[Rollout | None] = asyncio.Queue()
-        worker = asyncio.create_task(self._run(here, wanted, finished.put_nowait, deadline, request_id))
+        too_late = RequestTimeoutError(f"timeout_s: {timeout_s} s passed before every {work.one} finished")
+        finished: asyncio.Queue[_Result | None] = asyncio.Queue()
+        worker = asyncio.create_task(self._run(here, work, wanted, finished.put_nowait, deadline, request_id))
         here.running[worker] = request_id
 
         def end(_: asyncio.Task[None]) -> None:
@@ -293,17 +397,17 @@ class AsyncRolloutClient:
 
         worker.add_done_callback(end)
         try:
-            with Progress(sum(len(one.samples) for one in wanted), progress) as bar:
+            with Progress(sum(len(one.samples) for one in wanted), progress, of=work.many) as bar:
                 while True:
                     try:
                         async with asyncio.timeout_at(deadline):
-                            rollout = await finished.get()
+                            result = await finished.get()
                     except TimeoutError:
                         raise too_late from None
-                    if rollout is None:
+                    if result is None:
                         break
-                    bar.add(len(rollout.output_ids))
-                    yield rollout
+                    bar.add(work.num_tokens(result))
+                    yield result
             if worker.cancelled():
                 raise RolloutError(f"request {request_id} was aborted by this client")
             try:
@@ -317,8 +421,9 @@ class AsyncRolloutClient:
     async def _run(
         self,
         here: _Loop,
+        work: _Work[_Result],
         wanted: Sequence[SampleRequest],
-        deliver: Callable[[Rollout], None],
+        deliver: Callable[[_Result], None],
         deadline: float | None,
         request_id: str,
     ) -> None:
@@ -333,14 +438,14 @@ class AsyncRolloutClient:
             with here.aborts.expected():
                 async with asyncio.timeout_at(end):
                     kind = await self._kind_here(here)
-                    exchange_type = _EXCHANGES[kind]
+                    exchange_type = work.exchanges[kind]
                     options = {"logprob_bits": self._logprob_bits} if kind == "sidecar" else {}
                     async with asyncio.TaskGroup() as group:
                         for some in _calls(wanted, exchange_type.samples_per_call):
                             make = functools.partial(
                                 _new_exchange, exchange_type, request_id, deadline, options
                             )
-                            group.create_task(self._call(here, request_id, some, make, deliver))
+                            group.create_task(self._call(here, work, request_id, some, make, deliver))
                             # A call takes a millisecond to begin: a thousand at once would stop all else.
                             await asyncio.sleep(0)
         except ExceptionGroup as failed:
@@ -353,17 +458,18 @@ class AsyncRolloutClient:
     async def _call(
         self,
         here: _Loop,
+        work: _Work[_Result],
         request_id: str,
         wanted: Sequence[SampleRequest],
-        make: Callable[[Sequence[SampleRequest]], RolloutsExchange | GenerateExchange],
-        deliver: Callable[[Rollout], None],
+        make: Callable[[Sequence[SampleRequest]], _Exchange[_Result]],
+        deliver: Callable[[_Result], None],
     ) -> None:
         """One call and its retries, each of which asks for what is still missing, under a fresh id."""
         missing = {(one.prompt_index, sample) for one in wanted for sample in one.samples}
 
-        def take(rollout: Rollout) -> None:
-            missing.remove((rollout.prompt_index, rollout.sample_index))
-            deliver(rollout)
+        def take(result: _Result) -> None:
+            missing.remove(work.place(result))
+            deliver(result)
 
         async def attempt() -> None:
             left = [
@@ -385,8 +491,8 @@ class AsyncRolloutClient:
         self,
         here: _Loop,
         request_id: str,
-        exchange: RolloutsExchange | GenerateExchange,
-        take: Callable[[Rollout], None],
+        exchange: _Exchange[_Result],
+        take: Callable[[_Result], None],
     ) -> None:
         is_open = is_refused = False
         try:
@@ -396,17 +502,19 @@ class AsyncRolloutClient:
                 is_open = True
                 async for message in messages:
                     if len(message) < _OFF_LOOP_BYTES:
-                        rollouts = exchange.read(message)
+                        results = exchange.read(message)
                     else:
-                        rollouts = await asyncio.to_thread(exchange.read, message)
-                    while rollouts:
-                        take(rollouts.pop(0))
+                        results = await asyncio.to_thread(exchange.read, message)
+                    while results:
+                        take(results.pop(0))
                     # The next one may be long in coming, and this one large.
                     del message
             if not exchange.complete:
                 raise TransportError("the answer was cut off: it ended before the line that closes it")
-        except (AuthenticationError, BadRequestError, OverloadedError):
+        except (AuthenticationError, BadRequestError, OverloadedError) as error:
             is_refused = not is_open
+            if is_refused and error.status in (404, 405) and exchange.missing_route:
+                raise BadRequestError(exchange.missing_route, status=error.status, body=error.body) from error
             raise
         finally:
             if not is_refused:
@@ -484,11 +592,20 @@ def _calls(wanted: Sequence[SampleRequest], samples_per_call: int) -> Iterator[l
 
 
 def _new_exchange(
-    exchange_type: type[RolloutsExchange] | type[GenerateExchange],
+    exchange_type: Callable[..., _Exchange[_Result]],
     request_id: str,
     deadline: float | None,
     options: dict[str, Any],
     wanted: Sequence[SampleRequest],
-) -> RolloutsExchange | GenerateExchange:
+) -> _Exchange[_Result]:
     left_s = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.001)
     return exchange_type(wanted, request_id=request_id, timeout_s=left_s, **options)
+
+
+def _check_call(timeout_s: Any, progress: Any, request_id: Any) -> float | None:
+    """Check what every call takes; returns the time limit as a number."""
+    if progress is not None and not isinstance(progress, bool):
+        raise InvalidInputError(f"progress: got {shown(progress)}, expected True, False or None")
+    if request_id is not None:
+        check_request_id(request_id)
+    return None if timeout_s is None else seconds("timeout_s", timeout_s)

@@ -32,10 +32,9 @@ from sglang_topp.errors import (
     TransportError,
     WireError,
 )
-from sglang_topp_client import files, messages
+from sglang_topp_client import files, messages, packed_record, score_record
 from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, shown, whole_number
 from sglang_topp_client.lanes import Lanes
-from sglang_topp_client.packed_record import MEDIA_TYPE
 from sglang_topp_client.record import error_from_record
 from sglang_topp_client.turns import Turns
 
@@ -43,6 +42,7 @@ __all__ = ["Connections", "Server"]
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_ERROR_BYTES = 1 << 16
+_FRAMED = (packed_record.MEDIA_TYPE, score_record.MEDIA_TYPE)
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Connections:
                 if response.status_code != 200:
                     raise await _response_error(response)
                 media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-                cut = messages.frames if media_type == MEDIA_TYPE else messages.lines
+                cut = messages.frames if media_type in _FRAMED else messages.lines
                 async with aclosing(cut(response, self._turns, self._max_line_bytes)) as each:
                     yield each
 

@@ -44,8 +44,11 @@ __all__ = [
     "count_of",
     "error_from_record",
     "error_to_record",
+    "float32_of",
     "from_record",
+    "ids_of",
     "rollout_of",
+    "text_of",
     "to_record",
 ]
 
@@ -86,13 +89,13 @@ def from_record(record: Any) -> Rollout:
     """
     if not isinstance(record, Mapping):
         raise WireError("record", f"got {type(record).__name__}, expected an object")
-    prompt_ids, output_ids = _ids(record, "prompt_ids"), _ids(record, "output_ids")
+    prompt_ids, output_ids = ids_of(record, "prompt_ids"), ids_of(record, "output_ids")
     for name, ids in (("prompt_tokens", prompt_ids), ("completion_tokens", output_ids)):
         if (count := count_of(record, name)) != len(ids):
             raise WireError(name, f"got {count}, but there are {len(ids)} ids")
     packed = record.get("candidates")
     candidates = None if packed is None else wire.unpack_base64(packed)
-    return rollout_of(record, prompt_ids, output_ids, _float32(record, "logprobs"), candidates)
+    return rollout_of(record, prompt_ids, output_ids, float32_of(record, "logprobs"), candidates)
 
 
 def rollout_of(
@@ -127,14 +130,14 @@ def rollout_of(
     return Rollout(
         prompt_index=count_of(record, "prompt_index"),
         sample_index=count_of(record, "sample_index"),
-        request_id=_text(record, "request_id"),
+        request_id=text_of(record, "request_id"),
         prompt_ids=prompt_ids,
         output_ids=output_ids,
-        text=_text(record, "text"),
+        text=text_of(record, "text"),
         logprobs=logprobs,
         candidates=candidates,
-        finish_reason=_text(record, "finish_reason"),
-        weight_version=_text(record, "weight_version"),
+        finish_reason=text_of(record, "finish_reason"),
+        weight_version=text_of(record, "weight_version"),
         cached_tokens=count_of(record, "cached_tokens"),
         latency_s=latency_s,
         top_logprobs_source=_source(record, has_sets=candidates is not None),
@@ -294,14 +297,16 @@ def _source(record: Mapping[str, Any], *, has_sets: bool) -> str | None:
     return None if source is None else str(source)
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
+def text_of(record: Mapping[str, Any], name: str) -> str:
+    """A field of a record that is text; a WireError where it is none."""
     value = _field(record, name, str)
     if not is_text(value):
         raise WireError(name, "got text with a lone surrogate, which is no Unicode text")
     return value
 
 
-def _ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
+def ids_of(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
+    """int32 [T]: a field of a record that lists token ids; a WireError where it does not."""
     values = _field(record, name, list)
     if not set(map(type, values)) <= {int}:
         raise WireError(name, "expected a list of integers")
@@ -313,7 +318,8 @@ def _ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
     return ids
 
 
-def _float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
+def float32_of(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
+    """float32 [T]: a field of a record that holds numbers in base64; a WireError where it does not."""
     text = _field(record, name, str)
     try:
         raw = pybase64.b64decode(text, validate=True)

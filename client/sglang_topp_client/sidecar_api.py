@@ -19,9 +19,10 @@ frames (`messages.py`), in which a sample is packed (`packed_record.py`) and all
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError
 from sglang_topp_client.checks import fresh_id, shown
@@ -30,16 +31,29 @@ from sglang_topp_client.record import check_kept_mass, error_from_record, from_r
 from sglang_topp_client.request import SAMPLER, SampleRequest, check_source
 from sglang_topp_client.rollout import Rollout
 
-__all__ = ["SERVICE", "RolloutsExchange"]
+__all__ = ["SERVICE", "RolloutsExchange", "SidecarExchange"]
+
+_Result = TypeVar("_Result")
 
 SERVICE = "sglang-topp"
 """What the sidecar's `GET /info` has under `"service"`; it tells the sidecar from an engine."""
 
 
-class RolloutsExchange:
-    """One `POST /rollouts`: what is sent for some prompts, and what has come back so far."""
+class SidecarExchange(ABC, Generic[_Result]):
+    """One POST to a route of the sidecar's: what is sent for some prompts, and what has come back so far, a
+    `_Result` of each sample.
 
-    path = "/rollouts"
+    Attributes:
+        path: the route; its name is what the line that closes an answer counts.
+        media_type: of frames.
+        magic: what a packed record begins with.
+        missing_route: what it means that there is no such route.
+    """
+
+    path: str
+    media_type: str
+    magic: bytes
+    missing_route = ""
     samples_per_call = 128
     """A call takes prompts until it holds this many samples: the body stays at a few MB, a cut
     connection costs no more than these, and a large batch spreads over the sidecars of one address."""
@@ -61,13 +75,70 @@ class RolloutsExchange:
             logprob_bits: 16 where the candidates' log-probs may come rounded; else 32.
         """
         rounding = ";logprob-bits=16" if logprob_bits == 16 else ""
-        self.accept = f"{MEDIA_TYPE}{rounding}, application/x-ndjson;q=0.5"
+        self.accept = f"{self.media_type}{rounding}, application/x-ndjson;q=0.5"
         self._logprob_bits = logprob_bits
         self._wanted = list(wanted)
         self._request_id = fresh_id(request_id)
         self._timeout_s = timeout_s
         self._finished: set[tuple[int, int]] = set()
         self.complete = False
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+
+    @abstractmethod
+    def _unpacked(self, frame: bytes) -> _Result:
+        """What a packed record holds, under the caller's own indices; it is checked and noted as finished."""
+
+    @abstractmethod
+    def _decoded(self, record: dict[str, Any]) -> _Result:
+        """The same of a record in JSON."""
+
+    def unfinished_ids(self) -> list[str]:
+        """None to abort by name: the sidecar aborts whatever a closed connection leaves behind."""
+        return []
+
+    def read(self, line: bytes) -> list[_Result]:
+        """Take one message of the answer; returns the sample that it is.
+
+        Raises:
+            WireError: the message is not what the sidecar writes, or the sample is not exact.
+            SglangToppError: what the line reports.
+        """
+        if not line:
+            return []
+        if line.startswith(self.magic):
+            return [self._unpacked(line)]
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
+        if not isinstance(record, dict):
+            raise WireError("stream", f"got {type(record).__name__}, expected an object")
+        if "error" in record:
+            raise error_from_record(record["error"])
+        if record.get("done"):
+            expected = sum(len(one.samples) for one in self._wanted)
+            name = self.path.removeprefix("/")
+            counted = record.get(name)
+            if counted != len(self._finished) or len(self._finished) != expected:
+                raise WireError(
+                    name,
+                    f"the server counts {shown(counted)}, {len(self._finished)} came, {expected} were asked"
+                    " for",
+                )
+            self.complete = True
+            return []
+        return [self._decoded(record)]
+
+
+class RolloutsExchange(SidecarExchange[Rollout]):
+    """One `POST /rollouts`."""
+
+    path = "/rollouts"
+    media_type = MEDIA_TYPE
+    magic = MAGIC
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
@@ -86,41 +157,11 @@ class RolloutsExchange:
             body["top_logprobs_source"] = SAMPLER if set(sources) == {SAMPLER} else sources
         return body
 
-    def unfinished_ids(self) -> list[str]:
-        """None to abort by name: the sidecar aborts whatever a closed connection leaves behind."""
-        return []
+    def _unpacked(self, frame: bytes) -> Rollout:
+        return self._place(from_packed(frame, logprob_bits=self._logprob_bits))
 
-    def read(self, line: bytes) -> list[Rollout]:
-        """Take one message of the answer; returns the sample that it is.
-
-        Raises:
-            WireError: the message is not what the sidecar writes, or the sample is not exact.
-            SglangToppError: what the line reports.
-        """
-        if not line:
-            return []
-        if line.startswith(MAGIC):
-            return [self._place(from_packed(line, logprob_bits=self._logprob_bits))]
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
-        if not isinstance(record, dict):
-            raise WireError("stream", f"got {type(record).__name__}, expected an object")
-        if "error" in record:
-            raise error_from_record(record["error"])
-        if record.get("done"):
-            expected = sum(len(one.samples) for one in self._wanted)
-            counted = record.get("rollouts")
-            if counted != len(self._finished) or len(self._finished) != expected:
-                raise WireError(
-                    "rollouts",
-                    f"the server counts {shown(counted)}, {len(self._finished)} came, {expected} were asked"
-                    " for",
-                )
-            self.complete = True
-            return []
-        return [self._place(from_record(record))]
+    def _decoded(self, record: dict[str, Any]) -> Rollout:
+        return self._place(from_record(record))
 
     def _place(self, rollout: Rollout) -> Rollout:
         """The sample under the caller's own indices."""

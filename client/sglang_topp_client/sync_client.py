@@ -11,14 +11,18 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncGenerator, Iterator
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from sglang_topp_client.client import AsyncRolloutClient
 from sglang_topp_client.loop_thread import LoopThread
 from sglang_topp_client.request import Prompts, SamplingParams, TopLogprobsP, TopLogprobsSource
 from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.score import Score
+from sglang_topp_client.score_request import Sequences, Start
 
 __all__ = ["RolloutClient"]
+
+_T = TypeVar("_T")
 
 
 class RolloutClient:
@@ -106,17 +110,61 @@ class RolloutClient:
             )
         )
 
-    def _iterate(self, rollouts: AsyncGenerator[Rollout, None]) -> Iterator[Rollout]:
-        async def following() -> Rollout | None:
-            return await anext(rollouts, None)
+    def score(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Score]:
+        """See `AsyncRolloutClient.score`."""
+        return self._thread.run(
+            self._client.score(
+                sequences,
+                top_logprobs_p=top_logprobs_p,
+                start=start,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        )
+
+    def stream_scores(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[Score]:
+        """See `AsyncRolloutClient.stream_scores`; leaving the loop over it aborts the rest in the engine."""
+        return self._iterate(
+            self._client.stream_scores(
+                sequences,
+                top_logprobs_p=top_logprobs_p,
+                start=start,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        )
+
+    def _iterate(self, results: AsyncGenerator[_T, None]) -> Iterator[_T]:
+        async def following() -> _T | None:
+            return await anext(results, None)
 
         try:
-            while (rollout := self._thread.run(following())) is not None:
-                yield rollout
+            while (result := self._thread.run(following())) is not None:
+                yield result
         finally:
             # Where waiting is no use the loop closes it: one that ends, or drops it, closes its generators.
             if self._thread.can_wait:
-                self._thread.run(rollouts.aclose())
+                self._thread.run(results.aclose())
 
     def abort(self, request_id: str) -> None:
         """See `AsyncRolloutClient.abort`; call it from another thread."""

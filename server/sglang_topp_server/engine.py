@@ -16,12 +16,13 @@ from sglang_topp.errors import (
     SglangToppError,
     TransportError,
 )
-from sglang_topp_client import AsyncRolloutClient, Rollout
+from sglang_topp_client import AsyncRolloutClient, Rollout, Score
 from sglang_topp_client.request import SampleRequest
+from sglang_topp_client.score_request import ScoreRequest
 from sglang_topp_server.engine_status import EngineProbe, EngineStatus
 from sglang_topp_server.held import Share
 from sglang_topp_server.problems import as_known_error, upstream_error
-from sglang_topp_server.schema import RolloutRequest
+from sglang_topp_server.schema import SampleBody
 
 __all__ = ["Engine", "FailedPrompt"]
 
@@ -115,13 +116,14 @@ class Engine:
     # -- what it makes -----------------------------------------------------------------------------
 
     async def samples(
-        self, request: RolloutRequest, share: Share
-    ) -> AsyncGenerator[Rollout | FailedPrompt, None]:
-        """Every sample as it finishes, added to `share`; where a prompt fails, the others go on.
+        self, request: SampleBody, share: Share
+    ) -> AsyncGenerator[Rollout | Score | FailedPrompt, None]:
+        """Every sample as it finishes, or every score, added to `share`; where a prompt fails, the others go
+        on.
 
         Closing the iterator aborts the rest in the engine, and returns when that is done.
         """
-        finished: asyncio.Queue[Rollout | FailedPrompt | None] = asyncio.Queue()
+        finished: asyncio.Queue[Rollout | Score | FailedPrompt | None] = asyncio.Queue()
 
         async def one(wanted: SampleRequest) -> None:
             try:
@@ -153,20 +155,14 @@ class Engine:
     async def _one_prompt(
         self, wanted: SampleRequest, request_id: str | None, share: Share, finished: asyncio.Queue[Any]
     ) -> None:
-        prompts: Any = [wanted.prompt]
-        stream = self._client.stream(
-            prompts,
-            {**wanted.sampling_params, "n": len(wanted.samples)},
-            top_logprobs_p=wanted.top_logprobs_p,
-            top_logprobs_source=wanted.top_logprobs_source,
-            request_id=request_id,
-            progress=False,
-        )
         try:
-            async with aclosing(stream) as samples:
+            async with aclosing(self._stream(wanted, request_id)) as samples:
                 async for sample in samples:
                     share.add(sample)
-                    finished.put_nowait(replace(sample, prompt_index=wanted.prompt_index))
+                    if isinstance(sample, Score):
+                        finished.put_nowait(replace(sample, sequence_index=wanted.prompt_index))
+                    else:
+                        finished.put_nowait(replace(sample, prompt_index=wanted.prompt_index))
                     del sample
         except SglangToppError as error:
             if isinstance(error, MissingCandidateSetsError):
@@ -176,6 +172,27 @@ class Engine:
             if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
                 self._in_doubt.set()
             raise upstream_error(error) from error
+
+    def _stream(
+        self, wanted: SampleRequest, request_id: str | None
+    ) -> AsyncGenerator[Rollout, None] | AsyncGenerator[Score, None]:
+        prompts: Any = [wanted.prompt]
+        if isinstance(wanted, ScoreRequest):
+            return self._client.stream_scores(
+                prompts,
+                top_logprobs_p=wanted.top_logprobs_p,
+                start=wanted.start,
+                request_id=request_id,
+                progress=False,
+            )
+        return self._client.stream(
+            prompts,
+            {**wanted.sampling_params, "n": len(wanted.samples)},
+            top_logprobs_p=wanted.top_logprobs_p,
+            top_logprobs_source=wanted.top_logprobs_source,
+            request_id=request_id,
+            progress=False,
+        )
 
     async def close(self) -> None:
         """Close the connections."""

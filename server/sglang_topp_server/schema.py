@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain, islice
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
 import pydantic_core
 from pydantic import (
@@ -29,16 +30,24 @@ from sglang_topp_server.limits import Limits
 __all__ = [
     "ErrorAnswer",
     "Info",
+    "Prompts",
+    "RequestId",
     "RolloutRecord",
     "RolloutRequest",
     "RolloutsAnswer",
+    "SampleBody",
+    "Stream",
+    "Threshold",
+    "TimeoutS",
+    "num_prompts",
     "parse_request",
+    "read_body",
 ]
 
 # The elements are the client's to check (`sglang_topp_client.request`): it does so anyway before it asks
 # the engine, its sentences name the entry at fault, and a batch may hold millions of ids.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_Prompts: TypeAlias = Annotated[
+Prompts: TypeAlias = Annotated[
     Any,
     WithJsonSchema(
         {
@@ -52,7 +61,7 @@ _Prompts: TypeAlias = Annotated[
     ),
 ]
 _PROBABILITY = {"type": "number", "minimum": 0, "maximum": 1}
-_Threshold: TypeAlias = Annotated[
+Threshold: TypeAlias = Annotated[
     Any,
     WithJsonSchema(
         {
@@ -82,6 +91,34 @@ _Source: TypeAlias = Annotated[
 _MAX_UNKNOWN = 6
 _MAX_SHOWN_CHARS = 60
 
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+Stream: TypeAlias = Annotated[StrictBool, Field(description="One line of JSON per sample, as each finishes.")]
+RequestId: TypeAlias = Annotated[
+    StrictStr | None,
+    Field(
+        description="The start of the ids that the engine's log shows: printable, at most"
+        f" {MAX_REQUEST_ID} characters."
+    ),
+]
+TimeoutS: TypeAlias = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None,
+    Field(description="Seconds after which the samples are aborted: 504. The server has a limit of its own."),
+]
+
+
+class SampleBody(Protocol):
+    """What the bodies of all routes that ask the engine for samples have in common."""
+
+    stream: bool
+    request_id: str | None
+    timeout_s: float | None
+
+    @property
+    def wanted(self) -> Sequence[SampleRequest]:
+        """What is asked for, one per prompt."""
+
 
 class RolloutRequest(BaseModel):
     """The body of `POST /rollouts`. A field that is not here is an error: passed over, it would be a wish
@@ -89,13 +126,13 @@ class RolloutRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompts: _Prompts = Field(description="One text, texts, the token ids of one prompt, or of several.")
+    prompts: Prompts = Field(description="One text, texts, the token ids of one prompt, or of several.")
     # Millions of entries may be wrong, too.
     sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None,
         description="SGLang's names, `n` among them; one object for all prompts, or one per prompt.",
     )
-    top_logprobs_p: _Threshold = Field(
+    top_logprobs_p: Threshold = Field(
         default=None,
         description="The candidate sets' threshold, one for all prompts or one each; 0 or null: no sets.",
     )
@@ -103,16 +140,9 @@ class RolloutRequest(BaseModel):
         default=None,
         description="`sampler`: the sets are what the sampler could draw, in place of a threshold.",
     )
-    stream: StrictBool = Field(default=False, description="One line of JSON per sample, as each finishes.")
-    request_id: StrictStr | None = Field(
-        default=None,
-        description="The start of the ids that the engine's log shows: printable, at most"
-        f" {MAX_REQUEST_ID} characters.",
-    )
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = Field(
-        default=None,
-        description="Seconds after which the samples are aborted: 504. The server has a limit of its own.",
-    )
+    stream: Stream = False
+    request_id: RequestId = None
+    timeout_s: TimeoutS = None
     _wanted: list[SampleRequest] = PrivateAttr(default_factory=list)
 
     @property
@@ -129,12 +159,7 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
             where there are more samples than `limits.max_samples`.
         InvalidInputError: the same as 400, from the client's own checks.
     """
-    try:
-        request = RolloutRequest.model_validate(_with_few_unknown(pydantic_core.from_json(body)))
-    except ValidationError as error:
-        raise BadRequestError(_sentence(error), status=400) from None
-    except ValueError as error:
-        raise BadRequestError(f"the body is not JSON: {error}", status=400) from None
+    request = read_body(body, RolloutRequest)
     # Before they are laid out one by one: `n` may be any number.
     if (samples := _num_samples(request)) > limits.max_samples:
         raise BadRequestError(
@@ -160,24 +185,43 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
     return request
 
 
-def _with_few_unknown(given: Any) -> Any:
+def read_body(body: bytes | bytearray, kind: type[_Body]) -> _Body:
+    """The fields in a body, of which the models check what is theirs to check.
+
+    Raises:
+        BadRequestError: 400, with a sentence that names the field, what it got and what it takes.
+    """
+    try:
+        return kind.model_validate(_with_few_unknown(pydantic_core.from_json(body), kind))
+    except ValidationError as error:
+        raise BadRequestError(_sentence(error, kind), status=400) from None
+    except ValueError as error:
+        raise BadRequestError(f"the body is not JSON: {error}", status=400) from None
+
+
+def _with_few_unknown(given: Any, kind: type[BaseModel]) -> Any:
     """The fields that there are, and some of those that there are not."""
     if not isinstance(given, dict):
         return given
-    known = RolloutRequest.model_fields.keys()
+    known = kind.model_fields.keys()
     unknown = islice((name for name in given if name not in known), _MAX_UNKNOWN)
     return {name: given[name] for name in chain(known & given.keys(), unknown)}
 
 
+def num_prompts(prompts: Any) -> int:
+    """How many prompts a field holds, before they are looked at."""
+    is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int))
+    return 1 if is_one else len(prompts)
+
+
 def _num_samples(request: RolloutRequest) -> int:
     """The sum of `n` over the prompts, at least 1 each."""
-    prompts, params = request.prompts, request.sampling_params
-    is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int))
-    each = params if isinstance(params, list) else [params or {}] * (1 if is_one else len(prompts))
+    params = request.sampling_params
+    each = params if isinstance(params, list) else [params or {}] * num_prompts(request.prompts)
     return sum(max(n, 1) if isinstance(n := one.get("n"), int) else 1 for one in each)
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
     """Every complaint, the field's name first."""
     sentences = []
     for problem in error.errors(include_url=False):
@@ -187,7 +231,7 @@ def _sentence(error: ValidationError) -> str:
         elif problem["type"] == "missing":
             sentences.append(f"{field}: missing, it is required")
         elif problem["type"] == "extra_forbidden":
-            known = ", ".join(RolloutRequest.model_fields)
+            known = ", ".join(kind.model_fields)
             sentences.append(f"{field}: no such field, expected one of {known}")
         else:
             message = problem["msg"][:1].lower() + problem["msg"][1:]

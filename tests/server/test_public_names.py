@@ -12,7 +12,7 @@ NAMES = {
     "sglang_topp_server.connection": ["Connection", "connection_of", "http_protocol"],
     "sglang_topp_server.engine": ["Engine", "FailedPrompt"],
     "sglang_topp_server.engine_status": ["EngineProbe", "EngineStatus"],
-    "sglang_topp_server.exchange": ["RolloutExchange"],
+    "sglang_topp_server.exchange": ["Exchange"],
     "sglang_topp_server.flight": ["Flight"],
     "sglang_topp_server.forms": ["NDJSON", "Form", "Frames", "Lines", "accepted_form", "encode"],
     "sglang_topp_server.guard": ["OPEN_PATHS", "RequireKey"],
@@ -43,11 +43,21 @@ NAMES = {
     "sglang_topp_server.schema": [
         "ErrorAnswer",
         "Info",
+        "Prompts",
+        "RequestId",
         "RolloutRecord",
         "RolloutRequest",
         "RolloutsAnswer",
+        "SampleBody",
+        "Stream",
+        "Threshold",
+        "TimeoutS",
+        "num_prompts",
         "parse_request",
+        "read_body",
     ],
+    "sglang_topp_server.score_schema": ["ScoreBody", "ScoreRecord", "ScoresAnswer", "parse_scores"],
+    "sglang_topp_server.work": ["ROLLOUTS", "SCORES", "Work", "place_of"],
 }
 
 
