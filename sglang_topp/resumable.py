@@ -54,7 +54,7 @@ BEGINS_ANEW: Mapping[str, tuple[Any, str]] = {
     "frequency_penalty": (0, _PENALTY),
     "presence_penalty": (0, _PENALTY),
     "repetition_penalty": (1, _PENALTY),
-    **{name: (None, _GRAMMAR) for name in GRAMMARS},
+    **dict.fromkeys(GRAMMARS, (None, _GRAMMAR)),
     "custom_params": (None, "what reads them may follow the answer from its first token"),
     "watermark": (None, "it follows the answer from its first token"),
     "beam_width": (1, "a beam's other branches are gone at the cut"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -25,6 +25,8 @@ from sglang_topp_client import aborts
 from sglang_topp_client.aborts import Aborts
 from sglang_topp_client.checks import check_request_id, seconds, shown, whole_number
 from sglang_topp_client.http import Connections, Server
+from sglang_topp_client.interruption import Interruption
+from sglang_topp_client.partials import Partials
 from sglang_topp_client.progress import Progress
 from sglang_topp_client.request import (
     Prompts,
@@ -34,7 +36,14 @@ from sglang_topp_client.request import (
     TopLogprobsSource,
     plan,
 )
-from sglang_topp_client.retry import delay_s, is_retryable
+from sglang_topp_client.resuming import (
+    OnAbort,
+    check_on_abort,
+    interruptible,
+    nothing_generated,
+    plan_resume,
+)
+from sglang_topp_client.retry import delay_s, is_refusal, is_retryable
 from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.sglang_api import GenerateExchange
 from sglang_topp_client.sidecar_api import SERVICE, RolloutsExchange
@@ -52,6 +61,9 @@ _INFO_TIMEOUT_S = 30.0
 # A message this long takes milliseconds to decode; the other connections should not wait for that.
 _OFF_LOOP_BYTES = 1 << 18
 _CALLER_FIRST_S = 0.02
+# A sidecar waits for its engine itself.
+_GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
+_ABORT_TIMEOUTS_S: dict[Kind, float] = {"sglang": aborts.TIMEOUT_S, "sidecar": 10.0}
 
 _T = TypeVar("_T")
 
@@ -66,6 +78,8 @@ class _Loop:
     kind_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     running: dict[asyncio.Task[None], str] = field(default_factory=dict)
     """The requests in flight, with their names; several may share one."""
+    interruptions: dict[asyncio.Task[None], Interruption] = field(default_factory=dict)
+    """Of those whose samples are returned when they are aborted."""
 
 
 class AsyncRolloutClient:
@@ -144,6 +158,7 @@ class AsyncRolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -162,6 +177,11 @@ class AsyncRolloutClient:
             top_logprobs_source: `"sampler"` in place of a threshold: the sets are what the engine's
                 sampler could draw under top_k, top_p and min_p of `sampling_params`. One for all or one
                 per prompt; None or `"distribution"` where a threshold makes them.
+            on_abort: what becomes of a sample that the engine is told to abort, by `abort`, by a pause or by
+                a weight update. `"raise"`: it is an error. `"return"`: it is a rollout with finish reason
+                `"abort"`, which holds what was generated, whole in every field, and can be given to
+                `resume`. `"resume"`: it is gone on with, as often as that happens and once the engine takes
+                requests again, and comes as if nothing had been; `max_new_tokens` has to be given then.
             timeout_s: the time limit for all of it, retries included; None waits for as long as it takes.
             progress: None shows a progress line for what takes longer than two seconds, True always,
                 False never; only ever where stderr is a terminal.
@@ -172,7 +192,9 @@ class AsyncRolloutClient:
             The rollouts in the order of the prompts, then of the samples.
 
         Raises:
-            InvalidInputError: an argument is wrong; nothing was sent.
+            InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, also a
+                sampling parameter that cannot be exact across an interruption
+                (`sglang_topp.resumable`): penalties, grammars, custom parameters.
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
             TransportError, OverloadedError, ServerError: and so did every retry.
@@ -188,6 +210,7 @@ class AsyncRolloutClient:
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
                 top_logprobs_source=top_logprobs_source,
+                on_abort=on_abort,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
@@ -202,6 +225,7 @@ class AsyncRolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -213,31 +237,105 @@ class AsyncRolloutClient:
         delivered twice; after a connection broke, only samples that had not finished are generated
         again.
         """
-        if timeout_s is not None:
-            timeout_s = seconds("timeout_s", timeout_s)
-        if progress is not None and not isinstance(progress, bool):
-            raise InvalidInputError(f"progress: got {shown(progress)}, expected True, False or None")
-        if request_id is not None:
-            check_request_id(request_id)
         wanted = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
-        return self._samples(wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
+        return self._stream(wanted, {}, on_abort, timeout_s, progress, request_id)
+
+    async def resume(
+        self,
+        rollouts: Rollout | Sequence[Rollout],
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Rollout]:
+        """Go on with rollouts that were interrupted, ran into `max_new_tokens`, or were extended.
+
+        Each becomes one rollout, as if it had been made at one go: ids, text, log-probs, sets and weight
+        versions are those of before and then those of now (another engine, or newer weights, may make them).
+        Stop strings and end tokens end it wherever the cut is. What `Rollout.extend` appended begins a new
+        turn: `max_new_tokens`, `min_new_tokens` and stop strings are of the last turn alone.
+
+        A rollout with finish reason `"stop"` is returned as it is; one whose last turn has no token left
+        under `max_new_tokens` as well, with the finish reason `"length"`.
+
+        Args:
+            rollouts: one or several, as `generate` returned them; they may have been saved meanwhile.
+            sampling_params: as for `generate`, the same as then: `max_new_tokens` and `min_new_tokens` are
+                those of the whole turn, and must be given. `n` is passed over: each rollout is one sample.
+                One mapping for all, or one per rollout.
+            top_logprobs_p: as for `generate`; sets are asked for where the rollouts have some, by the same
+                rule.
+            top_logprobs_source: as for `generate`.
+            on_abort: as for `generate`.
+            timeout_s: as for `generate`.
+            progress: as for `generate`.
+            request_id: as for `generate`.
+
+        Returns:
+            The rollouts in the order in which they were given, with the indices that they had.
+
+        Raises:
+            InvalidInputError: an argument is wrong, or a sampling parameter cannot be exact where a turn has
+                begun; nothing was sent.
+            Exception: as `generate`.
+        """
+        wanted, given = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
+        made = self._stream(wanted, dict(enumerate(given)), on_abort, timeout_s, progress, request_id)
+        # Several may have the same indices.
+        by_place = {rollout.prompt_index: rollout async for rollout in made}
+        return [
+            replace(by_place[place], prompt_index=rollout.prompt_index, sample_index=rollout.sample_index)
+            for place, rollout in enumerate(given)
+        ]
 
     async def abort(self, request_id: str) -> None:
         """Stop a request, in the engine too; whoever waits for it gets a RolloutError.
 
+        With `on_abort="return"` the samples are stopped in the engine while their connections stay open, and
+        whoever waits gets what was generated. An engine that ends none of them for five seconds (ten, with a
+        sidecar before it) is given up: samples of which nothing has come are rollouts of no token then (or a
+        RolloutError, where the prompt is a text that the engine has not taken in).
+
         What this client has in flight under that name on this event loop has stopped when this
         returns, and its engine has been told (where that takes longer than three seconds, it is left to
-        the closed connections). Where there is none, an engine is asked to abort the request of that id
-        (as in `Rollout.request_id`); a sidecar takes no such order, it watches its connections instead.
+        the closed connections). Where there is none, the server is asked to abort the request of that id
+        (an engine's as in `Rollout.request_id`, a sidecar's as its caller named it).
         """
         check_request_id(request_id)
         here = self._here()
         workers = [worker for worker, name in here.running.items() if name == request_id]
         if workers:
-            await _stop(workers)
+            await _interrupt(here, workers)
+            await _stop([worker for worker in workers if worker not in here.interruptions])
             await here.aborts.finish(request_id)
-        elif await self._kind_here(here) == "sglang":
-            await _abort_in_engine(here.connections, request_id)
+            return
+        kind = await self._kind_here(here)
+        try:
+            await _abort(here.connections, kind, request_id)
+        except BadRequestError as error:
+            # A sidecar of before: it watches its connections.
+            if kind != "sidecar" or error.status not in (404, 405):
+                raise
+
+    async def abort_all(self) -> None:
+        """Stop everything that the server's engine has in flight, whoever asked for it; for whoever is about
+        to push weights.
+
+        What becomes of each sample is what its request says: an error, a rollout with finish reason
+        `"abort"`, or it is resumed (pause the engine first, so that this is not at once). Requests of this
+        client with `on_abort="return"` stop as by `abort`, those that were not sent yet included.
+        """
+        here = self._here()
+        kind = await self._kind_here(here)
+        path, body = (
+            ("/abort", {"all": True}) if kind == "sidecar" else ("/abort_request", {"abort_all": True})
+        )
+        order = here.connections.request_json("POST", path, body, timeout_s=_ABORT_TIMEOUTS_S[kind])
+        await asyncio.gather(order, _interrupt(here, list(here.running)))
 
     async def server_info(self) -> dict[str, Any]:
         """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`."""
@@ -274,18 +372,49 @@ class AsyncRolloutClient:
 
     # -- one request -------------------------------------------------------------------------------
 
+    def _stream(
+        self,
+        wanted: Sequence[SampleRequest],
+        given: Mapping[int, Rollout],
+        on_abort: OnAbort,
+        timeout_s: float | None,
+        progress: bool | None,
+        request_id: str | None,
+    ) -> AsyncGenerator[Rollout, None]:
+        """The samples, after a check of the other arguments; `given` is what is there, by prompt index."""
+        if timeout_s is not None:
+            timeout_s = seconds("timeout_s", timeout_s)
+        if progress is not None and not isinstance(progress, bool):
+            raise InvalidInputError(f"progress: got {shown(progress)}, expected True, False or None")
+        if request_id is not None:
+            check_request_id(request_id)
+        check_on_abort(on_abort)
+        wanted = interruptible(wanted, on_abort)
+        return self._samples(wanted, given, on_abort, timeout_s, progress, request_id or uuid.uuid4().hex)
+
     async def _samples(
-        self, wanted: Sequence[SampleRequest], timeout_s: float | None, progress: bool | None, request_id: str
+        self,
+        wanted: Sequence[SampleRequest],
+        given: Mapping[int, Rollout],
+        on_abort: OnAbort,
+        timeout_s: float | None,
+        progress: bool | None,
+        request_id: str,
     ) -> AsyncGenerator[Rollout, None]:
         here = self._here()
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         too_late = RequestTimeoutError(f"timeout_s: {timeout_s} s passed before every sample finished")
         finished: asyncio.Queue[Rollout | None] = asyncio.Queue()
-        worker = asyncio.create_task(self._run(here, wanted, finished.put_nowait, deadline, request_id))
+        partials = Partials(wanted, on_abort, finished.put_nowait, given)
+        interruption = Interruption(*self._order(here)) if on_abort == "return" else None
+        worker = asyncio.create_task(self._run(here, partials, deadline, request_id, interruption))
         here.running[worker] = request_id
+        if interruption is not None:
+            here.interruptions[worker] = interruption
 
         def end(_: asyncio.Task[None]) -> None:
             del here.running[worker]
+            here.interruptions.pop(worker, None)
             finished.put_nowait(None)
             if not worker.cancelled():
                 # Whoever left before does not ask for it.
@@ -317,10 +446,10 @@ class AsyncRolloutClient:
     async def _run(
         self,
         here: _Loop,
-        wanted: Sequence[SampleRequest],
-        deliver: Callable[[Rollout], None],
+        partials: Partials,
         deadline: float | None,
         request_id: str,
+        interruption: Interruption | None,
     ) -> None:
         """Deliver every sample, or raise the first error after everything has stopped.
 
@@ -335,12 +464,21 @@ class AsyncRolloutClient:
                     kind = await self._kind_here(here)
                     exchange_type = _EXCHANGES[kind]
                     options = {"logprob_bits": self._logprob_bits} if kind == "sidecar" else {}
+                    make = functools.partial(_new_exchange, exchange_type, request_id, deadline, options)
+                    call = functools.partial(self._call, here, request_id, make, interruption)
+
+                    async def go_on(missing: SampleRequest, wait_s: float) -> None:
+                        await asyncio.sleep(wait_s)
+                        await call(take, [missing], is_patient=True)
+
                     async with asyncio.TaskGroup() as group:
-                        for some in _calls(wanted, exchange_type.samples_per_call):
-                            make = functools.partial(
-                                _new_exchange, exchange_type, request_id, deadline, options
-                            )
-                            group.create_task(self._call(here, request_id, some, make, deliver))
+
+                        def take(rollout: Rollout) -> None:
+                            if (more := partials.take(rollout)) is not None:
+                                group.create_task(go_on(*more))
+
+                        for some in _calls(partials.begin(), exchange_type.samples_per_call):
+                            group.create_task(call(take, some))
                             # A call takes a millisecond to begin: a thousand at once would stop all else.
                             await asyncio.sleep(0)
         except ExceptionGroup as failed:
@@ -354,18 +492,26 @@ class AsyncRolloutClient:
         self,
         here: _Loop,
         request_id: str,
-        wanted: Sequence[SampleRequest],
         make: Callable[[Sequence[SampleRequest]], RolloutsExchange | GenerateExchange],
+        interruption: Interruption | None,
         deliver: Callable[[Rollout], None],
+        wanted: Sequence[SampleRequest],
+        *,
+        is_patient: bool = False,
     ) -> None:
-        """One call and its retries, each of which asks for what is still missing, under a fresh id."""
+        """One call and its retries, each of which asks for what is still missing, under a fresh id; without
+        an end while the server refuses, where `is_patient`."""
         missing = {(one.prompt_index, sample) for one in wanted for sample in one.samples}
+        exchange: RolloutsExchange | GenerateExchange | None = None
 
         def take(rollout: Rollout) -> None:
             missing.remove((rollout.prompt_index, rollout.sample_index))
+            if interruption is not None:
+                interruption.note_progress()
             deliver(rollout)
 
         async def attempt() -> None:
+            nonlocal exchange
             left = [
                 replace(one, samples=samples)
                 for one in wanted
@@ -373,13 +519,24 @@ class AsyncRolloutClient:
             ]
             try:
                 async with here.slots:
-                    await self._exchange(here, request_id, make(left), take)
+                    exchange = make(left)
+                    await self._exchange(here, request_id, exchange, take)
             except SglangToppError as error:
                 # What broke off behind the last sample took nothing with it.
                 if missing or not is_retryable(error):
                     raise
+            finally:
+                exchange = None
 
-        await self._retrying(attempt)
+        work = self._retrying(attempt, is_patient=is_patient)
+        if interruption is None:
+            await work
+            return
+        await interruption.follow(work, lambda: () if exchange is None else exchange.open_ids())
+        for one in wanted:
+            for sample in one.samples:
+                if (one.prompt_index, sample) in missing:
+                    take(_nothing(one, sample, request_id))
 
     async def _exchange(
         self,
@@ -444,14 +601,23 @@ class AsyncRolloutClient:
                 self._kind = "sidecar" if is_sidecar else "sglang"
             return self._kind
 
-    async def _retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+    def _order(self, here: _Loop) -> tuple[Callable[[str], Awaitable[None]], float]:
+        """How a request is stopped, and for how many seconds nothing may come of it then."""
+
+        async def send(name: str) -> None:
+            await _abort(here.connections, await self._kind_here(here), name)
+
+        return send, _GRACE_S[self._kind or "sidecar"]
+
+    async def _retrying(self, attempt: Callable[[], Awaitable[_T]], *, is_patient: bool = False) -> _T:
         retry = 0
         while True:
             try:
                 return await attempt()
             except SglangToppError as error:
                 retry += 1
-                if retry > self._max_retries or not is_retryable(error):
+                is_waited_for = is_patient and is_refusal(error)
+                if (retry > self._max_retries and not is_waited_for) or not is_retryable(error):
                     raise
                 wait_s = delay_s(retry, error)
             await asyncio.sleep(wait_s)
@@ -459,6 +625,34 @@ class AsyncRolloutClient:
 
 async def _abort_in_engine(connections: Connections, engine_id: str) -> None:
     await connections.request_json("POST", "/abort_request", {"rid": engine_id}, timeout_s=aborts.TIMEOUT_S)
+
+
+async def _abort(connections: Connections, kind: Kind, request_id: str) -> None:
+    """Ask the server to abort what it knows under that name."""
+    if kind == "sglang":
+        await _abort_in_engine(connections, request_id)
+    else:
+        await connections.request_json(
+            "POST", "/abort", {"request_id": request_id}, timeout_s=_ABORT_TIMEOUTS_S[kind]
+        )
+
+
+async def _interrupt(here: _Loop, workers: Sequence[asyncio.Task[None]]) -> None:
+    """Stop those whose samples are returned, and wait until they are."""
+    ending = [worker for worker in workers if worker in here.interruptions]
+    for worker in ending:
+        here.interruptions[worker].ask()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+def _nothing(wanted: SampleRequest, sample: int, request_id: str) -> Rollout:
+    rollout = nothing_generated(wanted, sample, request_id)
+    if rollout is None:
+        raise RolloutError(
+            f"request {request_id} was aborted before the engine had taken in prompt {wanted.prompt_index}, a"
+            " text: its token ids are not known (a prompt that is given as ids comes back without a token)"
+        )
+    return rollout
 
 
 async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
@@ -469,7 +663,7 @@ async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*workers, return_exceptions=True)
 
 
-def _calls(wanted: Sequence[SampleRequest], samples_per_call: int) -> Iterator[list[SampleRequest]]:
+def _calls(wanted: Iterable[SampleRequest], samples_per_call: int) -> Iterator[list[SampleRequest]]:
     """Consecutive prompts, in calls that are full at `samples_per_call` samples."""
     call: list[SampleRequest] = []
     num_samples = 0

@@ -54,7 +54,9 @@ def check_fields(field: Callable[[str], Any], num_prompts: int) -> list[int | No
         return counts
     for count in counts:
         if count is not None and (type(count) is not int or count < 0):
-            raise InvalidInputError(f"{RESUMED}: got {count!r}, expected a whole number of 0 or more, or null")
+            raise InvalidInputError(
+                f"{RESUMED}: got {count!r}, expected a whole number of 0 or more, or null"
+            )
     if problems := (*status().problems, *mode.refusals()):
         raise InvalidInputError(f"{RESUMED}: answers are not resumed here: {'; '.join(problems)}")
     if any(counts):
@@ -123,7 +125,9 @@ def _to_scheduler(params: Mapping[str, Any], count: int | None) -> Mapping[str, 
     return {**params, "custom_params": {**custom, RESUMED: count}}
 
 
-def note_in_meta_info(result: None, self: Any, meta_info: dict[str, Any], state: Any, *_: Any, **__: Any) -> None:
+def note_in_meta_info(
+    result: None, self: Any, meta_info: dict[str, Any], state: Any, *_: Any, **__: Any
+) -> None:
     """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: who asked sees that it was heard."""
     if (count := vars(state.obj).get(RESUMED)) is not None:
         meta_info[RESUMED] = count
