@@ -32,7 +32,12 @@ def check_admissible(request: RolloutRequest, model: Model, *, takes_grammars: b
         BadRequestError: 413, a text is longer than the engine can tokenise while others wait.
     """
     is_list = len(request.wanted) > 1 or _holds_prompts(request.prompts)
+    for i, rollout in request.given.items():
+        check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
+        check_token_ids(f"rollouts[{i}].output_ids", rollout.output_ids, model.vocab_size)
     for one in request.wanted:
+        if one.prompt_index in request.given:
+            continue
         name = f"prompts[{one.prompt_index}]" if is_list else "prompts"
         if isinstance(one.prompt, str):
             _refuse_long(overlong_text(name, one.prompt, model))

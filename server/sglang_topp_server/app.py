@@ -11,11 +11,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
 from sglang_topp_client.packed_record import MEDIA_TYPE
-from sglang_topp_server.body import Bodies
+from sglang_topp_server.body import Bodies, HungUpError
 from sglang_topp_server.engine import Engine
 from sglang_topp_server.exchange import RolloutExchange
 from sglang_topp_server.flight import Flight
@@ -26,6 +27,8 @@ from sglang_topp_server.limits import Limits
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.problems import answer_of, as_known_error, headers_of, status_of
 from sglang_topp_server.schema import (
+    AbortAnswer,
+    AbortRequest,
     EngineInfo,
     ErrorAnswer,
     Info,
@@ -34,11 +37,18 @@ from sglang_topp_server.schema import (
     PatchInfo,
     RolloutRequest,
     RolloutsAnswer,
+    parse_abort,
 )
 
 __all__ = ["create_app"]
 
 _ABORTS_TIMEOUT_S = 5.0
+
+
+def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """For the OpenAPI page: the routes read their bodies themselves."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | None = None) -> FastAPI:
@@ -82,13 +92,25 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
         "/rollouts",
         response_model=None,
         responses={200: {"model": RolloutsAnswer, "content": _STREAMS}},
-        openapi_extra=_BODY,
+        openapi_extra=_body_of(RolloutRequest),
     )
     async def rollouts() -> Response:
         """Samples with their candidate sets: one JSON, or, with `stream`, one message each as they finish,
         and last `{"done": true, "rollouts": N}`. Messages are lines, or frames where `Accept` names that
         media type. Hanging up aborts them."""
         return RolloutExchange(engine, limits, bodies, flight, held, metrics)
+
+    @app.post("/abort", openapi_extra=_body_of(AbortRequest))
+    async def abort(request: Request) -> AbortAnswer:
+        """Stops a request of `POST /rollouts` in the engine, or all that the engine has. What becomes of each
+        sample is what its request says (`on_abort`). Answers once they have stopped."""
+        try:
+            async with bodies.read(request.headers, request.receive) as body:
+                order = parse_abort(body)
+        except HungUpError:
+            raise BadRequestError("the body: the connection ended before it", status=400) from None
+        await engine.abort(order.request_id)
+        return AbortAnswer()
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -138,12 +160,6 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
 _STREAMS: dict[str, Any] = {
     NDJSON: {"schema": {"type": "string", "description": "With stream: a RolloutRecord on each line."}},
     MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
-}
-_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": RolloutRequest.model_json_schema()}},
-    }
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from itertools import chain, islice
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic_core
 from pydantic import (
@@ -23,15 +23,21 @@ from sglang_topp.engine_request import Model
 from sglang_topp.errors import BadRequestError, InvalidInputError
 from sglang_topp_client.checks import MAX_REQUEST_ID, check_request_id
 from sglang_topp_client.request import DISTRIBUTION, SAMPLER, SampleRequest, plan
+from sglang_topp_client.resuming import plan_resume
+from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.sidecar_api import SERVICE
+from sglang_topp_server.given import read_resumed_tokens, read_rollouts
 from sglang_topp_server.limits import Limits
 
 __all__ = [
+    "AbortAnswer",
+    "AbortRequest",
     "ErrorAnswer",
     "Info",
     "RolloutRecord",
     "RolloutRequest",
     "RolloutsAnswer",
+    "parse_abort",
     "parse_request",
 ]
 
@@ -77,9 +83,25 @@ _Source: TypeAlias = Annotated[
         }
     ),
 ]
+_COUNT = {"type": "integer", "minimum": 0}
+_Counts: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _COUNT,
+                {"type": "array", "items": {"anyOf": [_COUNT, {"type": "null"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_Records: TypeAlias = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]})
+]
 
 # Unknown fields of one body that are named; it may hold millions.
-_MAX_UNKNOWN = 6
+_MAX_UNKNOWN = 4
 _MAX_SHOWN_CHARS = 60
 
 
@@ -87,9 +109,15 @@ class RolloutRequest(BaseModel):
     """The body of `POST /rollouts`. A field that is not here is an error: passed over, it would be a wish
     that nobody sees fail."""
 
-    model_config = ConfigDict(extra="forbid")
+    # `rollouts` may stand in place of `prompts`.
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"required": []})
 
     prompts: _Prompts = Field(description="One text, texts, the token ids of one prompt, or of several.")
+    rollouts: _Records = Field(
+        default=None,
+        description="In place of prompts: records, as they came from here, to go on with. The answer's"
+        " prompt_index is the place among them.",
+    )
     # Millions of entries may be wrong, too.
     sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None,
@@ -103,6 +131,15 @@ class RolloutRequest(BaseModel):
         default=None,
         description="`sampler`: the sets are what the sampler could draw, in place of a threshold.",
     )
+    on_abort: Literal["raise", "return", "resume"] = Field(
+        default="raise",
+        description="What becomes of a sample that the engine is told to abort: an error, a record with"
+        " finish_reason `abort`, or it is gone on with.",
+    )
+    resumed_tokens: _Counts = Field(
+        default=None,
+        description="How many of the last ids of a prompt begin the answer, one for all or one each.",
+    )
     stream: StrictBool = Field(default=False, description="One line of JSON per sample, as each finishes.")
     request_id: StrictStr | None = Field(
         default=None,
@@ -114,11 +151,17 @@ class RolloutRequest(BaseModel):
         description="Seconds after which the samples are aborted: 504. The server has a limit of its own.",
     )
     _wanted: list[SampleRequest] = PrivateAttr(default_factory=list)
+    _given: dict[int, Rollout] = PrivateAttr(default_factory=dict)
 
     @property
     def wanted(self) -> list[SampleRequest]:
         """What is asked for, one per prompt; `parse_request` fills it."""
         return self._wanted
+
+    @property
+    def given(self) -> dict[int, Rollout]:
+        """What there is to go on with, by prompt index; `parse_request` fills it."""
+        return self._given
 
 
 def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
@@ -130,11 +173,16 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
         InvalidInputError: the same as 400, from the client's own checks.
     """
     try:
-        request = RolloutRequest.model_validate(_with_few_unknown(pydantic_core.from_json(body)))
+        given = _with_few_unknown(pydantic_core.from_json(body), RolloutRequest)
+        if isinstance(given, dict) and given.get("rollouts") is not None:
+            given.setdefault("prompts", None)
+        request = RolloutRequest.model_validate(given)
     except ValidationError as error:
-        raise BadRequestError(_sentence(error), status=400) from None
+        raise BadRequestError(_sentence(error, RolloutRequest), status=400) from None
     except ValueError as error:
         raise BadRequestError(f"the body is not JSON: {error}", status=400) from None
+    if request.rollouts is not None and request.prompts is not None:
+        raise BadRequestError("rollouts: got them and prompts, expected one of both", status=400)
     # Before they are laid out one by one: `n` may be any number.
     if (samples := _num_samples(request)) > limits.max_samples:
         raise BadRequestError(
@@ -144,9 +192,18 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
         )
     if request.request_id is not None:
         check_request_id(request.request_id)
-    request._wanted = plan(
-        request.prompts, request.sampling_params, request.top_logprobs_p, request.top_logprobs_source
-    )
+    asked = request.sampling_params, request.top_logprobs_p, request.top_logprobs_source
+    if request.rollouts is None:
+        request._wanted = read_resumed_tokens(request.resumed_tokens, plan(request.prompts, *asked))
+    else:
+        if request.resumed_tokens is not None:
+            raise InvalidInputError(
+                "resumed_tokens: got it with rollouts, which tell it; expected one of both"
+            )
+        request._wanted, there = plan_resume(read_rollouts(request.rollouts), *asked)
+        request._given = dict(enumerate(there))
+        # As large as what was made of them.
+        request.rollouts = None
     for one in request._wanted:
         custom = one.sampling_params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):
@@ -160,11 +217,45 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
     return request
 
 
-def _with_few_unknown(given: Any) -> Any:
+class AbortRequest(BaseModel):
+    """The body of `POST /abort`: one of the two."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    request_id: StrictStr | None = Field(
+        default=None,
+        description="As its caller named it in `POST /rollouts`, or as the engine's log shows it.",
+    )
+    all: StrictBool = Field(
+        default=False, description="Everything that the engine has, whoever asked for it."
+    )
+
+
+def parse_abort(body: bytes | bytearray) -> AbortRequest:
+    """The order in a body.
+
+    Raises:
+        BadRequestError: 400, with a sentence that names the field, what it got and what it takes.
+        InvalidInputError: the same as 400, from the client's own check.
+    """
+    try:
+        order = AbortRequest.model_validate(_with_few_unknown(pydantic_core.from_json(body), AbortRequest))
+    except ValidationError as error:
+        raise BadRequestError(_sentence(error, AbortRequest), status=400) from None
+    except ValueError as error:
+        raise BadRequestError(f"the body is not JSON: {error}", status=400) from None
+    if (order.request_id is None) != order.all:
+        raise BadRequestError("request_id: got it and all, or neither; expected one of both", status=400)
+    if order.request_id is not None:
+        check_request_id(order.request_id)
+    return order
+
+
+def _with_few_unknown(given: Any, kind: type[BaseModel]) -> Any:
     """The fields that there are, and some of those that there are not."""
     if not isinstance(given, dict):
         return given
-    known = RolloutRequest.model_fields.keys()
+    known = kind.model_fields.keys()
     unknown = islice((name for name in given if name not in known), _MAX_UNKNOWN)
     return {name: given[name] for name in chain(known & given.keys(), unknown)}
 
@@ -172,12 +263,14 @@ def _with_few_unknown(given: Any) -> Any:
 def _num_samples(request: RolloutRequest) -> int:
     """The sum of `n` over the prompts, at least 1 each."""
     prompts, params = request.prompts, request.sampling_params
+    if request.rollouts is not None:
+        return len(request.rollouts) if isinstance(request.rollouts, list) else 1
     is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int))
     each = params if isinstance(params, list) else [params or {}] * (1 if is_one else len(prompts))
     return sum(max(n, 1) if isinstance(n := one.get("n"), int) else 1 for one in each)
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
     """Every complaint, the field's name first."""
     sentences = []
     for problem in error.errors(include_url=False):
@@ -187,7 +280,7 @@ def _sentence(error: ValidationError) -> str:
         elif problem["type"] == "missing":
             sentences.append(f"{field}: missing, it is required")
         elif problem["type"] == "extra_forbidden":
-            known = ", ".join(RolloutRequest.model_fields)
+            known = ", ".join(kind.model_fields)
             sentences.append(f"{field}: no such field, expected one of {known}")
         else:
             message = problem["msg"][:1].lower() + problem["msg"][1:]
@@ -246,6 +339,12 @@ class RolloutRecord(BaseModel):
     completion_tokens: int
     cached_tokens: int
     timing: Timing
+
+
+class AbortAnswer(BaseModel):
+    """The order was carried out, or there was nothing of that name."""
+
+    status: str = "ok"
 
 
 class RolloutsAnswer(BaseModel):
