@@ -58,17 +58,11 @@ def main() -> int:
     )
     show(rollouts[0])
     drifted = sum(drifts(tokenizer, rollout) for rollout in rollouts)
-    print(
-        f"\n{drifted} of {len(rollouts)} responses would have been other tokens, as text that is tokenised again"
-    )
-
-    generated = int(batch["loss_mask"].sum())
-    candidates = batch["candidates"].sets
-    print(
-        f"{sum(len(rollout.output_ids) for rollout in rollouts)} tokens of responses, {generated} of them generated:"
-        f" {int((candidates.sizes > 0).sum())} candidate sets, and a loss there alone"
-    )
-    return 0 if generated == int((candidates.sizes > 0).sum()) else 1
+    print(f"\ntokenised again, {drifted} of {len(rollouts)} responses would have been other tokens")
+    sets = batch["candidates"].sets
+    num_generated, num_sets = int(batch["loss_mask"].sum()), int((sets.sizes > 0).sum())
+    print(f"{len(sets)} tokens of responses, {num_generated} of them generated: {num_sets} candidate sets")
+    return 0 if num_generated == num_sets else 1
 
 
 def tool(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -101,9 +95,8 @@ def server(url: str | None) -> Iterator[str]:
     if url is not None:
         yield url
         return
-    with tempfile.TemporaryDirectory() as folder:
-        with serve(make_tiny_model(folder)) as (sidecar_url, _):
-            yield sidecar_url
+    with tempfile.TemporaryDirectory() as folder, serve(make_tiny_model(folder)) as (sidecar_url, _):
+        yield sidecar_url
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Greedy, so that there is one right answer; the sets' truth is transformers' forw
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,8 @@ from tests.engine.running import Engine, run_sidecar
 from tests.engine.weights import check_sets
 
 P = 0.9
-PROMPTS = ["The quick brown fox", "a", "0123456789" * 12]
-LENGTH = 20
+PROMPTS = ["The quick brown fox", "a", "0123456789" * 8]
+LENGTH = 12
 GREEDY = {"max_new_tokens": LENGTH, "temperature": 0.0, "ignore_eos": True}
 # Of the vocabulary, the tokens that have a text: the others would part those of a stop string.
 SPELLED = {**GREEDY, "logit_bias": {str(token): -1000.0 for token in range(257, 512)}}
@@ -100,7 +101,7 @@ async def test_cut_twice(client: AsyncRolloutClient) -> None:
     (part,) = await client.generate(
         [PROMPTS[0]], {**GREEDY, "max_new_tokens": 5}, top_logprobs_source="sampler"
     )
-    for length in (6, 7, 15, LENGTH):
+    for length in (6, 7, 10, LENGTH):
         longer = {**GREEDY, "max_new_tokens": length}
         (more,) = await client.resume(part, longer, top_logprobs_source="sampler")
         check_begins(more, part)
@@ -118,30 +119,26 @@ def stops_of(text: str) -> list[str]:
 
 @pytest.mark.parametrize("way", ["stop", "kept", "regex"])
 async def test_a_stop_string_across_the_cut(client: AsyncRolloutClient, way: str) -> None:
-    long = {**SPELLED, "max_new_tokens": 40}
+    long = {**SPELLED, "max_new_tokens": 30}
     (free,) = await client.generate([PROMPTS[0]], long, top_logprobs_p=P)
     stops = stops_of(free.text)
     assert stops, free.text
+    stopping: dict[str, Any] = {"stop": stops, "no_stop_trim": way == "kept"}
     if way == "regex":
-        stopping: dict[str, Any] = {
-            "stop_regex": f"[{stops[0][0]}]{stops[0][1:]}"
-            if stops[0][0].isalnum()
-            else "[a-z]{1,3}[0-9]|..[^a]"
-        }
-    else:
-        stopping = {"stop": stops, "no_stop_trim": way == "kept"}
+        stopping = {"stop_regex": [re.escape(stop) for stop in stops]}
     sampling = {**long, **stopping}
     (whole,) = await client.generate([PROMPTS[0]], sampling, top_logprobs_p=P, on_abort="resume")
     assert whole.finish_reason == "stop"
     num_tokens = len(whole.output_ids)
-    assert 1 < num_tokens < 40
+    assert 1 < num_tokens < 30
     # Cut without the stop: an engine that cuts there by itself has looked for it before.
     parts = await parts_of(client, [PROMPTS[0]], long, range(1, num_tokens))
     for part, rollout in zip(parts, await client.resume(parts, sampling, top_logprobs_p=P), strict=True):
         assert rollout.output_ids.tolist() == whole.output_ids.tolist(), len(part.output_ids)
         assert (rollout.text, rollout.finish_reason) == (whole.text, "stop"), len(part.output_ids)
         check_begins(rollout, part)
-    assert await client.resume(whole, sampling, top_logprobs_p=P) == [whole] or whole.finish_reason == "stop"
+    (same,) = await client.resume(whole, sampling, top_logprobs_p=P)
+    assert same.request_id == whole.request_id
 
 
 async def test_characters_that_are_cut_in_two(client: AsyncRolloutClient) -> None:
@@ -164,28 +161,20 @@ async def tokens_of(client: AsyncRolloutClient, text: str) -> list[int]:
 async def test_the_end_token_and_the_least_number_of_tokens(client: AsyncRolloutClient) -> None:
     (free,) = await client.generate([PROMPTS[1]], GREEDY, top_logprobs_p=P)
     ids = free.output_ids.tolist()
-    stop = next(token for token in ids[8:] if token not in ids[:8])
-    for least in (0, 12):
+    stop = next(token for token in ids[6:] if token not in ids[:6])
+    for least in (0, 9):
         sampling = {**GREEDY, "ignore_eos": False, "stop_token_ids": [stop], "min_new_tokens": least}
         (whole,) = await client.generate([PROMPTS[1]], sampling, top_logprobs_p=P)
         num_tokens = len(whole.output_ids)
         parts = [
             part
-            for part in await parts_of(client, [PROMPTS[1]], {**GREEDY}, range(1, min(num_tokens, 9)))
+            for part in await parts_of(client, [PROMPTS[1]], {**GREEDY}, range(1, min(num_tokens, 7)))
             if part.output_ids.tolist() == whole.output_ids.tolist()[: len(part.output_ids)]
         ]
         assert len(parts) > 3
         for rollout in await client.resume(parts, sampling, top_logprobs_p=P):
             assert rollout.output_ids.tolist() == whole.output_ids.tolist()
             assert (rollout.text, rollout.finish_reason) == (whole.text, whole.finish_reason)
-
-
-async def under_way(requests: InFlight) -> None:
-    """A request of its own that tells when the engine has moved on."""
-    requests.send(
-        "clock", text="clock", stream=True, sampling_params={**LONG}, return_logprob=True, top_logprobs_p=P
-    )
-    await requests.move("clock", 2)
 
 
 @pytest.mark.usefixtures("as_before")
@@ -195,8 +184,8 @@ async def test_interruptions_that_nobody_sees(
     weight_folders: dict[str, Path],
     reference_models: dict[str, Any],
 ) -> None:
-    """Pauses that abort, with other weights pushed in them: the samples come whole, each token's weights named."""
-    sampling = {**LONG, "max_new_tokens": 60, "n": 2}
+    """Pauses that abort, with weights pushed in them: samples come whole, each token's weights named."""
+    sampling = {**LONG, "max_new_tokens": 40, "n": 2}
     async with InFlight.at(engine.url) as requests:
         await client.generate([PROMPTS[0]], {"max_new_tokens": 1})
         asked = asyncio.create_task(
@@ -213,7 +202,7 @@ async def test_interruptions_that_nobody_sees(
     assert [(one.prompt_index, one.sample_index) for one in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for rollout in rollouts:
         assert rollout.finish_reason == "length"
-        assert len(rollout.output_ids) == 60
+        assert len(rollout.output_ids) == 40
         check(rollout, reference_models)
     versions = {version for rollout in rollouts for version, _ in rollout.weight_spans or ()}
     assert versions == {"default", "other-1", "head-1"}
@@ -272,8 +261,8 @@ async def test_an_abort_returns_what_was_generated(
 
 async def test_an_abort_while_they_wait(engine: Engine, client: AsyncRolloutClient) -> None:
     """Prompts that are prefilled one after the other, in chunks: some have begun, others have no token."""
-    prompts = [[number + 1] * 2000 for number in range(6)]
-    sampling = {**LONG, "max_new_tokens": 8}
+    prompts = [[number + 1] * 800 for number in range(5)]
+    sampling = {**LONG, "max_new_tokens": 4}
     async with InFlight.at(engine.url) as requests:
         await client.generate([PROMPTS[0]], {"max_new_tokens": 1})
         asked = asyncio.create_task(
@@ -295,7 +284,7 @@ async def test_an_abort_while_they_wait(engine: Engine, client: AsyncRolloutClie
         assert part.candidates is not None
         assert len(part.candidates) == len(part.logprobs) == 0
     for part, whole in zip(parts, await client.resume(parts, sampling, top_logprobs_p=P), strict=True):
-        assert len(whole.output_ids) == 8
+        assert len(whole.output_ids) == 4
         check_begins(whole, part)
 
 
@@ -339,7 +328,7 @@ async def test_through_the_sidecar(engine: Engine, reference_models: dict[str, A
         ):
             (whole,) = await direct.generate([PROMPTS[0]], GREEDY, top_logprobs_p=P)
             # Its retries wait until the sidecar is ready.
-            parts = await parts_of(client, [PROMPTS[0]], GREEDY, range(3, LENGTH, 5))
+            parts = await parts_of(client, [PROMPTS[0]], GREEDY, range(2, LENGTH, 4))
             for part, rollout in zip(
                 parts, await client.resume(parts, GREEDY, top_logprobs_p=P), strict=True
             ):
@@ -400,8 +389,6 @@ async def test_what_cannot_be_exact_is_refused_by_the_engine_too(engine: Engine)
         assert words in answer.text
     async with AsyncRolloutClient(engine.url) as client:
         (part,) = await client.generate([[1, 2, 3]], {"max_new_tokens": 3, "temperature": 0.0})
-        with pytest.raises(BadRequestError):
-            too_long = replace(
-                part, output_ids=np.full(5000, 5, np.int32), logprobs=np.zeros(5000, np.float32)
-            )
-            await client.resume(too_long, {"max_new_tokens": 6000})
+        ids, logprobs = np.full(5000, 5, np.int32), np.zeros(5000, np.float32)
+        with pytest.raises(BadRequestError, match="5003 tokens"):
+            await client.resume(replace(part, output_ids=ids, logprobs=logprobs), {"max_new_tokens": 6000})

@@ -15,6 +15,7 @@ NAMES = {
     "sglang_topp_server.exchange": ["RolloutExchange"],
     "sglang_topp_server.flight": ["Flight"],
     "sglang_topp_server.forms": ["NDJSON", "Form", "Frames", "Lines", "accepted_form", "encode"],
+    "sglang_topp_server.given": ["read_resumed_tokens", "read_rollouts"],
     "sglang_topp_server.guard": ["OPEN_PATHS", "RequireKey"],
     "sglang_topp_server.heap": ["return_large_blocks"],
     "sglang_topp_server.held": ["Held", "Share", "num_bytes_of"],
@@ -41,11 +42,14 @@ NAMES = {
     "sglang_topp_server.rollouts": ["main"],
     "sglang_topp_server.start_sglang": ["KEY_VARIABLE", "main"],
     "sglang_topp_server.schema": [
+        "AbortAnswer",
+        "AbortRequest",
         "ErrorAnswer",
         "Info",
         "RolloutRecord",
         "RolloutRequest",
         "RolloutsAnswer",
+        "parse_abort",
         "parse_request",
     ],
 }
