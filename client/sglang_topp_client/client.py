@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal
 
-from sglang_topp.errors import (
-    AuthenticationError,
-    BadRequestError,
-    InvalidInputError,
-    OverloadedError,
-    RequestTimeoutError,
-    RolloutError,
-    SglangToppError,
-    TransportError,
-)
+from sglang_topp.errors import InvalidInputError, RequestTimeoutError, RolloutError
+from sglang_topp_client.calls import ROLLOUTS, SCORES, Calls, Parts, Result, Work
 from sglang_topp_client.checks import check_request_id, seconds, shown, whole_number
-from sglang_topp_client.fleet import Fleet
 from sglang_topp_client.http import Server
-from sglang_topp_client.link import Kind, Link
+from sglang_topp_client.interruption import Interruption
+from sglang_topp_client.link import Kind
+from sglang_topp_client.partials import Partials
 from sglang_topp_client.progress import Progress
 from sglang_topp_client.request import (
     Prompts,
@@ -34,83 +26,42 @@ from sglang_topp_client.request import (
     TopLogprobsSource,
     plan,
 )
-from sglang_topp_client.retry import delay_s, is_retryable
+from sglang_topp_client.resuming import OnAbort, check_on_abort, interruptible, plan_resume
 from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.score import Score
 from sglang_topp_client.score_request import Sequences, Start, plan_scores
-from sglang_topp_client.sglang_api import GenerateExchange, StreamedExchange
-from sglang_topp_client.sglang_scores import GenerateScoreExchange
-from sglang_topp_client.sidecar_api import RolloutsExchange, SidecarExchange
-from sglang_topp_client.sidecar_scores import ScoresExchange
+from sglang_topp_client.servers import Servers
 
 __all__ = ["AsyncRolloutClient"]
 
-# Gateways keep what has the same one on the same worker.
-_ROUTING_KEY = "X-SMG-Routing-Key"
-# A message this long takes milliseconds to decode; the other connections should not wait for that.
-_OFF_LOOP_BYTES = 1 << 18
 _CALLER_FIRST_S = 0.02
-
-_T = TypeVar("_T")
-_Result = TypeVar("_Result", Rollout, Score)
-_Exchange: TypeAlias = SidecarExchange[_Result] | StreamedExchange[_Result]
-
-
-@dataclass(frozen=True)
-class _Work(Generic[_Result]):
-    """What calls are for.
-
-    Attributes:
-        one, many: what a call returns, in words.
-        exchanges: how each kind of server is asked for it.
-        place: which one a result is, by prompt and sample.
-        num_tokens: how many tokens it tells of.
-        keyed: it, with the routing key of its prompt.
-    """
-
-    one: str
-    many: str
-    exchanges: Mapping[Kind, type[SidecarExchange[_Result]] | type[StreamedExchange[_Result]]]
-    place: Callable[[_Result], tuple[int, int]]
-    num_tokens: Callable[[_Result], int]
-    keyed: Callable[[_Result, str], _Result]
-
-
-_ROLLOUTS = _Work[Rollout](
-    "sample",
-    "rollouts",
-    {"sidecar": RolloutsExchange, "sglang": GenerateExchange},
-    lambda rollout: (rollout.prompt_index, rollout.sample_index),
-    lambda rollout: len(rollout.output_ids),
-    lambda rollout, key: replace(rollout, routing_key=key),
-)
-_SCORES = _Work[Score](
-    "sequence",
-    "scores",
-    {"sidecar": ScoresExchange, "sglang": GenerateScoreExchange},
-    lambda score: (score.sequence_index, 0),
-    lambda score: len(score.logprobs),
-    lambda score, _: score,
-)
+# For how long nothing may come of what was told to stop. A sidecar waits for its engine itself.
+_GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 
 
 @dataclass
 class _Loop:
     """What belongs to one event loop."""
 
-    fleet: Fleet[Link]
-    slots: asyncio.Semaphore
+    servers: Servers
     running: dict[asyncio.Task[None], str] = field(default_factory=dict)
     """The requests in flight, with their names; several may share one."""
+    interruptions: dict[asyncio.Task[None], Interruption] = field(default_factory=dict)
+    """Of those whose samples are returned when they are aborted."""
 
-    @property
-    def links(self) -> list[Link]:
-        """All servers."""
-        return [member.server for member in self.fleet.members]
 
-    def maker(self, wanted: Sequence[SampleRequest]) -> Link | None:
-        """The server that made what these go on from, as far as it is one of them."""
-        return next((link for link in self.links if link.made(wanted[0].routing_key)), None)
+@dataclass(frozen=True)
+class _Whole(Generic[Result]):
+    """Results that come whole or not at all."""
+
+    wanted: Sequence[SampleRequest]
+    deliver: Callable[[Result], None]
+
+    def begin(self) -> Iterator[SampleRequest]:
+        return iter(self.wanted)
+
+    def take(self, result: Result, /) -> None:
+        self.deliver(result)
 
 
 class AsyncRolloutClient:
@@ -199,6 +150,7 @@ class AsyncRolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -217,6 +169,11 @@ class AsyncRolloutClient:
             top_logprobs_source: `"sampler"` in place of a threshold: the sets are what the engine's
                 sampler could draw under top_k, top_p and min_p of `sampling_params`. One for all or one
                 per prompt; None or `"distribution"` where a threshold makes them.
+            on_abort: what becomes of a sample that the engine is told to abort, by `abort`, by a pause or by
+                a weight update. `"raise"`: it is an error. `"return"`: it is a rollout with finish reason
+                `"abort"`, which holds what was generated, whole in every field, and can be given to
+                `resume`. `"resume"`: it is gone on with, as often as that happens and once the engine takes
+                requests again, and comes as if nothing had been; `max_new_tokens` has to be given then.
             timeout_s: the time limit for all of it, retries included; None waits for as long as it takes.
             progress: None shows a progress line for what takes longer than two seconds, True always,
                 False never; only ever where stderr is a terminal.
@@ -227,7 +184,9 @@ class AsyncRolloutClient:
             The rollouts in the order of the prompts, then of the samples.
 
         Raises:
-            InvalidInputError: an argument is wrong; nothing was sent.
+            InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, also a
+                sampling parameter that cannot be exact across an interruption
+                (`sglang_topp.resumable`): penalties, grammars, custom parameters.
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
             TransportError, OverloadedError, ServerError: and so did every retry.
@@ -243,6 +202,7 @@ class AsyncRolloutClient:
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
                 top_logprobs_source=top_logprobs_source,
+                on_abort=on_abort,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
@@ -257,6 +217,7 @@ class AsyncRolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -268,9 +229,60 @@ class AsyncRolloutClient:
         delivered twice; after a connection broke, only samples that had not finished are generated
         again.
         """
-        timeout_s = _check_call(timeout_s, progress, request_id)
         wanted = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
-        return self._results(_ROLLOUTS, wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
+        return self._stream(wanted, {}, on_abort, timeout_s, progress, request_id)
+
+    async def resume(
+        self,
+        rollouts: Rollout | Sequence[Rollout],
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Rollout]:
+        """Go on with rollouts that were interrupted, ran into `max_new_tokens`, or were extended.
+
+        Each becomes one rollout, as if it had been made at one go: ids, text, log-probs, sets and weight
+        versions are those of before and then those of now (another engine, or newer weights, may make them).
+        Stop strings and end tokens end it wherever the cut is. What `Rollout.extend` appended begins a new
+        turn: `max_new_tokens`, `min_new_tokens` and stop strings are of the last turn alone.
+
+        A rollout with finish reason `"stop"` is returned as it is; one whose last turn has no token left
+        under `max_new_tokens` as well, with the finish reason `"length"`.
+
+        Args:
+            rollouts: one or several, as `generate` returned them; they may have been saved meanwhile.
+            sampling_params: as for `generate`, the same as then: `max_new_tokens` and `min_new_tokens` are
+                those of the whole turn, and must be given. `n` is passed over: each rollout is one sample.
+                One mapping for all, or one per rollout.
+            top_logprobs_p: as for `generate`; sets are asked for where the rollouts have some, by the same
+                rule.
+            top_logprobs_source: as for `generate`.
+            on_abort: as for `generate`.
+            timeout_s: as for `generate`.
+            progress: as for `generate`.
+            request_id: as for `generate`.
+
+        Returns:
+            The rollouts in the order in which they were given, with the indices that they had.
+
+        Raises:
+            InvalidInputError: an argument is wrong, or a sampling parameter cannot be exact where a turn has
+                begun; nothing was sent.
+            Exception: as `generate`.
+        """
+        wanted, given = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
+        made = self._stream(wanted, dict(enumerate(given)), on_abort, timeout_s, progress, request_id)
+        # Several may have the same indices.
+        by_place = {rollout.prompt_index: rollout async for rollout in made}
+        return [
+            replace(by_place[place], prompt_index=rollout.prompt_index, sample_index=rollout.sample_index)
+            for place, rollout in enumerate(given)
+        ]
 
     # -- scores ------------------------------------------------------------------------------------
 
@@ -336,33 +348,45 @@ class AsyncRolloutClient:
         """As `score`, but each sequence as it is scored, in any order; otherwise as `stream`."""
         timeout_s = _check_call(timeout_s, progress, request_id)
         wanted = plan_scores(sequences, top_logprobs_p, start)
-        return self._results(_SCORES, wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
+        parts = functools.partial(_Whole[Score], wanted)
+        name = request_id or uuid.uuid4().hex
+        return self._results(SCORES, parts, len(wanted), timeout_s, progress, name)
 
     # -- requests in flight ------------------------------------------------------------------------
 
     async def abort(self, request_id: str) -> None:
         """Stop a request, in the engine too; whoever waits for it gets a RolloutError.
 
+        With `on_abort="return"` the samples are stopped in the engine while their connections stay open, and
+        whoever waits gets what was generated. An engine that ends none of them for five seconds (ten, with a
+        sidecar before it) is given up: samples of which nothing has come are rollouts of no token then (or a
+        RolloutError, where the prompt is a text that the engine has not taken in).
+
         What this client has in flight under that name on this event loop has stopped when this
         returns, and its engine has been told (where that takes longer than three seconds, it is left to
-        the closed connections). Where there is none, an engine is asked to abort the request of that id
-        (as in `Rollout.request_id`), each of several; a sidecar takes no such order, it watches its
-        connections instead.
+        the closed connections). Where there is none, the server is asked to abort the request of that id
+        (an engine's as in `Rollout.request_id`, a sidecar's as its caller named it), each of several.
         """
         check_request_id(request_id)
         here = self._here()
         workers = [worker for worker, name in here.running.items() if name == request_id]
         if workers:
-            await _stop(workers)
-            await asyncio.gather(*(link.aborts.finish(request_id) for link in here.links))
-        elif await self._kind_here(here) == "sglang":
-            failed = await asyncio.gather(
-                *(link.abort(request_id) for link in here.links), return_exceptions=True
-            )
-            # A server that is gone has nothing left of it.
-            if all(failed):
-                assert isinstance(failed[0], BaseException)
-                raise failed[0]
+            await _interrupt(here, workers)
+            await _stop([worker for worker in workers if worker not in here.interruptions])
+            await here.servers.aborted(request_id)
+        else:
+            await here.servers.tell_all(lambda link: link.stop(request_id))
+
+    async def abort_all(self) -> None:
+        """Stop everything that the engine has in flight, or every engine, whoever asked for it.
+
+        What becomes of each sample is what its request says: an error, a rollout with finish reason
+        `"abort"`, or it is resumed (pause the engine first, so that this is not at once). Requests of this
+        client with `on_abort="return"` stop as by `abort`, those that were not sent yet included.
+        """
+        here = self._here()
+        order = here.servers.tell_all(lambda link: link.stop_all())
+        await asyncio.gather(order, _interrupt(here, list(here.running)))
 
     async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`.
@@ -370,13 +394,14 @@ class AsyncRolloutClient:
         Args:
             base_url: which one, where there are several.
         """
-        links = self._here().links
+        servers = self._here().servers
+        links = servers.links
         if base_url is not None:
             links = [link for link in links if link.base_url == base_url]
         if len(links) != 1:
             known = ", ".join(server.base_url for server in self._servers)
             raise InvalidInputError(f"base_url: got {shown(base_url)}, expected one of {known}")
-        return await self._retrying(links[0].info)
+        return await servers.retrying(links[0].info)
 
     async def close(self) -> None:
         """Stop what is in flight on this event loop and close its connections; the client stays usable.
@@ -388,9 +413,9 @@ class AsyncRolloutClient:
             return
         try:
             await _stop(list(here.running))
-            await asyncio.gather(*(link.aborts.finish() for link in here.links))
+            await here.servers.aborted()
         finally:
-            await asyncio.gather(*(link.connections.aclose() for link in here.links))
+            await here.servers.close()
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
@@ -402,23 +427,59 @@ class AsyncRolloutClient:
 
     # -- one request -------------------------------------------------------------------------------
 
+    def _stream(
+        self,
+        wanted: Sequence[SampleRequest],
+        given: Mapping[int, Rollout],
+        on_abort: OnAbort,
+        timeout_s: float | None,
+        progress: bool | None,
+        request_id: str | None,
+    ) -> AsyncGenerator[Rollout, None]:
+        """The samples, after a check of the other arguments; `given` is what is there, by prompt index."""
+        timeout_s = _check_call(timeout_s, progress, request_id)
+        check_on_abort(on_abort)
+        wanted = interruptible(wanted, on_abort)
+
+        def parts(deliver: Callable[[Rollout], None]) -> Partials:
+            return Partials(wanted, on_abort, deliver, given)
+
+        count = sum(len(one.samples) for one in wanted)
+        name = request_id or uuid.uuid4().hex
+        returns_partial = on_abort == "return"
+        return self._results(
+            ROLLOUTS, parts, count, timeout_s, progress, name, can_be_interrupted=returns_partial
+        )
+
     async def _results(
         self,
-        work: _Work[_Result],
-        wanted: Sequence[SampleRequest],
+        work: Work[Result],
+        parts: Callable[[Callable[[Result], None]], Parts[Result]],
+        count: int,
         timeout_s: float | None,
         progress: bool | None,
         request_id: str,
-    ) -> AsyncGenerator[_Result, None]:
+        *,
+        can_be_interrupted: bool = False,
+    ) -> AsyncGenerator[Result, None]:
+        """What `parts`, given where results are to be put, puts there; `count` of them."""
         here = self._here()
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         too_late = RequestTimeoutError(f"timeout_s: {timeout_s} s passed before every {work.one} finished")
-        finished: asyncio.Queue[_Result | None] = asyncio.Queue()
-        worker = asyncio.create_task(self._run(here, work, wanted, finished.put_nowait, deadline, request_id))
+        finished: asyncio.Queue[Result | None] = asyncio.Queue()
+        interruption = None
+        if can_be_interrupted:
+            interruption = Interruption(_GRACE_S[here.servers.known_kind or "sidecar"])
+        options: dict[Kind, dict[str, Any]] = {"sidecar": {"logprob_bits": self._logprob_bits}}
+        calls = Calls(here.servers, work, request_id, deadline, options, interruption)
+        worker = asyncio.create_task(_run(here.servers, calls, parts(finished.put_nowait), deadline))
         here.running[worker] = request_id
+        if interruption is not None:
+            here.interruptions[worker] = interruption
 
         def end(_: asyncio.Task[None]) -> None:
             del here.running[worker]
+            here.interruptions.pop(worker, None)
             finished.put_nowait(None)
             if not worker.cancelled():
                 # Whoever left before does not ask for it.
@@ -426,7 +487,7 @@ class AsyncRolloutClient:
 
         worker.add_done_callback(end)
         try:
-            with Progress(sum(len(one.samples) for one in wanted), progress, of=work.many) as bar:
+            with Progress(count, progress, of=work.many) as bar:
                 while True:
                     try:
                         async with asyncio.timeout_at(deadline):
@@ -447,129 +508,7 @@ class AsyncRolloutClient:
             # Not waited for: with hundreds in flight, closing their connections takes a second.
             worker.cancel()
 
-    async def _run(
-        self,
-        here: _Loop,
-        work: _Work[_Result],
-        wanted: Sequence[SampleRequest],
-        deliver: Callable[[_Result], None],
-        deadline: float | None,
-        request_id: str,
-    ) -> None:
-        """Deliver every sample, or raise the first error after everything has stopped.
-
-        Raises:
-            TimeoutError: the deadline passed; nobody may be there to hear it.
-        """
-        # Who waits for it is told first.
-        end = None if deadline is None else deadline + _CALLER_FIRST_S
-        try:
-            with ExitStack() as stack:
-                for link in here.links:
-                    stack.enter_context(link.aborts.expected())
-                async with asyncio.timeout_at(end):
-                    kind = await self._kind_here(here)
-                    exchange_type = work.exchanges[kind]
-                    options = {"logprob_bits": self._logprob_bits} if kind == "sidecar" else {}
-                    async with asyncio.TaskGroup() as group:
-                        for some in _calls(_by_maker(here, wanted), exchange_type.samples_per_call):
-                            make = functools.partial(
-                                _new_exchange, exchange_type, request_id, deadline, options
-                            )
-                            group.create_task(self._call(here, work, request_id, some, make, deliver))
-                            # A call takes a millisecond to begin: a thousand at once would stop all else.
-                            await asyncio.sleep(0)
-        except ExceptionGroup as failed:
-            first = failed.exceptions[0]
-        else:
-            return
-        # Out here: inside, or `from None`, it would lose its own cause.
-        raise first
-
-    async def _call(
-        self,
-        here: _Loop,
-        work: _Work[_Result],
-        request_id: str,
-        wanted: Sequence[SampleRequest],
-        make: Callable[[Sequence[SampleRequest]], _Exchange[_Result]],
-        deliver: Callable[[_Result], None],
-    ) -> None:
-        """One call and its retries, each of which asks for what is still missing, under a fresh id."""
-        missing = {(one.prompt_index, sample) for one in wanted for sample in one.samples}
-        keys: dict[int, str] = {}
-
-        def take(result: _Result) -> None:
-            place = work.place(result)
-            missing.remove(place)
-            deliver(work.keyed(result, keys[place[0]]))
-
-        async def attempt() -> None:
-            left = [
-                replace(one, samples=samples)
-                for one in wanted
-                if (samples := tuple(s for s in one.samples if (one.prompt_index, s) in missing))
-            ]
-            try:
-                async with here.slots:
-                    with here.fleet.member(len(missing), here.maker(left)) as link:
-                        keys.update({one.prompt_index: link.routing_key(one.routing_key) for one in left})
-                        key = keys[left[0].prompt_index] if len(left) == 1 else None
-                        await self._exchange(link, work, request_id, make(left), key, take)
-            except SglangToppError as error:
-                # What broke off behind the last sample took nothing with it.
-                if missing or not is_retryable(error):
-                    raise
-
-        await self._retrying(attempt, here.fleet)
-
-    async def _exchange(
-        self,
-        link: Link,
-        work: _Work[_Result],
-        request_id: str,
-        exchange: _Exchange[_Result],
-        routing_key: str | None,
-        take: Callable[[_Result], None],
-    ) -> None:
-        if len(self._servers) > 1 and work.exchanges[await link.kind()] is not type(exchange):
-            raise InvalidInputError(
-                f"base_url: {link.base_url} is of another kind than the others, expected engines or sidecars"
-            )
-        headers = {} if exchange.accept is None else {"Accept": exchange.accept}
-        if routing_key is not None:
-            headers[_ROUTING_KEY] = routing_key
-        is_open = is_refused = False
-        try:
-            async with link.connections.post(exchange.path, exchange.body(), headers=headers) as messages:
-                is_open = True
-                async for message in messages:
-                    if len(message) < _OFF_LOOP_BYTES:
-                        results = exchange.read(message)
-                    else:
-                        results = await asyncio.to_thread(exchange.read, message)
-                    while results:
-                        take(results.pop(0))
-                    # The next one may be long in coming, and this one large.
-                    del message
-            if not exchange.complete:
-                raise TransportError("the answer was cut off: it ended before the line that closes it")
-        except SglangToppError as error:
-            if len(self._servers) > 1:
-                error.add_note(f"the server is {link.base_url}")
-            refusals = (AuthenticationError, BadRequestError, OverloadedError)
-            if not is_open and isinstance(error, refusals):
-                is_refused = True
-                if error.status in (404, 405) and exchange.missing_route:
-                    raise BadRequestError(
-                        exchange.missing_route, status=error.status, body=error.body
-                    ) from error
-            raise
-        finally:
-            if not is_refused:
-                link.aborts.start(request_id, exchange.unfinished_ids())
-
-    # -- the server --------------------------------------------------------------------------------
+    # -- the servers -------------------------------------------------------------------------------
 
     def _here(self) -> _Loop:
         loop = asyncio.get_running_loop()
@@ -578,35 +517,44 @@ class AsyncRolloutClient:
             for other in list(self._loops):
                 if other.is_closed():
                     self._loops.pop(other, None)
-            links = [Link(server, self._kinds, self._LONG_LINES_AT_ONCE) for server in self._servers]
-            slots = asyncio.Semaphore(self._servers[0].max_connections)
-            self._loops[loop] = _Loop(Fleet(links, loop.time), slots)
+            self._loops[loop] = _Loop(
+                Servers(
+                    self._servers,
+                    self._kinds,
+                    long_lines_at_once=self._LONG_LINES_AT_ONCE,
+                    max_retries=self._max_retries,
+                )
+            )
         return self._loops[loop]
 
-    async def _kind_here(self, here: _Loop) -> Kind:
-        """What all servers are, as whichever answers tells."""
 
-        async def ask() -> Kind:
-            with here.fleet.member(0) as link:
-                return await link.kind()
+async def _run(servers: Servers, calls: Calls[Result], parts: Parts[Result], deadline: float | None) -> None:
+    """Everything, or the first error after everything has stopped.
 
-        for known in self._kinds.values():
-            return known
-        return await self._retrying(ask, here.fleet)
+    Raises:
+        TimeoutError: the deadline passed; nobody may be there to hear it.
+    """
+    # Who waits for it is told first.
+    end = None if deadline is None else deadline + _CALLER_FIRST_S
+    with servers.aborts_expected():
+        async with asyncio.timeout_at(end):
+            await calls.run(parts)
 
-    async def _retrying(self, attempt: Callable[[], Awaitable[_T]], fleet: Fleet[Link] | None = None) -> _T:
-        """Until it succeeds; at once where an attempt goes to another server of the fleet then."""
-        retry = 0
-        while True:
-            try:
-                return await attempt()
-            except SglangToppError as error:
-                retry += 1
-                if retry > self._max_retries or not is_retryable(error):
-                    raise
-                wait_s = delay_s(retry, error)
-            if fleet is None or not fleet.has_another:
-                await asyncio.sleep(wait_s)
+
+async def _interrupt(here: _Loop, workers: Sequence[asyncio.Task[None]]) -> None:
+    """Stop those whose samples are returned, and wait until they are."""
+    ending = [worker for worker in workers if worker in here.interruptions]
+    for worker in ending:
+        here.interruptions[worker].ask()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel and wait until all have cleaned up after themselves, whatever they end with."""
+    for worker in workers:
+        if not worker.cancelling():
+            worker.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
 
 
 def _addresses(base_url: Any) -> list[Any]:
@@ -619,50 +567,6 @@ def _addresses(base_url: Any) -> list[Any]:
     if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
         raise InvalidInputError(f"base_url: got {shown(twice[0])} twice, expected different servers")
     return list(base_url)
-
-
-async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel and wait until all have cleaned up after themselves, whatever they end with."""
-    for worker in workers:
-        if not worker.cancelling():
-            worker.cancel()
-    await asyncio.gather(*workers, return_exceptions=True)
-
-
-def _calls(groups: Iterable[Sequence[SampleRequest]], samples_per_call: int) -> Iterator[list[SampleRequest]]:
-    """Consecutive prompts of a group, in calls that are full at `samples_per_call` samples."""
-    for group in groups:
-        call: list[SampleRequest] = []
-        num_samples = 0
-        for one in group:
-            call.append(one)
-            num_samples += len(one.samples)
-            if num_samples >= samples_per_call:
-                yield call
-                call, num_samples = [], 0
-        if call:
-            yield call
-
-
-def _by_maker(here: _Loop, wanted: Sequence[SampleRequest]) -> Iterable[Sequence[SampleRequest]]:
-    """In groups that go on from what one server made, or from nothing."""
-    if not any(one.routing_key for one in wanted):
-        return [wanted]
-    groups: dict[Link | None, list[SampleRequest]] = {}
-    for one in wanted:
-        groups.setdefault(here.maker([one]), []).append(one)
-    return groups.values()
-
-
-def _new_exchange(
-    exchange_type: Callable[..., _Exchange[_Result]],
-    request_id: str,
-    deadline: float | None,
-    options: dict[str, Any],
-    wanted: Sequence[SampleRequest],
-) -> _Exchange[_Result]:
-    left_s = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.001)
-    return exchange_type(wanted, request_id=request_id, timeout_s=left_s, **options)
 
 
 def _check_call(timeout_s: Any, progress: Any, request_id: Any) -> float | None:

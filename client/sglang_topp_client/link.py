@@ -19,6 +19,8 @@ Kind: TypeAlias = Literal["sidecar", "sglang"]
 
 _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
 _INFO_TIMEOUT_S = 30.0
+# A sidecar waits for its engine itself.
+_SIDECAR_ABORT_TIMEOUT_S = 10.0
 
 
 class Link:
@@ -79,6 +81,31 @@ class Link:
         await self.connections.request_json(
             "POST", "/abort_request", {"rid": engine_id}, timeout_s=aborts.TIMEOUT_S
         )
+
+    async def stop(self, request_id: str) -> None:
+        """Ask the server to abort what it knows under that name: an engine's id, or what a sidecar's caller
+        named it."""
+        if await self.kind() == "sglang":
+            await self.abort(request_id)
+            return
+        try:
+            await self._abort_by_sidecar({"request_id": request_id})
+        except BadRequestError as error:
+            # A sidecar of before takes no such order: it watches its connections.
+            if error.status not in (404, 405):
+                raise
+
+    async def stop_all(self) -> None:
+        """Ask the server to abort everything that its engine has in flight."""
+        if await self.kind() == "sidecar":
+            await self._abort_by_sidecar({"all": True})
+            return
+        await self.connections.request_json(
+            "POST", "/abort_request", {"abort_all": True}, timeout_s=aborts.TIMEOUT_S
+        )
+
+    async def _abort_by_sidecar(self, body: dict[str, Any]) -> None:
+        await self.connections.request_json("POST", "/abort", body, timeout_s=_SIDECAR_ABORT_TIMEOUT_S)
 
     async def _is_sidecar(self) -> bool:
         try:

@@ -9,7 +9,7 @@ One finished sample is one record::
     logprobs                            base64 of little-endian float32, one per output token
     candidates                          base64 of `sglang_topp.wire.pack`, or null
     top_logprobs_source                 which rule made them, or null
-    finish_reason                       "stop" or "length"
+    finish_reason                       "stop", "length", "abort" or "extended"
     weight_version                      string, the last token's
     weight_versions                     [{"version", "start", "end"}, ...] (`versions.py`), or null
     prompt_tokens, completion_tokens, cached_tokens
@@ -81,8 +81,13 @@ def to_record(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def from_record(record: Any) -> Rollout:
+def from_record(record: Any, *, may_be_extended: bool = False) -> Rollout:
     """The sample that `to_record` wrote; unknown fields are passed over.
+
+    Args:
+        record: the object.
+        may_be_extended: whether empty sets may be among its sets, of tokens that nobody sampled; otherwise
+            they are an error.
 
     Raises:
         WireError: a field is missing, of the wrong type, or at odds with another; it is named.
@@ -95,7 +100,8 @@ def from_record(record: Any) -> Rollout:
             raise WireError(name, f"got {count}, but there are {len(ids)} ids")
     packed = record.get("candidates")
     candidates = None if packed is None else wire.unpack_base64(packed)
-    return rollout_of(record, prompt_ids, output_ids, float32_of(record, "logprobs"), candidates)
+    logprobs = float32_of(record, "logprobs")
+    return rollout_of(record, prompt_ids, output_ids, logprobs, candidates, may_be_extended=may_be_extended)
 
 
 def rollout_of(
@@ -106,6 +112,7 @@ def rollout_of(
     candidates: CandidateSets | None,
     *,
     off_by: float = 0.0,
+    may_be_extended: bool = False,
 ) -> Rollout:
     """The sample of a record whose arrays have been read.
 
@@ -116,6 +123,7 @@ def rollout_of(
         logprobs: float32 [T].
         candidates: T positions; None where there are no sets.
         off_by: how far the log-probs in the sets may be from what they were.
+        may_be_extended: whether empty sets may be among the sets.
 
     Raises:
         WireError: a field is missing, of the wrong type, or at odds with another; it is named.
@@ -125,7 +133,14 @@ def rollout_of(
     if np.isnan(logprobs).any():
         raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
     if candidates is not None:
-        check_sets(candidates, output_ids, logprobs, field="candidates", off_by=off_by)
+        check_sets(
+            candidates,
+            output_ids,
+            logprobs,
+            field="candidates",
+            off_by=off_by,
+            may_be_extended=may_be_extended,
+        )
     latency_s = check_seconds("latency_s", _field(_field(record, "timing", dict), "latency_s", (int, float)))
     return Rollout(
         prompt_index=count_of(record, "prompt_index"),
@@ -166,6 +181,7 @@ def check_sets(
     *,
     field: str,
     off_by: float = 0.0,
+    may_be_extended: bool = False,
 ) -> None:
     """Raise WireError unless the sets belong to these tokens and hold these very log-probs.
 
@@ -178,6 +194,7 @@ def check_sets(
         logprobs: float32 [T], what the engine reports for the sampled tokens.
         field: the name that the message gives the sets.
         off_by: how far the log-probs in the sets may be off, where they were rounded since.
+        may_be_extended: whether sets may be empty, of tokens that nobody sampled; their log-prob is 0.
     """
     if len(candidates) != len(output_ids):
         raise WireError(field, f"got {len(candidates)} positions for {len(output_ids)} output_ids")
@@ -187,7 +204,7 @@ def check_sets(
             field,
             f"holds sampled token {candidates.sampled_ids[t]} at position {t}; the output is {output_ids[t]}",
         )
-    if len(empty := np.flatnonzero(candidates.sizes == 0)):
+    if not may_be_extended and len(empty := np.flatnonzero(candidates.sizes == 0)):
         raise errors.MissingCandidateSetsError(field, f"no candidate set at position {int(empty[0])}")
     if not candidates.has_logprobs:
         raise WireError(field, "holds sets without log-probs")

@@ -22,6 +22,7 @@ __all__ = [
     "SamplingParams",
     "TopLogprobsP",
     "TopLogprobsSource",
+    "as_token_ids",
     "check_source",
     "one_each",
     "plan",
@@ -56,6 +57,9 @@ class SampleRequest:
         top_logprobs_p: the threshold in (0, 1], or None where the sets are not made by one.
         top_logprobs_source: `DISTRIBUTION` or `SAMPLER`; None where no candidate sets are wanted.
         routing_key: of the rollout that this goes on from (`Rollout.routing_key`), or empty.
+        resumed_tokens: how many of the last prompt tokens begin the answer, where it goes on with one or may
+            be gone on with; else None.
+        is_interruptible: whether a sample that is aborted is one all the same; else it is an error.
     """
 
     prompt_index: int
@@ -65,6 +69,8 @@ class SampleRequest:
     top_logprobs_p: float | None
     top_logprobs_source: str | None
     routing_key: str = ""
+    resumed_tokens: int | None = None
+    is_interruptible: bool = False
 
 
 def plan(
@@ -148,10 +154,10 @@ def prompts_of(name: str, prompts: Any) -> list[str | list[int]]:
     if all(isinstance(item, str) for item in items):
         return [_text(f"{name}[{i}]", item) for i, item in enumerate(items)]
     if all(isinstance(item, int | np.integer) for item in items):
-        return [_token_ids(name, prompts)]
+        return [as_token_ids(name, prompts)]
     if any(isinstance(item, str) for item in items):
         raise InvalidInputError(f"{name}: got text and token ids in one request, expected one kind")
-    return [_token_ids(f"{name}[{i}]", item) for i, item in enumerate(items)]
+    return [as_token_ids(f"{name}[{i}]", item) for i, item in enumerate(items)]
 
 
 def _text(name: str, text: str) -> str:
@@ -162,7 +168,12 @@ def _text(name: str, text: str) -> str:
     return text
 
 
-def _token_ids(name: str, values: Any) -> list[int]:
+def as_token_ids(name: str, values: Any) -> list[int]:
+    """One token id or more, as plain integers.
+
+    Raises:
+        InvalidInputError: `values` are none.
+    """
     # NumPy reads booleans among integers as 0 and 1, and a buffer of bytes as integers.
     if isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values)):
         raise InvalidInputError(f"{name}: got a boolean, expected token ids")

@@ -12,7 +12,7 @@ from sglang_topp.errors import (
     TransportError,
 )
 
-__all__ = ["delay_s", "is_retryable"]
+__all__ = ["delay_s", "is_refusal", "is_retryable"]
 
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 8.0
@@ -24,6 +24,11 @@ def is_retryable(error: SglangToppError) -> bool:
     if isinstance(error, RequestTimeoutError):
         return False
     return isinstance(error, TransportError | OverloadedError | ServerError)
+
+
+def is_refusal(error: SglangToppError) -> bool:
+    """Whether the server is there and takes no request now: 429, 503."""
+    return isinstance(error, OverloadedError) or (isinstance(error, ServerError) and error.status == 503)
 
 
 def delay_s(retry: int, error: SglangToppError) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -32,10 +33,12 @@ from sglang_topp.errors import (
     ServerError,
     WireError,
 )
+from sglang_topp.resumable import RESUMED
 from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, shown
 from sglang_topp_client.record import check_kept_mass, check_seconds, check_sets
 from sglang_topp_client.request import DISTRIBUTION, SAMPLER, SampleRequest, check_source
-from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.resuming import nothing_generated
+from sglang_topp_client.rollout import ABORT, Rollout
 from sglang_topp_client.sglang_fields import (
     field_of,
     text_of,
@@ -100,7 +103,13 @@ class StreamedExchange(ABC, Generic[_Result]):
             body |= {"top_logprobs_source": SAMPLER, "return_logprobs_in_base64": True}
         elif wanted.top_logprobs_source is not None:
             body |= {"top_logprobs_p": wanted.top_logprobs_p, "return_logprobs_in_base64": True}
+        if wanted.resumed_tokens is not None:
+            body[RESUMED] = wanted.resumed_tokens
         return body
+
+    def open_ids(self) -> list[str]:
+        """By which of the engine's ids it can be stopped now."""
+        return self.unfinished_ids()
 
     def unfinished_ids(self) -> list[str]:
         """The engine's ids of the samples that may still be running, as far as they are known."""
@@ -111,7 +120,8 @@ class StreamedExchange(ABC, Generic[_Result]):
 
         Raises:
             WireError: the line is not what SGLang writes, or the sample is not exact.
-            RolloutError: the engine gave up on a sample.
+            RolloutError: the engine gave up on a sample, and it was not asked for as one that may be
+                interrupted.
             ResponseError: the line reports an error.
         """
         if not line or line.startswith(b":"):
@@ -150,8 +160,9 @@ class StreamedExchange(ABC, Generic[_Result]):
             raise WireError("id", "got an empty string, expected the request's id")
         self._engine_ids[index] = engine_id
         reason = meta_info.get("finish_reason")
-        if reason is not None:
+        if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
             _check_finish(reason)
+        _check_resumed(self._wanted, meta_info)
         # A server with --incremental-streaming-output sends only what is new.
         is_whole = meta_info.get("completion_tokens") == len(field_of(chunk, "output_ids", list))
         earlier = [] if is_whole else self._chunks.get(index, [])
@@ -187,6 +198,8 @@ class GenerateExchange(StreamedExchange[Rollout]):
     def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> Rollout:
         wanted, last = self._wanted, chunks[-1]
         meta_info = last["meta_info"]
+        if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
+            return _waiting(wanted, wanted.samples[index], last)
         parts = [token_ids_of("output_ids", chunk["output_ids"]) for chunk in chunks]
         output_ids = np.concatenate(parts)
         if (count := field_of(meta_info, "completion_tokens", int)) != len(output_ids):
@@ -227,6 +240,32 @@ class GenerateExchange(StreamedExchange[Rollout]):
             top_logprobs_source=wanted.top_logprobs_source,
             weight_spans=weight_spans,
         )
+
+
+def _is_order(reason: Any) -> bool:
+    """Whether a sample was aborted because somebody said so; a refusal has a status."""
+    return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
+
+
+def _check_resumed(wanted: SampleRequest, meta_info: Mapping[str, Any]) -> None:
+    if (heard := meta_info.get(RESUMED)) != wanted.resumed_tokens:
+        raise WireError(
+            RESUMED,
+            f"got {shown(heard)}, and {wanted.resumed_tokens} was asked for: the engine, or what stands"
+            " before it, does not resume answers; is it patched, with this version of sglang-topp?",
+        )
+
+
+def _waiting(wanted: SampleRequest, sample: int, chunk: Mapping[str, Any]) -> Rollout:
+    """A sample that was aborted while it waited for its first token: SGLang tells little of it."""
+    if chunk["output_ids"]:
+        raise WireError("output_ids", f"got {len(chunk['output_ids'])} ids, completion_tokens is 0")
+    if isinstance(wanted.prompt, str):
+        prompt = token_ids_of("prompt_token_ids", field_of(chunk, "prompt_token_ids", list)).tolist()
+        wanted = replace(wanted, prompt=prompt)
+    rollout = nothing_generated(wanted, sample, chunk["meta_info"]["id"])
+    assert rollout is not None
+    return replace(rollout, weight_version=weight_version_of(chunk["meta_info"]))
 
 
 def _check_finish(reason: Any) -> None:

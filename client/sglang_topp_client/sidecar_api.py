@@ -3,7 +3,8 @@
 Request::
 
     {"prompts": [...], "sampling_params": {...} | [{...}, ...], "top_logprobs_p": p | [p, ...] | null,
-     "top_logprobs_source": "sampler", "request_id": "...", "timeout_s": seconds | null, "stream": true}
+     "top_logprobs_source": "sampler", "on_abort": "return", "resumed_tokens": k | [k, ...],
+     "request_id": "...", "timeout_s": seconds | null, "stream": true}
 
 Answer, a message per sample as it finishes, and last one that a cut-off answer lacks::
 
@@ -25,11 +26,12 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError
+from sglang_topp.resumable import RESUMED
 from sglang_topp_client.checks import fresh_id, shown
 from sglang_topp_client.packed_record import MAGIC, MEDIA_TYPE, from_packed
 from sglang_topp_client.record import check_kept_mass, error_from_record, from_record
 from sglang_topp_client.request import SAMPLER, SampleRequest, check_source
-from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.rollout import ABORT, Rollout
 
 __all__ = ["SERVICE", "RolloutsExchange", "SidecarExchange"]
 
@@ -95,6 +97,10 @@ class SidecarExchange(ABC, Generic[_Result]):
     def _decoded(self, record: dict[str, Any]) -> _Result:
         """The same of a record in JSON."""
 
+    def open_ids(self) -> list[str]:
+        """By which name the sidecar can stop it now."""
+        return [self._request_id]
+
     def unfinished_ids(self) -> list[str]:
         """None to abort by name: the sidecar aborts whatever a closed connection leaves behind."""
         return []
@@ -155,6 +161,12 @@ class RolloutsExchange(SidecarExchange[Rollout]):
         }
         if SAMPLER in sources:  # which sidecars of 0.1.0 do not know
             body["top_logprobs_source"] = SAMPLER if set(sources) == {SAMPLER} else sources
+        # Nor do those know these, which are sent where they are needed.
+        if any(one.is_interruptible for one in self._wanted):
+            body["on_abort"] = "return"
+        resumed = [one.resumed_tokens for one in self._wanted]
+        if any(resumed):
+            body[RESUMED] = resumed
         return body
 
     def _unpacked(self, frame: bytes) -> Rollout:
@@ -171,7 +183,8 @@ class RolloutsExchange(SidecarExchange[Rollout]):
         wanted = self._wanted[rollout.prompt_index]
         if rollout.sample_index >= len(wanted.samples) or at in self._finished:
             raise WireError("sample_index", f"got {at[1]} of prompt {at[0]} twice, or beyond the samples")
-        if rollout.finish_reason not in ("stop", "length"):
+        is_partial = wanted.is_interruptible and rollout.finish_reason == ABORT
+        if rollout.finish_reason not in ("stop", "length") and not is_partial:
             raise RolloutError(f"a sample finished with {shown(rollout.finish_reason)}")
         if wanted.top_logprobs_source is not None:
             if rollout.candidates is None:

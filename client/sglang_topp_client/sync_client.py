@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from sglang_topp_client.client import AsyncRolloutClient
 from sglang_topp_client.loop_thread import LoopThread
 from sglang_topp_client.request import Prompts, SamplingParams, TopLogprobsP, TopLogprobsSource
+from sglang_topp_client.resuming import OnAbort
 from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.score import Score
 from sglang_topp_client.score_request import Sequences, Start
@@ -69,6 +70,7 @@ class RolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -80,6 +82,7 @@ class RolloutClient:
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
                 top_logprobs_source=top_logprobs_source,
+                on_abort=on_abort,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
@@ -93,6 +96,7 @@ class RolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -104,6 +108,33 @@ class RolloutClient:
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
                 top_logprobs_source=top_logprobs_source,
+                on_abort=on_abort,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        )
+
+    def resume(
+        self,
+        rollouts: Rollout | Sequence[Rollout],
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Rollout]:
+        """See `AsyncRolloutClient.resume`."""
+        return self._thread.run(
+            self._client.resume(
+                rollouts,
+                sampling_params,
+                top_logprobs_p=top_logprobs_p,
+                top_logprobs_source=top_logprobs_source,
+                on_abort=on_abort,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
@@ -169,6 +200,10 @@ class RolloutClient:
     def abort(self, request_id: str) -> None:
         """See `AsyncRolloutClient.abort`; call it from another thread."""
         self._thread.run(self._client.abort(request_id))
+
+    def abort_all(self) -> None:
+        """See `AsyncRolloutClient.abort_all`; call it from another thread."""
+        self._thread.run(self._client.abort_all())
 
     def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """See `AsyncRolloutClient.server_info`."""

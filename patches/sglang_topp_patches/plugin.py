@@ -22,6 +22,7 @@ from sglang_topp_patches import (
     pipeline,
     prefill,
     request,
+    resumed,
     routes,
     rows,
     sampler,
@@ -35,6 +36,7 @@ __all__ = ["register"]
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_REQ = "sglang.srt.managers.schedule_batch.Req"
 _DISAGGREGATION = "sglang.srt.disaggregation"
 _PIPELINE = "sglang.srt.managers.scheduler_pp_mixin"
 _GRPC = "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle"
@@ -80,7 +82,11 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_STREAMER}.stream_output", "AFTER", sampler.let_go_of_what_was_sent),
     (f"{_PIPELINE}.add_auxiliary_output_to_pp_tensors", "AROUND", pipeline.add_to_stage_output),
     (f"{_PIPELINE}.pop_auxiliary_output_from_pp_tensors", "AROUND", pipeline.take_from_stage_output),
-    ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER", prefill.forget_rows),
+    (f"{_REQ}.reset_for_retract", "AFTER", prefill.forget_rows),
+    (f"{_REQ}.update_finish_state", "AROUND", resumed.finish_or_abort),
+    (f"{_REQ}.tail_str", "AROUND", resumed.tail_str),
+    (f"{_REQ}.init_incremental_detokenize", "AROUND", resumed.begin_text),
+    ("sglang.srt.managers.scheduler.Scheduler.send_abort_output", "AROUND", resumed.send_what_is_there),
     (
         f"{_DISAGGREGATION}.decode.DecodeTransferQueue._commit_transfer_to_req",
         "AFTER",
@@ -100,6 +106,7 @@ _SERVE: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ),
     (f"{_TOKENIZER_MANAGER}._handle_batch_output", "BEFORE", tokenizer_manager.receive_entries),
     (f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info", "AFTER", tokenizer_manager.write_meta_info),
+    (f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info", "AFTER", resumed.note_in_meta_info),
     (f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks", "AFTER", tokenizer_manager.merge_chunks),
     (f"{_TOKENIZER_MANAGER}._stream_one_response", "AROUND", tokenizer_manager.write_sets),
     (f"{_TOKENIZER_MANAGER}._handle_abort_req", "AROUND", tokenizer_manager.repeat_nothing),

@@ -176,6 +176,26 @@ _SGLANG_0_5_23 = (
         "a prompt that is scored again after a retraction is not counted twice",
     ),
     Seam(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        ("self", "new_accepted_len"),
+        "the token that was drawn when an abort came may end the answer by itself",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.tail_str",
+        ("self", "new_accepted_len"),
+        "stop strings are found across the cut of an answer that is resumed",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.init_incremental_detokenize",
+        ("self",),
+        "so is its text made",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.send_abort_output",
+        ("self", "abort_req", "req"),
+        "a request that is aborted while it waits is sent with all of its tokens",
+    ),
+    Seam(
         "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
         ("self", "decode_req"),
         "a decode server learns that the first token's set is on the prefill server",

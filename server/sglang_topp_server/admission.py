@@ -34,7 +34,11 @@ def check_admissible(request: RolloutRequest, model: Model, *, takes_grammars: b
         InvalidInputError: 400, with a sentence that names the field, what it got and what it takes.
         BadRequestError: 413, a text is longer than the engine can tokenise while others wait.
     """
-    _check_prompts("prompts", request.prompts, request.wanted, model)
+    for i, rollout in request.given.items():
+        check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
+        check_token_ids(f"rollouts[{i}].output_ids", rollout.output_ids, model.vocab_size)
+    fresh = [one for one in request.wanted if one.prompt_index not in request.given]
+    _check_prompts("prompts", request.prompts, fresh, model)
     params = request.sampling_params
     each = params if isinstance(params, list) else [params or {}]
     for i, given in enumerate(each):

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
-from sglang_topp_server.body import Bodies
+from sglang_topp_server.body import Bodies, HungUpError
 from sglang_topp_server.engine import Engine
 from sglang_topp_server.exchange import Exchange
 from sglang_topp_server.flight import Flight
@@ -26,6 +26,8 @@ from sglang_topp_server.limits import Limits
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.problems import answer_of, as_known_error, headers_of, status_of
 from sglang_topp_server.schema import (
+    AbortAnswer,
+    AbortRequest,
     EngineInfo,
     ErrorAnswer,
     Info,
@@ -34,6 +36,7 @@ from sglang_topp_server.schema import (
     PatchInfo,
     RolloutRequest,
     RolloutsAnswer,
+    parse_abort,
 )
 from sglang_topp_server.score_schema import ScoreBody, ScoresAnswer
 from sglang_topp_server.work import ROLLOUTS, SCORES, Work
@@ -102,6 +105,18 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
         """The log-probs and candidate sets of given sequences: one JSON, or, with `stream`, one message each,
         as for rollouts, and last `{"done": true, "scores": N}`. Hanging up aborts them."""
         return Exchange(SCORES, engine, limits, bodies, flight, held, metrics)
+
+    @app.post("/abort", openapi_extra=_body(AbortRequest))
+    async def abort(request: Request) -> AbortAnswer:
+        """Stops a request of `POST /rollouts` in the engine, or all that the engine has. What becomes of each
+        sample is what its request says (`on_abort`). Answers once they have stopped."""
+        try:
+            async with bodies.read(request.headers, request.receive) as body:
+                order = parse_abort(body)
+        except HungUpError:
+            raise BadRequestError("the body: the connection ended before it", status=400) from None
+        await engine.abort(order.request_id)
+        return AbortAnswer()
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

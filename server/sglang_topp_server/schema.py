@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain, islice
-from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import pydantic_core
 from pydantic import (
@@ -18,16 +18,22 @@ from pydantic import (
     StrictStr,
     ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 
 from sglang_topp.engine_request import Model
 from sglang_topp.errors import BadRequestError, InvalidInputError
 from sglang_topp_client.checks import MAX_REQUEST_ID, check_request_id
 from sglang_topp_client.request import DISTRIBUTION, SAMPLER, SampleRequest, plan
+from sglang_topp_client.resuming import plan_resume
+from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.sidecar_api import SERVICE
+from sglang_topp_server.given import read_resumed_tokens, read_rollouts
 from sglang_topp_server.limits import Limits
 
 __all__ = [
+    "AbortAnswer",
+    "AbortRequest",
     "ErrorAnswer",
     "Info",
     "Prompts",
@@ -40,6 +46,7 @@ __all__ = [
     "Threshold",
     "TimeoutS",
     "num_prompts",
+    "parse_abort",
     "parse_request",
     "read_body",
 ]
@@ -86,9 +93,25 @@ _Source: TypeAlias = Annotated[
         }
     ),
 ]
+_COUNT = {"type": "integer", "minimum": 0}
+_Counts: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _COUNT,
+                {"type": "array", "items": {"anyOf": [_COUNT, {"type": "null"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_Records: TypeAlias = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]})
+]
 
 # Unknown fields of one body that are named; it may hold millions.
-_MAX_UNKNOWN = 6
+_MAX_UNKNOWN = 4
 _MAX_SHOWN_CHARS = 60
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -124,9 +147,15 @@ class RolloutRequest(BaseModel):
     """The body of `POST /rollouts`. A field that is not here is an error: passed over, it would be a wish
     that nobody sees fail."""
 
-    model_config = ConfigDict(extra="forbid")
+    # `rollouts` may stand in place of `prompts`.
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"required": []})
 
     prompts: Prompts = Field(description="One text, texts, the token ids of one prompt, or of several.")
+    rollouts: _Records = Field(
+        default=None,
+        description="In place of prompts: records, as they came from here, to go on with. The answer's"
+        " prompt_index is the place among them.",
+    )
     # Millions of entries may be wrong, too.
     sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None,
@@ -140,15 +169,37 @@ class RolloutRequest(BaseModel):
         default=None,
         description="`sampler`: the sets are what the sampler could draw, in place of a threshold.",
     )
+    on_abort: Literal["raise", "return", "resume"] = Field(
+        default="raise",
+        description="What becomes of a sample that the engine is told to abort: an error, a record with"
+        " finish_reason `abort`, or it is gone on with.",
+    )
+    resumed_tokens: _Counts = Field(
+        default=None,
+        description="How many of the last ids of a prompt begin the answer, one for all or one each.",
+    )
     stream: Stream = False
     request_id: RequestId = None
     timeout_s: TimeoutS = None
     _wanted: list[SampleRequest] = PrivateAttr(default_factory=list)
+    _given: dict[int, Rollout] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_both(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("rollouts") is not None:
+            given.setdefault("prompts", None)
+        return given
 
     @property
     def wanted(self) -> list[SampleRequest]:
         """What is asked for, one per prompt; `parse_request` fills it."""
         return self._wanted
+
+    @property
+    def given(self) -> dict[int, Rollout]:
+        """What there is to go on with, by prompt index; `parse_request` fills it."""
+        return self._given
 
 
 def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
@@ -160,6 +211,8 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
         InvalidInputError: the same as 400, from the client's own checks.
     """
     request = read_body(body, RolloutRequest)
+    if request.rollouts is not None and request.prompts is not None:
+        raise BadRequestError("rollouts: got them and prompts, expected one of both", status=400)
     # Before they are laid out one by one: `n` may be any number.
     if (samples := _num_samples(request)) > limits.max_samples:
         raise BadRequestError(
@@ -169,9 +222,18 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
         )
     if request.request_id is not None:
         check_request_id(request.request_id)
-    request._wanted = plan(
-        request.prompts, request.sampling_params, request.top_logprobs_p, request.top_logprobs_source
-    )
+    asked = request.sampling_params, request.top_logprobs_p, request.top_logprobs_source
+    if request.rollouts is None:
+        request._wanted = read_resumed_tokens(request.resumed_tokens, plan(request.prompts, *asked))
+    else:
+        if request.resumed_tokens is not None:
+            raise InvalidInputError(
+                "resumed_tokens: got it with rollouts, which tell it; expected one of both"
+            )
+        request._wanted, there = plan_resume(read_rollouts(request.rollouts), *asked)
+        request._given = dict(enumerate(there))
+        # As large as what was made of them.
+        request.rollouts = None
     for one in request._wanted:
         custom = one.sampling_params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):
@@ -183,6 +245,35 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
                     f" the answer; expected {name} beside sampling_params"
                 )
     return request
+
+
+class AbortRequest(BaseModel):
+    """The body of `POST /abort`: one of the two."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    request_id: StrictStr | None = Field(
+        default=None,
+        description="As its caller named it in `POST /rollouts`, or as the engine's log shows it.",
+    )
+    all: StrictBool = Field(
+        default=False, description="Everything that the engine has, whoever asked for it."
+    )
+
+
+def parse_abort(body: bytes | bytearray) -> AbortRequest:
+    """The order in a body.
+
+    Raises:
+        BadRequestError: 400, with a sentence that names the field, what it got and what it takes.
+        InvalidInputError: the same as 400, from the client's own check.
+    """
+    order = read_body(body, AbortRequest)
+    if (order.request_id is None) != order.all:
+        raise BadRequestError("request_id: got it and all, or neither; expected one of both", status=400)
+    if order.request_id is not None:
+        check_request_id(order.request_id)
+    return order
 
 
 def read_body(body: bytes | bytearray, kind: type[_Body]) -> _Body:
@@ -217,6 +308,8 @@ def num_prompts(prompts: Any) -> int:
 def _num_samples(request: RolloutRequest) -> int:
     """The sum of `n` over the prompts, at least 1 each."""
     params = request.sampling_params
+    if request.rollouts is not None:
+        return len(request.rollouts) if isinstance(request.rollouts, list) else 1
     each = params if isinstance(params, list) else [params or {}] * num_prompts(request.prompts)
     return sum(max(n, 1) if isinstance(n := one.get("n"), int) else 1 for one in each)
 
@@ -290,6 +383,12 @@ class RolloutRecord(BaseModel):
     completion_tokens: int
     cached_tokens: int
     timing: Timing
+
+
+class AbortAnswer(BaseModel):
+    """The order was carried out, or there was nothing of that name."""
+
+    status: str = "ok"
 
 
 class RolloutsAnswer(BaseModel):

@@ -9,7 +9,6 @@ import pytest
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, RolloutClient, retry
-from sglang_topp_client.client import _ROLLOUTS
 from sglang_topp_client.request import SampleRequest
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -262,11 +261,11 @@ async def test_what_goes_on_from_a_rollout_goes_where_it_was_made(engines):
             engine.asked.clear()
         wanted = [
             SampleRequest(
-                i, [*rollout.prompt_ids.tolist(), 9], {}, (0,), 0.9, "distribution", rollout.routing_key
+                i, [*one.prompt_ids.tolist(), 9], {}, (0,), 0.9, "distribution", routing_key=one.routing_key
             )
-            for i, rollout in enumerate(made)
+            for i, one in enumerate(made)
         ]
-        again = [rollout async for rollout in client._results(_ROLLOUTS, wanted, None, False, "again")]
+        again = [rollout async for rollout in client._stream(wanted, {}, "raise", None, False, "again")]
     after = {tuple(call["input_ids"][:-1]): i for i, e in enumerate(engines) for call in e.calls}
     assert after == before
     first = {rollout.prompt_index: rollout.routing_key for rollout in made}

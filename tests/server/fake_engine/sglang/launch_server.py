@@ -67,7 +67,7 @@ class FakeEngine:
             )
         body = await _read(receive)
         if path == "/abort_request":
-            self.aborted.append(body["rid"])
+            self.aborted.append("all" if body.get("abort_all") else body["rid"])
             return await _answer(send, 200, None)
         assert path == "/generate", path
         (self.probes if body["rid"].startswith("sglang-topp-probe") else self.bodies).append(body)
@@ -168,6 +168,8 @@ class FakeEngine:
             "e2e_latency": 0.25,
             "output_token_logprobs": [[float(row[0]), token, None] for token in sampled],
         }
+        if "resumed_tokens" in body:
+            meta["resumed_tokens"] = body["resumed_tokens"]
         if "top_logprobs_p" in body and params.get("fault") != "no-sets":
             ids = np.concatenate([np.array([s, *range(100, 99 + size)], np.int32) for s in sampled] or [[]])
             if params.get("fault") == "wrong-sets":
