@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sglang_topp_patches import mode
 from sglang_topp_patches.budget import budget
-from sglang_topp_patches.seams import status
+from sglang_topp_patches.releases import installed
+from sglang_topp_patches.seams import nearest, status
 
 __all__ = ["report"]
 
@@ -16,9 +17,14 @@ def report() -> tuple[bool, list[str]]:
     load_plugins()
     found = status()
     lines = [f"SGLang {found.sglang_version}"]
-    for check in found.checks:
+    checks = found.checks
+    if found.sglang_version and not checks:
+        name, checks = nearest()
+        lines.append(f"not a supported release; compared with {name}, the nearest:")
+    for check in checks:
         lines.append(f"  {'FAILS' if check.problem else 'holds'}  {check.seam.target}")
         lines.append(f"         {check.problem or check.seam.purpose}")
+    lines += [f"refused: {feature}: {reason}" for feature, reason in installed()[1].refused.items()]
     problems = [*found.problems, *mode.environment_refusals()]
     lines += [f"problem: {problem}" for problem in problems]
     lines += [f"note: {note}" for note in mode.environment_notes()]

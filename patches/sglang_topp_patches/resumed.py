@@ -21,6 +21,7 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp.resumable import RESUMED, cut_problem
 from sglang_topp_patches import mode
 from sglang_topp_patches.payload import FIELDS, KEY, custom_params
+from sglang_topp_patches.releases import Feature, refused
 from sglang_topp_patches.seams import status
 
 __all__ = [
@@ -57,7 +58,7 @@ def check_fields(field: Callable[[str], Any], num_prompts: int) -> list[int | No
             raise InvalidInputError(
                 f"{RESUMED}: got {count!r}, expected a whole number of 0 or more, or null"
             )
-    if problems := (*status().problems, *mode.refusals()):
+    if problems := tuple(filter(None, (*status().problems, refused(Feature.RESUMED), *mode.refusals()))):
         raise InvalidInputError(f"{RESUMED}: answers are not resumed here: {'; '.join(problems)}")
     if any(counts):
         _check_prompts(field, counts)

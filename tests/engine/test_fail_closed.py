@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_topp_patches.releases import RELEASES
+from sglang_topp_patches.releases import RELEASES, installed
 from tests.engine.running import run_engine
 
 # Read by every Python process that has its folder on PYTHONPATH: SGLang claims to be another release.
@@ -71,8 +71,10 @@ def test_serve_says_why_and_exits_non_zero(model_path: Path, another_release: di
 def test_doctor_holds_here() -> None:
     ended = _sglang_topp("doctor")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for seam in RELEASES["0.5.23"]:
+    for seam in installed()[1].seams:
         assert f"holds  {seam.target}" in ended.stdout
+    for feature in installed()[1].refused:
+        assert f"refused: {feature}: " in ended.stdout
     assert ended.stdout.splitlines()[-1] == "the patch set holds"
 
 
@@ -85,4 +87,8 @@ def test_doctor_names_a_plugin_that_was_left_out() -> None:
 def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
     ended = _sglang_topp("doctor", env=another_release)
     assert ended.returncode == 1
-    assert "SGLang 0.5.99 is not supported; supported: 0.5.23" in ended.stdout
+    assert f"SGLang 0.5.99 is not supported; supported: {', '.join(RELEASES)}" in ended.stdout
+    assert "not a supported release; compared with 0.5." in ended.stdout
+    for seam in installed()[1].seams:
+        assert f"holds  {seam.target}" in ended.stdout
+    assert "FAILS" not in ended.stdout
