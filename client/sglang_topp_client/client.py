@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
@@ -19,12 +20,11 @@ from sglang_topp.errors import (
     RolloutError,
     SglangToppError,
     TransportError,
-    WireError,
 )
-from sglang_topp_client import aborts
-from sglang_topp_client.aborts import Aborts
 from sglang_topp_client.checks import check_request_id, seconds, shown, whole_number
-from sglang_topp_client.http import Connections, Server
+from sglang_topp_client.fleet import Fleet
+from sglang_topp_client.http import Server
+from sglang_topp_client.link import Kind, Link
 from sglang_topp_client.progress import Progress
 from sglang_topp_client.request import (
     Prompts,
@@ -40,15 +40,13 @@ from sglang_topp_client.score import Score
 from sglang_topp_client.score_request import Sequences, Start, plan_scores
 from sglang_topp_client.sglang_api import GenerateExchange, StreamedExchange
 from sglang_topp_client.sglang_scores import GenerateScoreExchange
-from sglang_topp_client.sidecar_api import SERVICE, RolloutsExchange, SidecarExchange
+from sglang_topp_client.sidecar_api import RolloutsExchange, SidecarExchange
 from sglang_topp_client.sidecar_scores import ScoresExchange
 
 __all__ = ["AsyncRolloutClient"]
 
-Kind: TypeAlias = Literal["sidecar", "sglang"]
-_INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
-
-_INFO_TIMEOUT_S = 30.0
+# Gateways keep what has the same one on the same worker.
+_ROUTING_KEY = "X-SMG-Routing-Key"
 # A message this long takes milliseconds to decode; the other connections should not wait for that.
 _OFF_LOOP_BYTES = 1 << 18
 _CALLER_FIRST_S = 0.02
@@ -66,6 +64,7 @@ class _Work(Generic[_Result]):
         one, many: what a call returns, in words.
         exchanges: how each kind of server is asked for it.
         place: which one a result is, by prompt and sample.
+        routed: a result, with the routing key that it was asked for with.
         num_tokens: how many tokens it tells of.
     """
 
@@ -73,6 +72,7 @@ class _Work(Generic[_Result]):
     many: str
     exchanges: Mapping[Kind, type[SidecarExchange[_Result]] | type[StreamedExchange[_Result]]]
     place: Callable[[_Result], tuple[int, int]]
+    routed: Callable[[_Result, str], _Result]
     num_tokens: Callable[[_Result], int]
 
 
@@ -80,15 +80,17 @@ _ROLLOUTS = _Work[Rollout](
     "sample",
     "rollouts",
     {"sidecar": RolloutsExchange, "sglang": GenerateExchange},
-    lambda rollout: (rollout.prompt_index, rollout.sample_index),
-    lambda rollout: len(rollout.output_ids),
+    place=lambda rollout: (rollout.prompt_index, rollout.sample_index),
+    routed=lambda rollout, key: replace(rollout, routing_key=key),
+    num_tokens=lambda rollout: len(rollout.output_ids),
 )
 _SCORES = _Work[Score](
     "sequence",
     "scores",
     {"sidecar": ScoresExchange, "sglang": GenerateScoreExchange},
-    lambda score: (score.sequence_index, 0),
-    lambda score: len(score.logprobs),
+    place=lambda score: (score.sequence_index, 0),
+    routed=lambda score, _: score,
+    num_tokens=lambda score: len(score.logprobs),
 )
 
 
@@ -96,22 +98,34 @@ _SCORES = _Work[Score](
 class _Loop:
     """What belongs to one event loop."""
 
-    connections: Connections
-    aborts: Aborts
+    fleet: Fleet[Link]
     slots: asyncio.Semaphore
-    kind_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     running: dict[asyncio.Task[None], str] = field(default_factory=dict)
     """The requests in flight, with their names; several may share one."""
 
+    @property
+    def links(self) -> list[Link]:
+        """All servers."""
+        return [member.server for member in self.fleet.members]
+
+    def maker(self, wanted: Sequence[SampleRequest]) -> Link | None:
+        """The server that made what these go on from, as far as it is one of them."""
+        return next((link for link in self.links if link.made(wanted[0].routing_key)), None)
+
 
 class AsyncRolloutClient:
-    """Rollouts with their candidate sets, from a sidecar or straight from a patched SGLang.
+    """Rollouts with their candidate sets, from a sidecar or straight from a patched SGLang, or from several.
+
+    Of several servers, the one with the fewest samples in flight takes the next call; a prompt's samples stay
+    together, for its prefix cache. What a server did not finish because it died, is full or fails goes to the
+    others, and it is asked again later, after 0.5 to 8 s.
 
     Usable from any event loop, one after the other or side by side: connections belong to the loop
     that they were made in, and close with it (or with `close`). Pickles as its configuration.
 
     Args:
-        base_url: `http://host:port`, of a sidecar or of an engine.
+        base_url: `http://host:port`, of a sidecar or of an engine; or several, all of one kind, with the same
+            model and weights.
         kind: what listens there; `"auto"` asks once, `GET /info`.
         api_key: sent as a bearer token; never along a redirect, none is followed.
         max_connections: how many calls may be in flight at once; the rest wait, for as long as it takes.
@@ -135,7 +149,7 @@ class AsyncRolloutClient:
 
     def __init__(
         self,
-        base_url: str,
+        base_url: str | Sequence[str],
         *,
         kind: Literal["auto", "sidecar", "sglang"] = "auto",
         api_key: str | None = None,
@@ -149,9 +163,14 @@ class AsyncRolloutClient:
         whole_number("max_retries", max_retries, 0)
         if whole_number("logprob_bits", logprob_bits, 16) not in (16, 32):
             raise InvalidInputError(f"logprob_bits: got {shown(logprob_bits)}, expected 16 or 32")
-        self._server = Server(base_url, max_connections, max_line_bytes, api_key)
+        self._servers = [
+            Server(url, max_connections, max_line_bytes, api_key) for url in _addresses(base_url)
+        ]
+        self._base_url = base_url if isinstance(base_url, str) else tuple(base_url)
         self._asked_kind = kind
-        self._kind: Kind | None = None if kind == "auto" else kind
+        self._kinds: dict[str, Kind] = (
+            {} if kind == "auto" else dict.fromkeys((server.base_url for server in self._servers), kind)
+        )
         self._max_retries = max_retries
         self._logprob_bits = logprob_bits
         self._loops: dict[asyncio.AbstractEventLoop, _Loop] = {}
@@ -159,17 +178,17 @@ class AsyncRolloutClient:
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial(
             type(self),
-            self._server.base_url,
+            self._base_url,
             kind=self._asked_kind,
-            api_key=self._server.api_key,
-            max_connections=self._server.max_connections,
+            api_key=self._servers[0].api_key,
+            max_connections=self._servers[0].max_connections,
             max_retries=self._max_retries,
-            max_line_bytes=self._server.max_line_bytes,
+            max_line_bytes=self._servers[0].max_line_bytes,
             logprob_bits=self._logprob_bits,
         ), ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._server.base_url!r}, kind={self._asked_kind!r})"
+        return f"{type(self).__name__}({self._base_url!r}, kind={self._asked_kind!r})"
 
     # -- rollouts ----------------------------------------------------------------------------------
 
@@ -251,7 +270,7 @@ class AsyncRolloutClient:
         """
         timeout_s = _check_call(timeout_s, progress, request_id)
         wanted = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
-        return self._results(_ROLLOUTS, wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
+        return self._samples(wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
 
     # -- scores ------------------------------------------------------------------------------------
 
@@ -327,27 +346,37 @@ class AsyncRolloutClient:
         What this client has in flight under that name on this event loop has stopped when this
         returns, and its engine has been told (where that takes longer than three seconds, it is left to
         the closed connections). Where there is none, an engine is asked to abort the request of that id
-        (as in `Rollout.request_id`); a sidecar takes no such order, it watches its connections instead.
+        (as in `Rollout.request_id`), each of several; a sidecar takes no such order, it watches its
+        connections instead.
         """
         check_request_id(request_id)
         here = self._here()
         workers = [worker for worker, name in here.running.items() if name == request_id]
         if workers:
             await _stop(workers)
-            await here.aborts.finish(request_id)
+            await asyncio.gather(*(link.aborts.finish(request_id) for link in here.links))
         elif await self._kind_here(here) == "sglang":
-            await _abort_in_engine(here.connections, request_id)
+            failed = await asyncio.gather(
+                *(link.abort(request_id) for link in here.links), return_exceptions=True
+            )
+            # A server that is gone has nothing left of it.
+            if all(failed):
+                assert isinstance(failed[0], BaseException)
+                raise failed[0]
 
-    async def server_info(self) -> dict[str, Any]:
-        """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`."""
-        here = self._here()
-        path = _INFO_PATHS[await self._kind_here(here)]
-        info = await self._retrying(
-            lambda: here.connections.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
-        )
-        if not isinstance(info, dict):
-            raise WireError(path, f"got {type(info).__name__}, expected an object")
-        return info
+    async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
+        """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`.
+
+        Args:
+            base_url: which one, where there are several.
+        """
+        links = self._here().links
+        if base_url is not None:
+            links = [link for link in links if link.base_url == base_url]
+        if len(links) != 1:
+            known = ", ".join(server.base_url for server in self._servers)
+            raise InvalidInputError(f"base_url: got {shown(base_url)}, expected one of {known}")
+        return await self._retrying(links[0].info)
 
     async def close(self) -> None:
         """Stop what is in flight on this event loop and close its connections; the client stays usable.
@@ -359,9 +388,9 @@ class AsyncRolloutClient:
             return
         try:
             await _stop(list(here.running))
-            await here.aborts.finish()
+            await asyncio.gather(*(link.aborts.finish() for link in here.links))
         finally:
-            await here.connections.aclose()
+            await asyncio.gather(*(link.connections.aclose() for link in here.links))
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
@@ -372,6 +401,11 @@ class AsyncRolloutClient:
         await self.close()
 
     # -- one request -------------------------------------------------------------------------------
+
+    def _samples(
+        self, wanted: Sequence[SampleRequest], timeout_s: float | None, progress: bool | None, request_id: str
+    ) -> AsyncGenerator[Rollout, None]:
+        return self._results(_ROLLOUTS, wanted, timeout_s, progress, request_id)
 
     async def _results(
         self,
@@ -435,13 +469,15 @@ class AsyncRolloutClient:
         # Who waits for it is told first.
         end = None if deadline is None else deadline + _CALLER_FIRST_S
         try:
-            with here.aborts.expected():
+            with ExitStack() as stack:
+                for link in here.links:
+                    stack.enter_context(link.aborts.expected())
                 async with asyncio.timeout_at(end):
                     kind = await self._kind_here(here)
                     exchange_type = work.exchanges[kind]
                     options = {"logprob_bits": self._logprob_bits} if kind == "sidecar" else {}
                     async with asyncio.TaskGroup() as group:
-                        for some in _calls(wanted, exchange_type.samples_per_call):
+                        for some in _calls(_by_maker(here, wanted), exchange_type.samples_per_call):
                             make = functools.partial(
                                 _new_exchange, exchange_type, request_id, deadline, options
                             )
@@ -479,26 +515,35 @@ class AsyncRolloutClient:
             ]
             try:
                 async with here.slots:
-                    await self._exchange(here, request_id, make(left), take)
+                    with here.fleet.member(len(missing), here.maker(left)) as link:
+                        keys = {one.prompt_index: link.routing_key(one.routing_key) for one in left}
+                        await self._exchange(link, request_id, work, make(left), keys, take)
             except SglangToppError as error:
                 # What broke off behind the last sample took nothing with it.
                 if missing or not is_retryable(error):
                     raise
 
-        await self._retrying(attempt)
+        await self._retrying(attempt, here.fleet)
 
     async def _exchange(
         self,
-        here: _Loop,
+        link: Link,
         request_id: str,
+        work: _Work[_Result],
         exchange: _Exchange[_Result],
+        keys: Mapping[int, str],
         take: Callable[[_Result], None],
     ) -> None:
+        if len(self._servers) > 1 and work.exchanges[await link.kind()] is not type(exchange):
+            raise InvalidInputError(
+                f"base_url: {link.base_url} is of another kind than the others, expected engines or sidecars"
+            )
+        headers = {} if exchange.accept is None else {"Accept": exchange.accept}
+        if len(keys) == 1:
+            (headers[_ROUTING_KEY],) = keys.values()
         is_open = is_refused = False
         try:
-            async with here.connections.post(
-                exchange.path, exchange.body(), accept=exchange.accept
-            ) as messages:
+            async with link.connections.post(exchange.path, exchange.body(), headers=headers) as messages:
                 is_open = True
                 async for message in messages:
                     if len(message) < _OFF_LOOP_BYTES:
@@ -506,19 +551,25 @@ class AsyncRolloutClient:
                     else:
                         results = await asyncio.to_thread(exchange.read, message)
                     while results:
-                        take(results.pop(0))
+                        result = results.pop(0)
+                        take(work.routed(result, keys[work.place(result)[0]]))
+                        del result
                     # The next one may be long in coming, and this one large.
                     del message
             if not exchange.complete:
                 raise TransportError("the answer was cut off: it ended before the line that closes it")
-        except (AuthenticationError, BadRequestError, OverloadedError) as error:
-            is_refused = not is_open
-            if is_refused and error.status in (404, 405) and exchange.missing_route:
-                raise BadRequestError(exchange.missing_route, status=error.status, body=error.body) from error
+        except SglangToppError as error:
+            refusals = (AuthenticationError, BadRequestError, OverloadedError)
+            is_refused = not is_open and isinstance(error, refusals)
+            known = _explained(error, exchange.missing_route) if is_refused else error
+            if len(self._servers) > 1:
+                known.add_note(f"the server is {link.base_url}")
+            if known is not error:
+                raise known from error
             raise
         finally:
             if not is_refused:
-                here.aborts.start(request_id, exchange.unfinished_ids())
+                link.aborts.start(request_id, exchange.unfinished_ids())
 
     # -- the server --------------------------------------------------------------------------------
 
@@ -529,30 +580,24 @@ class AsyncRolloutClient:
             for other in list(self._loops):
                 if other.is_closed():
                     self._loops.pop(other, None)
-            connections = Connections(self._server, self._LONG_LINES_AT_ONCE)
-            self._loops[loop] = _Loop(
-                connections,
-                Aborts(functools.partial(_abort_in_engine, connections)),
-                asyncio.Semaphore(self._server.max_connections),
-            )
+            links = [Link(server, self._kinds, self._LONG_LINES_AT_ONCE) for server in self._servers]
+            slots = asyncio.Semaphore(self._servers[0].max_connections)
+            self._loops[loop] = _Loop(Fleet(links, loop.time), slots)
         return self._loops[loop]
 
     async def _kind_here(self, here: _Loop) -> Kind:
-        async with here.kind_lock:
-            if self._kind is None:
-                try:
-                    info = await self._retrying(
-                        lambda: here.connections.request_json("GET", "/info", timeout_s=_INFO_TIMEOUT_S)
-                    )
-                except BadRequestError as error:
-                    if error.status not in (404, 405):
-                        raise
-                    info = None
-                is_sidecar = isinstance(info, dict) and info.get("service") == SERVICE
-                self._kind = "sidecar" if is_sidecar else "sglang"
-            return self._kind
+        """What all servers are, as whichever answers tells."""
 
-    async def _retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        async def ask() -> Kind:
+            with here.fleet.member(0) as link:
+                return await link.kind()
+
+        for known in self._kinds.values():
+            return known
+        return await self._retrying(ask, here.fleet)
+
+    async def _retrying(self, attempt: Callable[[], Awaitable[_T]], fleet: Fleet[Link] | None = None) -> _T:
+        """Until it succeeds; at once where an attempt goes to another server of the fleet then."""
         retry = 0
         while True:
             try:
@@ -562,11 +607,20 @@ class AsyncRolloutClient:
                 if retry > self._max_retries or not is_retryable(error):
                     raise
                 wait_s = delay_s(retry, error)
-            await asyncio.sleep(wait_s)
+            if fleet is None or not fleet.has_another:
+                await asyncio.sleep(wait_s)
 
 
-async def _abort_in_engine(connections: Connections, engine_id: str) -> None:
-    await connections.request_json("POST", "/abort_request", {"rid": engine_id}, timeout_s=aborts.TIMEOUT_S)
+def _addresses(base_url: Any) -> list[Any]:
+    """One for each server."""
+    if isinstance(base_url, str | bytes) or not isinstance(base_url, Sequence):
+        return [base_url]
+    if not base_url:
+        raise InvalidInputError("base_url: got none, expected at least one")
+    plain = [url.rstrip("/") if isinstance(url, str) else url for url in base_url]
+    if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
+        raise InvalidInputError(f"base_url: got {shown(twice[0])} twice, expected different servers")
+    return list(base_url)
 
 
 async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
@@ -577,18 +631,29 @@ async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*workers, return_exceptions=True)
 
 
-def _calls(wanted: Sequence[SampleRequest], samples_per_call: int) -> Iterator[list[SampleRequest]]:
-    """Consecutive prompts, in calls that are full at `samples_per_call` samples."""
-    call: list[SampleRequest] = []
-    num_samples = 0
-    for one in wanted:
-        call.append(one)
-        num_samples += len(one.samples)
-        if num_samples >= samples_per_call:
+def _calls(groups: Iterable[Sequence[SampleRequest]], samples_per_call: int) -> Iterator[list[SampleRequest]]:
+    """Consecutive prompts of a group, in calls that are full at `samples_per_call` samples."""
+    for group in groups:
+        call: list[SampleRequest] = []
+        num_samples = 0
+        for one in group:
+            call.append(one)
+            num_samples += len(one.samples)
+            if num_samples >= samples_per_call:
+                yield call
+                call, num_samples = [], 0
+        if call:
             yield call
-            call, num_samples = [], 0
-    if call:
-        yield call
+
+
+def _by_maker(here: _Loop, wanted: Sequence[SampleRequest]) -> Iterable[Sequence[SampleRequest]]:
+    """In groups that go on from what one server made, or from nothing."""
+    if not any(one.routing_key for one in wanted):
+        return [wanted]
+    groups: dict[Link | None, list[SampleRequest]] = {}
+    for one in wanted:
+        groups.setdefault(here.maker([one]), []).append(one)
+    return groups.values()
 
 
 def _new_exchange(
@@ -600,6 +665,13 @@ def _new_exchange(
 ) -> _Exchange[_Result]:
     left_s = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.001)
     return exchange_type(wanted, request_id=request_id, timeout_s=left_s, **options)
+
+
+def _explained(error: SglangToppError, missing_route: str) -> SglangToppError:
+    """The error, or what it means that there is no such route."""
+    if missing_route and isinstance(error, BadRequestError) and error.status in (404, 405):
+        return BadRequestError(missing_route, status=error.status, body=error.body)
+    return error
 
 
 def _check_call(timeout_s: Any, progress: Any, request_id: Any) -> float | None:

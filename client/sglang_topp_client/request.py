@@ -55,6 +55,7 @@ class SampleRequest:
         samples: the sample indices that are wanted; a retry asks for those still missing.
         top_logprobs_p: the threshold in (0, 1], or None where the sets are not made by one.
         top_logprobs_source: `DISTRIBUTION` or `SAMPLER`; None where no candidate sets are wanted.
+        routing_key: of the rollout that this goes on from (`Rollout.routing_key`), or empty.
     """
 
     prompt_index: int
@@ -63,6 +64,7 @@ class SampleRequest:
     samples: tuple[int, ...]
     top_logprobs_p: float | None
     top_logprobs_source: str | None
+    routing_key: str = ""
 
 
 def plan(
