@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client.checks import shown
@@ -58,8 +59,8 @@ def plan_scores(
     Raises:
         InvalidInputError: an argument is wrong; the message names it.
     """
-    ids_or_texts, defaults = _of_rollouts(sequences)
-    prompts = prompts_of("sequences", ids_or_texts)
+    rollouts = _rollouts(sequences)
+    prompts = prompts_of("sequences", list(map(_ids, rollouts)) if rollouts else sequences)
     count = len(prompts)
     thresholds = thresholds_of(top_logprobs_p, count, per="sequence")
     given: list[Any] = [start] * count
@@ -67,7 +68,9 @@ def plan_scores(
     if hasattr(start, "__len__") and not isinstance(start, str | bytes):
         given = list(one_each("start", start, count, per="sequence"))
         names = [f"start[{i}]" for i in range(count)]
-    firsts = defaults or [1] * count
+    firsts = [len(rollout.prompt_ids) for rollout in rollouts] or [1] * count
+    # What made a rollout has its prefix cached.
+    keys = [rollout.routing_key for rollout in rollouts] or [""] * count
     return [
         ScoreRequest(
             prompt_index=index,
@@ -76,25 +79,29 @@ def plan_scores(
             samples=(0,),
             top_logprobs_p=threshold,
             top_logprobs_source=None if threshold is None else DISTRIBUTION,
+            routing_key=keys[index],
             start=firsts[index] if given[index] is None else _start(names[index], given[index], prompt),
         )
         for index, (prompt, threshold) in enumerate(zip(prompts, thresholds, strict=True))
     ]
 
 
-def _of_rollouts(sequences: Any) -> tuple[Any, list[int]]:
-    """Rollouts as lists of ids, and where their outputs start; anything else as it is."""
+def _rollouts(sequences: Any) -> list[Rollout]:
+    """The Rollouts among a caller's sequences: all of them, or none."""
     if isinstance(sequences, Rollout):
-        sequences = [sequences]
+        return [sequences]
     if not isinstance(sequences, list | tuple) or not any(isinstance(one, Rollout) for one in sequences):
-        return sequences, []
+        return []
     for i, one in enumerate(sequences):
         if not isinstance(one, Rollout):
             raise InvalidInputError(
                 f"sequences[{i}]: got {type(one).__name__} among Rollouts, expected one kind in one request"
             )
-    ids = [np.concatenate([one.prompt_ids, one.output_ids]) for one in sequences]
-    return ids, [len(one.prompt_ids) for one in sequences]
+    return list(sequences)
+
+
+def _ids(rollout: Rollout) -> NDArray[np.int32]:
+    return np.concatenate([rollout.prompt_ids, rollout.output_ids])
 
 
 def _start(name: str, given: Any, prompt: str | list[int]) -> int:

@@ -38,6 +38,9 @@ def test_a_rollout_is_scored_from_its_first_generated_token(fakes):
     assert plan_scores(rollouts[0])[0] == plan_scores([rollouts[0]])[0]
     assert starts(rollouts, start=1) == [1, 1]
     assert starts(tuple(rollouts), start=[None, 4]) == [2, 4]
+    # Its prefix is in the cache of the server that made it.
+    made = replace(rollouts[0], routing_key="key")
+    assert [one.routing_key for one in plan_scores([made, rollouts[1]])] == ["key", ""]
     # Nothing was generated: there is no position to score.
     empty = replace(rollouts[0], output_ids=np.empty(0, np.int32))
     assert starts(empty) == [2]

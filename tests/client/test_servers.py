@@ -272,6 +272,26 @@ async def test_what_goes_on_from_a_rollout_goes_where_it_was_made(engines):
     assert {rollout.prompt_index: rollout.routing_key for rollout in again} == first
 
 
+async def test_a_rollout_is_scored_where_it_was_made(engines):
+    async with client_of(engines) as client:
+        made = await client.generate(PROMPTS[:12], top_logprobs_p=0.9)
+        before = {tuple(call["input_ids"]): i for i, e in enumerate(engines) for call in e.calls}
+        for engine in engines:
+            engine.asked.clear()
+        scores = await client.score(made, top_logprobs_p=0.5)
+    after = {tuple(call["input_ids"][:2]): i for i, e in enumerate(engines) for call in e.calls}
+    assert after == before
+    for score, rollout in zip(scores, made, strict=True):
+        assert score.token_ids[score.start :].tolist() == rollout.output_ids.tolist()
+
+
+async def test_the_sequences_of_a_dead_server_are_scored_by_the_others(engines, nobody):
+    sequences = [[i + 1, 7, 8] for i in range(30)]
+    async with AsyncRolloutClient([nobody, *(engine.url for engine in engines)], kind="sglang") as client:
+        scores = await client.score(sequences, top_logprobs_p=0.5)
+    assert [score.token_ids.tolist() for score in scores] == sequences
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 
