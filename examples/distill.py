@@ -54,7 +54,7 @@ def distill(
     """
     student = AutoModelForCausalLM.from_pretrained(student_path, dtype=torch.float32)
     judge = AutoModelForCausalLM.from_pretrained(teacher_path, dtype=torch.float32).eval()
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
     sampling = {"temperature": 1.0, "n": GROUP, "max_new_tokens": 32, "ignore_eos": True}
     history = []
     with (

@@ -6,18 +6,15 @@ Shape legend: T positions, H hidden size, V ids held by this rank, n candidates 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from sglang_topp._checks import LOWEST, NO_TOKEN
-from sglang_topp._csr import first_true, offsets_of, rows_of
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
+from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.divergence import divergence
 from sglang_topp.replay.head import check_head, support_logits
 from sglang_topp.replay.layout import counted
@@ -25,17 +22,10 @@ from sglang_topp.replay.parallel import reduce_sum
 from sglang_topp.replay.scores import accumulation_dtype, check_softcap, check_temperature
 from sglang_topp.replay.support import Shard, Support
 from sglang_topp.replay.tail import support_and_tail
+from sglang_topp.replay.teacher import SMALLEST_TAIL, Teacher
 from sglang_topp.replay.weight_grad import WeightGrad
 
 __all__ = ["DistillationLoss", "distillation_loss"]
-
-BoolArray: TypeAlias = NDArray[np.bool_]
-Float64Array: TypeAlias = NDArray[np.float64]
-
-# What float32 log-probs that add up to nearly 1 leave open: whether a tail has this much or nothing.
-_SMALLEST_TAIL = 1e-6
-# `logprob_bits=16` rounds each by 1e-3 at most.
-_LARGEST_MASS = 1.002
 
 
 @dataclass(frozen=True)
@@ -149,11 +139,11 @@ def distillation_loss(
 
     dtype = accumulation_dtype(hidden=hidden, weight=weight)
     shard = Shard.of(len(weight), vocab_start, vocab_size, parallel=tp_group is not None)
-    teacher = _Teacher.of(
+    teacher = Teacher.of(
         teacher_sets,
         counts,
         num_ids=_num_ids(shard, hidden.device, tp_group) if has_tail else None,
-        smallest_tail=_SMALLEST_TAIL if reverse else 0.0,
+        smallest_tail=SMALLEST_TAIL if reverse else 0.0,
     )
     targets = torch.tensor(teacher.sets.sampled_ids, device=hidden.device)
     support = Support.of(teacher.sets, targets, shard, smallest=1 if has_tail else 2)
@@ -191,70 +181,6 @@ def distillation_loss(
         )
     kl = divergence(logits, tail, support, other, other_tail, reverse=reverse, tp_group=tp_group)
     return DistillationLoss(kl, torch.tensor(counts, device=kl.device))
-
-
-@dataclass(frozen=True)
-class _Teacher:
-    """The teacher's distribution over the outcomes, in float64, so that it sums to 1."""
-
-    sets: CandidateSets
-    """Of the T positions, empty where one does not count; nothing of zero probability is in them."""
-    logprobs: Float64Array
-    """[n]: of their entries."""
-    tail: Float64Array | None
-    """[T]: the log-prob of the tail, where there is one."""
-
-    @classmethod
-    def of(
-        cls, sets: CandidateSets, counts: BoolArray, *, num_ids: int | None, smallest_tail: float
-    ) -> _Teacher:
-        """With `num_ids`, the size of the vocabulary, there is a tail; without, none."""
-        if not sets.has_logprobs:
-            raise InvalidInputError(
-                "teacher_sets: these sets have no log-probs; a request for top_logprobs_p gives them"
-            )
-        sets = _only(sets, np.repeat(counts, sets.sizes) & (sets.logprobs > LOWEST))
-        logprobs = sets.logprobs.astype(np.float64)
-        log_mass = _log_mass(logprobs, sets)
-        if (t := first_true(log_mass > np.log(_LARGEST_MASS))) is not None:
-            raise InvalidCandidateSetsError(
-                "teacher_sets",
-                f"the probabilities at position {t} add up to {np.exp(log_mass[t]):.6g}, expected at most 1:"
-                " log-probs over the whole vocabulary",
-            )
-        log_total, log_tail = log_mass, None
-        if num_ids is not None:
-            tail = np.where(sets.sizes == num_ids, 0.0, np.maximum(-np.expm1(log_mass), smallest_tail))
-            with np.errstate(divide="ignore"):
-                log_tail = np.log(tail)
-            log_total = np.logaddexp(log_mass, log_tail)
-            log_tail = log_tail - log_total
-        return cls(sets, logprobs - np.repeat(log_total, sets.sizes), log_tail)
-
-
-def _only(sets: CandidateSets, kept: BoolArray) -> CandidateSets:
-    """The sets without the entries that are not `kept`; the sampled token need not be, nor is it known."""
-    if not kept.all():
-        sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))
-        token_ids, logprobs, offsets = sets.token_ids[kept], sets.logprobs[kept], offsets_of(sizes)
-    else:
-        token_ids, logprobs, offsets = sets.token_ids, sets.logprobs, sets.offsets
-    sampled = np.full(len(sets), NO_TOKEN, np.int32)
-    filled = np.flatnonzero(np.diff(offsets))
-    sampled[filled] = token_ids[offsets[filled]]
-    return CandidateSets._trusted(token_ids, logprobs, offsets, sampled)
-
-
-def _log_mass(logprobs: Float64Array, sets: CandidateSets) -> Float64Array:
-    """[T]: the log of the sum over each set; 0 where it is empty."""
-    out = np.zeros(len(sets), np.float64)
-    filled = np.flatnonzero(sets.sizes)
-    if len(filled):
-        starts = sets.offsets[filled]
-        peak = logprobs[starts]  # the first is the highest
-        shifted = np.exp(logprobs - np.repeat(peak, sets.sizes[filled]))
-        out[filled] = peak + np.log(np.add.reduceat(shifted, starts))
-    return out
 
 
 def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None) -> int:

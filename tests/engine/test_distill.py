@@ -48,5 +48,5 @@ def test_the_kl_over_the_whole_vocabulary_falls(
         assert step["loss"] > 0.8 * step["forward_kl"]
         assert 1 < step["candidates"] < VOCAB_SIZE
         assert all(map(math.isfinite, step.values()))
-    assert history[-1]["forward_kl"] < 0.88 * history[0]["forward_kl"]
-    assert history[-1]["reverse_kl"] < history[0]["reverse_kl"]
+    assert history[-1]["forward_kl"] < 0.85 * history[0]["forward_kl"]
+    assert history[-1]["reverse_kl"] < 0.95 * history[0]["reverse_kl"]
