@@ -58,12 +58,13 @@ class PackedRecord(PackedFrame):
         super().__init__(MAGIC, record, arrays, rollout.candidates, logprob_bits=logprob_bits)
 
 
-def from_packed(raw: bytes, *, logprob_bits: int = 32) -> Rollout:
+def from_packed(raw: bytes, *, logprob_bits: int = 32, may_be_extended: bool = False) -> Rollout:
     """The sample that `PackedRecord` wrote; unknown fields of its JSON are passed over.
 
     Args:
         raw: one frame.
         logprob_bits: what was asked for; where it is 32, rounded log-probs are an error.
+        may_be_extended: as for `sglang_topp_client.record.from_record`.
 
     Raises:
         WireError: the frame was cut or altered, is of another version, or holds no valid sample; the field
@@ -78,4 +79,6 @@ def from_packed(raw: bytes, *, logprob_bits: int = 32) -> Rollout:
     check_ids("prompt_ids", prompt_ids)
     check_ids("output_ids", output_ids)
     sets, off_by = frame.sets(output_ids, logprob_bits=logprob_bits)
-    return rollout_of(record, prompt_ids, output_ids, logprobs, sets, off_by=off_by)
+    return rollout_of(
+        record, prompt_ids, output_ids, logprobs, sets, off_by=off_by, may_be_extended=may_be_extended
+    )
