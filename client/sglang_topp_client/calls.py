@@ -190,9 +190,9 @@ class Calls(Generic[Result]):
             finally:
                 open_at = None
 
-        def orders() -> dict[str, Callable[[], Any]]:
+        def orders() -> dict[str, Callable[[], Any]] | None:
             if open_at is None:
-                return {}
+                return None
             exchange, link = open_at
             return {name: functools.partial(link.stop, name) for name in exchange.open_ids()}
 

@@ -43,14 +43,14 @@ class Interruption:
     async def follow(
         self,
         work: Coroutine[Any, Any, None],
-        orders_now: Callable[[], Mapping[str, Callable[[], Awaitable[object]]]],
+        orders_now: Callable[[], Mapping[str, Callable[[], Awaitable[object]]] | None],
     ) -> None:
         """Wait for a call; where the request is to stop, until the engine has ended it, or is given up.
 
         Args:
             work: the call, with its retries; cancelled where it has not ended in time.
-            orders_now: how to stop what is open at the server by now, by its name there; where nothing is,
-                the call is not waited for.
+            orders_now: how to stop what is open at the server, by its name there, as far as names are known
+                by now; None where nothing is open, and then the call is not waited for.
 
         Raises:
             Exception: what the call raises, but where it was cancelled here.
@@ -60,7 +60,7 @@ class Interruption:
         orders: dict[str, asyncio.Task[None]] = {}
         try:
             await asyncio.wait({call, asked}, return_when=asyncio.FIRST_COMPLETED)
-            while not call.done() and (left := orders_now()):
+            while not call.done() and (left := orders_now()) is not None:
                 for name, order in left.items():
                     if name not in orders or orders[name].done():
                         orders[name] = asyncio.create_task(_give(order))
