@@ -6,9 +6,10 @@ import asyncio
 import functools
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sglang_topp.errors import (
     AuthenticationError,
@@ -19,13 +20,12 @@ from sglang_topp.errors import (
     RolloutError,
     SglangToppError,
     TransportError,
-    WireError,
 )
-from sglang_topp_client import aborts
-from sglang_topp_client.aborts import Aborts
 from sglang_topp_client.checks import check_request_id, seconds, shown, whole_number
-from sglang_topp_client.http import Connections, Server
+from sglang_topp_client.fleet import Fleet
+from sglang_topp_client.http import Server
 from sglang_topp_client.interruption import Interruption
+from sglang_topp_client.link import Kind, Link
 from sglang_topp_client.partials import Partials
 from sglang_topp_client.progress import Progress
 from sglang_topp_client.request import (
@@ -46,24 +46,22 @@ from sglang_topp_client.resuming import (
 from sglang_topp_client.retry import delay_s, is_refusal, is_retryable
 from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.sglang_api import GenerateExchange
-from sglang_topp_client.sidecar_api import SERVICE, RolloutsExchange
+from sglang_topp_client.sidecar_api import RolloutsExchange
 
 __all__ = ["AsyncRolloutClient"]
 
-Kind: TypeAlias = Literal["sidecar", "sglang"]
 _EXCHANGES: dict[Kind, type[RolloutsExchange] | type[GenerateExchange]] = {
     "sidecar": RolloutsExchange,
     "sglang": GenerateExchange,
 }
-_INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
 
-_INFO_TIMEOUT_S = 30.0
+# Gateways keep what has the same one on the same worker.
+_ROUTING_KEY = "X-SMG-Routing-Key"
 # A message this long takes milliseconds to decode; the other connections should not wait for that.
 _OFF_LOOP_BYTES = 1 << 18
 _CALLER_FIRST_S = 0.02
 # A sidecar waits for its engine itself.
 _GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
-_ABORT_TIMEOUTS_S: dict[Kind, float] = {"sglang": aborts.TIMEOUT_S, "sidecar": 10.0}
 
 _T = TypeVar("_T")
 
@@ -72,24 +70,36 @@ _T = TypeVar("_T")
 class _Loop:
     """What belongs to one event loop."""
 
-    connections: Connections
-    aborts: Aborts
+    fleet: Fleet[Link]
     slots: asyncio.Semaphore
-    kind_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     running: dict[asyncio.Task[None], str] = field(default_factory=dict)
     """The requests in flight, with their names; several may share one."""
     interruptions: dict[asyncio.Task[None], Interruption] = field(default_factory=dict)
     """Of those whose samples are returned when they are aborted."""
 
+    @property
+    def links(self) -> list[Link]:
+        """All servers."""
+        return [member.server for member in self.fleet.members]
+
+    def maker(self, wanted: Sequence[SampleRequest]) -> Link | None:
+        """The server that made what these go on from, as far as it is one of them."""
+        return next((link for link in self.links if link.made(wanted[0].routing_key)), None)
+
 
 class AsyncRolloutClient:
-    """Rollouts with their candidate sets, from a sidecar or straight from a patched SGLang.
+    """Rollouts with their candidate sets, from a sidecar or straight from a patched SGLang, or from several.
+
+    Of several servers, the one with the fewest samples in flight takes the next call; a prompt's samples stay
+    together, for its prefix cache. What a server did not finish because it died, is full or fails goes to the
+    others, and it is asked again later, after 0.5 to 8 s.
 
     Usable from any event loop, one after the other or side by side: connections belong to the loop
     that they were made in, and close with it (or with `close`). Pickles as its configuration.
 
     Args:
-        base_url: `http://host:port`, of a sidecar or of an engine.
+        base_url: `http://host:port`, of a sidecar or of an engine; or several, all of one kind, with the same
+            model and weights.
         kind: what listens there; `"auto"` asks once, `GET /info`.
         api_key: sent as a bearer token; never along a redirect, none is followed.
         max_connections: how many calls may be in flight at once; the rest wait, for as long as it takes.
@@ -113,7 +123,7 @@ class AsyncRolloutClient:
 
     def __init__(
         self,
-        base_url: str,
+        base_url: str | Sequence[str],
         *,
         kind: Literal["auto", "sidecar", "sglang"] = "auto",
         api_key: str | None = None,
@@ -127,9 +137,14 @@ class AsyncRolloutClient:
         whole_number("max_retries", max_retries, 0)
         if whole_number("logprob_bits", logprob_bits, 16) not in (16, 32):
             raise InvalidInputError(f"logprob_bits: got {shown(logprob_bits)}, expected 16 or 32")
-        self._server = Server(base_url, max_connections, max_line_bytes, api_key)
+        self._servers = [
+            Server(url, max_connections, max_line_bytes, api_key) for url in _addresses(base_url)
+        ]
+        self._base_url = base_url if isinstance(base_url, str) else tuple(base_url)
         self._asked_kind = kind
-        self._kind: Kind | None = None if kind == "auto" else kind
+        self._kinds: dict[str, Kind] = (
+            {} if kind == "auto" else dict.fromkeys((server.base_url for server in self._servers), kind)
+        )
         self._max_retries = max_retries
         self._logprob_bits = logprob_bits
         self._loops: dict[asyncio.AbstractEventLoop, _Loop] = {}
@@ -137,17 +152,17 @@ class AsyncRolloutClient:
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial(
             type(self),
-            self._server.base_url,
+            self._base_url,
             kind=self._asked_kind,
-            api_key=self._server.api_key,
-            max_connections=self._server.max_connections,
+            api_key=self._servers[0].api_key,
+            max_connections=self._servers[0].max_connections,
             max_retries=self._max_retries,
-            max_line_bytes=self._server.max_line_bytes,
+            max_line_bytes=self._servers[0].max_line_bytes,
             logprob_bits=self._logprob_bits,
         ), ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._server.base_url!r}, kind={self._asked_kind!r})"
+        return f"{type(self).__name__}({self._base_url!r}, kind={self._asked_kind!r})"
 
     # -- rollouts ----------------------------------------------------------------------------------
 
@@ -302,8 +317,8 @@ class AsyncRolloutClient:
 
         What this client has in flight under that name on this event loop has stopped when this
         returns, and its engine has been told (where that takes longer than three seconds, it is left to
-        the closed connections). Where there is none, the server is asked to abort the request of that id
-        (an engine's as in `Rollout.request_id`, a sidecar's as its caller named it).
+        the closed connections). Where there is none, the server, each of several, is asked to abort the
+        request of that id (an engine's as in `Rollout.request_id`, a sidecar's as its caller named it).
         """
         check_request_id(request_id)
         here = self._here()
@@ -311,42 +326,44 @@ class AsyncRolloutClient:
         if workers:
             await _interrupt(here, workers)
             await _stop([worker for worker in workers if worker not in here.interruptions])
-            await here.aborts.finish(request_id)
-            return
-        kind = await self._kind_here(here)
-        try:
-            await _abort(here.connections, kind, request_id)
-        except BadRequestError as error:
-            # A sidecar of before: it watches its connections.
-            if kind != "sidecar" or error.status not in (404, 405):
-                raise
+            await asyncio.gather(*(link.aborts.finish(request_id) for link in here.links))
+        else:
+            await self._order(here, lambda link: link.stop(request_id))
 
     async def abort_all(self) -> None:
-        """Stop everything that the server's engine has in flight, whoever asked for it; for whoever is about
-        to push weights.
+        """Stop everything that the engine, each of several, has in flight, whoever asked for it; for whoever
+        is about to push weights.
 
         What becomes of each sample is what its request says: an error, a rollout with finish reason
         `"abort"`, or it is resumed (pause the engine first, so that this is not at once). Requests of this
         client with `on_abort="return"` stop as by `abort`, those that were not sent yet included.
         """
         here = self._here()
-        kind = await self._kind_here(here)
-        path, body = (
-            ("/abort", {"all": True}) if kind == "sidecar" else ("/abort_request", {"abort_all": True})
-        )
-        order = here.connections.request_json("POST", path, body, timeout_s=_ABORT_TIMEOUTS_S[kind])
+        order = self._order(here, lambda link: link.stop_all())
         await asyncio.gather(order, _interrupt(here, list(here.running)))
 
-    async def server_info(self) -> dict[str, Any]:
-        """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`."""
-        here = self._here()
-        path = _INFO_PATHS[await self._kind_here(here)]
-        info = await self._retrying(
-            lambda: here.connections.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
-        )
-        if not isinstance(info, dict):
-            raise WireError(path, f"got {type(info).__name__}, expected an object")
-        return info
+    async def _order(self, here: _Loop, give: Callable[[Link], Awaitable[None]]) -> None:
+        """Give an order to all servers."""
+        await self._kind_here(here)
+        failed = await asyncio.gather(*map(give, here.links), return_exceptions=True)
+        # A server that is gone has nothing left of it.
+        if all(failed):
+            assert isinstance(failed[0], BaseException)
+            raise failed[0]
+
+    async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
+        """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`.
+
+        Args:
+            base_url: which one, where there are several.
+        """
+        links = self._here().links
+        if base_url is not None:
+            links = [link for link in links if link.base_url == base_url]
+        if len(links) != 1:
+            known = ", ".join(server.base_url for server in self._servers)
+            raise InvalidInputError(f"base_url: got {shown(base_url)}, expected one of {known}")
+        return await self._retrying(links[0].info)
 
     async def close(self) -> None:
         """Stop what is in flight on this event loop and close its connections; the client stays usable.
@@ -358,9 +375,9 @@ class AsyncRolloutClient:
             return
         try:
             await _stop(list(here.running))
-            await here.aborts.finish()
+            await asyncio.gather(*(link.aborts.finish() for link in here.links))
         finally:
-            await here.connections.aclose()
+            await asyncio.gather(*(link.connections.aclose() for link in here.links))
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
@@ -406,7 +423,9 @@ class AsyncRolloutClient:
         too_late = RequestTimeoutError(f"timeout_s: {timeout_s} s passed before every sample finished")
         finished: asyncio.Queue[Rollout | None] = asyncio.Queue()
         partials = Partials(wanted, on_abort, finished.put_nowait, given)
-        interruption = Interruption(*self._order(here)) if on_abort == "return" else None
+        interruption = None
+        if on_abort == "return":
+            interruption = Interruption(_GRACE_S[next(iter(self._kinds.values()), "sidecar")])
         worker = asyncio.create_task(self._run(here, partials, deadline, request_id, interruption))
         here.running[worker] = request_id
         if interruption is not None:
@@ -459,13 +478,16 @@ class AsyncRolloutClient:
         # Who waits for it is told first.
         end = None if deadline is None else deadline + _CALLER_FIRST_S
         try:
-            with here.aborts.expected():
+            with ExitStack() as stack:
+                for link in here.links:
+                    stack.enter_context(link.aborts.expected())
                 async with asyncio.timeout_at(end):
                     kind = await self._kind_here(here)
                     exchange_type = _EXCHANGES[kind]
                     options = {"logprob_bits": self._logprob_bits} if kind == "sidecar" else {}
                     make = functools.partial(_new_exchange, exchange_type, request_id, deadline, options)
                     call = functools.partial(self._call, here, request_id, make, interruption)
+                    num_samples = exchange_type.samples_per_call
 
                     async def go_on(missing: SampleRequest, wait_s: float) -> None:
                         await asyncio.sleep(wait_s)
@@ -477,7 +499,7 @@ class AsyncRolloutClient:
                             if (more := partials.take(rollout)) is not None:
                                 group.create_task(go_on(*more))
 
-                        for some in _calls(partials.begin(), exchange_type.samples_per_call):
+                        for some in _calls(_by_maker(here, list(partials.begin())), num_samples):
                             group.create_task(call(take, some))
                             # A call takes a millisecond to begin: a thousand at once would stop all else.
                             await asyncio.sleep(0)
@@ -503,6 +525,7 @@ class AsyncRolloutClient:
         an end while the server refuses, where `is_patient`."""
         missing = {(one.prompt_index, sample) for one in wanted for sample in one.samples}
         exchange: RolloutsExchange | GenerateExchange | None = None
+        asked: Link | None = None
 
         def take(rollout: Rollout) -> None:
             missing.remove((rollout.prompt_index, rollout.sample_index))
@@ -511,7 +534,7 @@ class AsyncRolloutClient:
             deliver(rollout)
 
         async def attempt() -> None:
-            nonlocal exchange
+            nonlocal exchange, asked
             left = [
                 replace(one, samples=samples)
                 for one in wanted
@@ -519,20 +542,27 @@ class AsyncRolloutClient:
             ]
             try:
                 async with here.slots:
-                    exchange = make(left)
-                    await self._exchange(here, request_id, exchange, take)
+                    with here.fleet.member(len(missing), here.maker(left)) as link:
+                        keys = {one.prompt_index: link.routing_key(one.routing_key) for one in left}
+                        exchange, asked = make(left), link
+                        await self._exchange(link, request_id, exchange, keys, take)
             except SglangToppError as error:
                 # What broke off behind the last sample took nothing with it.
                 if missing or not is_retryable(error):
                     raise
             finally:
-                exchange = None
+                exchange = asked = None
 
-        work = self._retrying(attempt, is_patient=is_patient)
+        work = self._retrying(attempt, here.fleet, is_patient=is_patient)
         if interruption is None:
             await work
             return
-        await interruption.follow(work, lambda: () if exchange is None else exchange.open_ids())
+
+        async def stop(name: str) -> None:
+            if asked is not None:
+                await asked.stop(name)
+
+        await interruption.follow(work, lambda: () if exchange is None else exchange.open_ids(), stop)
         for one in wanted:
             for sample in one.samples:
                 if (one.prompt_index, sample) in missing:
@@ -540,16 +570,22 @@ class AsyncRolloutClient:
 
     async def _exchange(
         self,
-        here: _Loop,
+        link: Link,
         request_id: str,
         exchange: RolloutsExchange | GenerateExchange,
+        keys: Mapping[int, str],
         take: Callable[[Rollout], None],
     ) -> None:
+        if len(self._servers) > 1 and _EXCHANGES[await link.kind()] is not type(exchange):
+            raise InvalidInputError(
+                f"base_url: {link.base_url} is of another kind than the others, expected engines or sidecars"
+            )
+        headers = {} if exchange.accept is None else {"Accept": exchange.accept}
+        if len(keys) == 1:
+            (headers[_ROUTING_KEY],) = keys.values()
         is_open = is_refused = False
         try:
-            async with here.connections.post(
-                exchange.path, exchange.body(), accept=exchange.accept
-            ) as messages:
+            async with link.connections.post(exchange.path, exchange.body(), headers=headers) as messages:
                 is_open = True
                 async for message in messages:
                     if len(message) < _OFF_LOOP_BYTES:
@@ -557,17 +593,22 @@ class AsyncRolloutClient:
                     else:
                         rollouts = await asyncio.to_thread(exchange.read, message)
                     while rollouts:
-                        take(rollouts.pop(0))
+                        rollout = rollouts.pop(0)
+                        take(replace(rollout, routing_key=keys[rollout.prompt_index]))
+                        del rollout
                     # The next one may be long in coming, and this one large.
                     del message
             if not exchange.complete:
                 raise TransportError("the answer was cut off: it ended before the line that closes it")
-        except (AuthenticationError, BadRequestError, OverloadedError):
-            is_refused = not is_open
+        except SglangToppError as error:
+            if len(self._servers) > 1:
+                error.add_note(f"the server is {link.base_url}")
+            refusals = (AuthenticationError, BadRequestError, OverloadedError)
+            is_refused = not is_open and isinstance(error, refusals)
             raise
         finally:
             if not is_refused:
-                here.aborts.start(request_id, exchange.unfinished_ids())
+                link.aborts.start(request_id, exchange.unfinished_ids())
 
     # -- the server --------------------------------------------------------------------------------
 
@@ -578,38 +619,30 @@ class AsyncRolloutClient:
             for other in list(self._loops):
                 if other.is_closed():
                     self._loops.pop(other, None)
-            connections = Connections(self._server, self._LONG_LINES_AT_ONCE)
-            self._loops[loop] = _Loop(
-                connections,
-                Aborts(functools.partial(_abort_in_engine, connections)),
-                asyncio.Semaphore(self._server.max_connections),
-            )
+            links = [Link(server, self._kinds, self._LONG_LINES_AT_ONCE) for server in self._servers]
+            slots = asyncio.Semaphore(self._servers[0].max_connections)
+            self._loops[loop] = _Loop(Fleet(links, loop.time), slots)
         return self._loops[loop]
 
     async def _kind_here(self, here: _Loop) -> Kind:
-        async with here.kind_lock:
-            if self._kind is None:
-                try:
-                    info = await self._retrying(
-                        lambda: here.connections.request_json("GET", "/info", timeout_s=_INFO_TIMEOUT_S)
-                    )
-                except BadRequestError as error:
-                    if error.status not in (404, 405):
-                        raise
-                    info = None
-                is_sidecar = isinstance(info, dict) and info.get("service") == SERVICE
-                self._kind = "sidecar" if is_sidecar else "sglang"
-            return self._kind
+        """What all servers are, as whichever answers tells."""
 
-    def _order(self, here: _Loop) -> tuple[Callable[[str], Awaitable[None]], float]:
-        """How a request is stopped, and for how many seconds nothing may come of it then."""
+        async def ask() -> Kind:
+            with here.fleet.member(0) as link:
+                return await link.kind()
 
-        async def send(name: str) -> None:
-            await _abort(here.connections, await self._kind_here(here), name)
+        for known in self._kinds.values():
+            return known
+        return await self._retrying(ask, here.fleet)
 
-        return send, _GRACE_S[self._kind or "sidecar"]
-
-    async def _retrying(self, attempt: Callable[[], Awaitable[_T]], *, is_patient: bool = False) -> _T:
+    async def _retrying(
+        self,
+        attempt: Callable[[], Awaitable[_T]],
+        fleet: Fleet[Link] | None = None,
+        *,
+        is_patient: bool = False,
+    ) -> _T:
+        """Until it succeeds; at once where an attempt goes to another server of the fleet then."""
         retry = 0
         while True:
             try:
@@ -620,21 +653,20 @@ class AsyncRolloutClient:
                 if (retry > self._max_retries and not is_waited_for) or not is_retryable(error):
                     raise
                 wait_s = delay_s(retry, error)
-            await asyncio.sleep(wait_s)
+            if fleet is None or not fleet.has_another:
+                await asyncio.sleep(wait_s)
 
 
-async def _abort_in_engine(connections: Connections, engine_id: str) -> None:
-    await connections.request_json("POST", "/abort_request", {"rid": engine_id}, timeout_s=aborts.TIMEOUT_S)
-
-
-async def _abort(connections: Connections, kind: Kind, request_id: str) -> None:
-    """Ask the server to abort what it knows under that name."""
-    if kind == "sglang":
-        await _abort_in_engine(connections, request_id)
-    else:
-        await connections.request_json(
-            "POST", "/abort", {"request_id": request_id}, timeout_s=_ABORT_TIMEOUTS_S[kind]
-        )
+def _addresses(base_url: Any) -> list[Any]:
+    """One for each server."""
+    if isinstance(base_url, str | bytes) or not isinstance(base_url, Sequence):
+        return [base_url]
+    if not base_url:
+        raise InvalidInputError("base_url: got none, expected at least one")
+    plain = [url.rstrip("/") if isinstance(url, str) else url for url in base_url]
+    if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
+        raise InvalidInputError(f"base_url: got {shown(twice[0])} twice, expected different servers")
+    return list(base_url)
 
 
 async def _interrupt(here: _Loop, workers: Sequence[asyncio.Task[None]]) -> None:
@@ -663,18 +695,29 @@ async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*workers, return_exceptions=True)
 
 
-def _calls(wanted: Iterable[SampleRequest], samples_per_call: int) -> Iterator[list[SampleRequest]]:
-    """Consecutive prompts, in calls that are full at `samples_per_call` samples."""
-    call: list[SampleRequest] = []
-    num_samples = 0
-    for one in wanted:
-        call.append(one)
-        num_samples += len(one.samples)
-        if num_samples >= samples_per_call:
+def _calls(groups: Iterable[Sequence[SampleRequest]], samples_per_call: int) -> Iterator[list[SampleRequest]]:
+    """Consecutive prompts of a group, in calls that are full at `samples_per_call` samples."""
+    for group in groups:
+        call: list[SampleRequest] = []
+        num_samples = 0
+        for one in group:
+            call.append(one)
+            num_samples += len(one.samples)
+            if num_samples >= samples_per_call:
+                yield call
+                call, num_samples = [], 0
+        if call:
             yield call
-            call, num_samples = [], 0
-    if call:
-        yield call
+
+
+def _by_maker(here: _Loop, wanted: Sequence[SampleRequest]) -> Iterable[Sequence[SampleRequest]]:
+    """In groups that go on from what one server made, or from nothing."""
+    if not any(one.routing_key for one in wanted):
+        return [wanted]
+    groups: dict[Link | None, list[SampleRequest]] = {}
+    for one in wanted:
+        groups.setdefault(here.maker([one]), []).append(one)
+    return groups.values()
 
 
 def _new_exchange(

@@ -13,7 +13,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -139,7 +139,7 @@ class Connections:
 
     @asynccontextmanager
     async def post(
-        self, path: str, body: dict[str, Any], *, accept: str | None = None
+        self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
         """POST `body` as JSON; yields the messages of the answer as they come: its lines, or its frames where
         that is the form of it (`messages.py`).
@@ -149,7 +149,7 @@ class Connections:
         Args:
             path: where to.
             body: what to.
-            accept: the `Accept` header that asks for another form than lines.
+            headers: others than `Content-Type`; `Accept` asks for another form than lines.
 
         Raises:
             ResponseError: the answer's status is not 200; another SglangToppError where a sidecar names it.
@@ -158,7 +158,7 @@ class Connections:
         """
         await self._ready()
         content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/json"} | ({} if accept is None else {"Accept": accept})
+        headers = {"Content-Type": "application/json", **(headers or {})}
         with _transport_errors(self._base_url + path):
             async with self._client.stream("POST", path, content=content, headers=headers) as response:
                 if response.status_code != 200:

@@ -22,12 +22,11 @@ class Interruption:
     """What belongs to one caller's request; to be used within one event loop.
 
     Args:
-        send: orders the server to stop what it knows under that name.
         grace_s: seconds without a sample after which an engine that was ordered to stop is given up.
     """
 
-    def __init__(self, send: Callable[[str], Awaitable[object]], grace_s: float) -> None:
-        self._send, self._grace_s = send, grace_s
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
         self._asked = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         self._progress_s = 0.0
@@ -41,12 +40,18 @@ class Interruption:
         """A sample has come: the engine does as it was told, and the others get their time again."""
         self._progress_s = self._clock()
 
-    async def follow(self, work: Coroutine[Any, Any, None], names: Callable[[], Iterable[str]]) -> None:
+    async def follow(
+        self,
+        work: Coroutine[Any, Any, None],
+        names: Callable[[], Iterable[str]],
+        stop: Callable[[str], Awaitable[None]],
+    ) -> None:
         """Wait for a call; where the request is to stop, until the engine has ended it, or is given up.
 
         Args:
             work: the call, with its retries; cancelled where it has not ended in time.
             names: what is open at the server by now; where nothing is, the call is not waited for.
+            stop: orders the server to stop what it knows under a name.
 
         Raises:
             Exception: what the call raises, but where it was cancelled here.
@@ -59,7 +64,7 @@ class Interruption:
             while not call.done() and (left := list(names())):
                 for name in left:
                     if name not in orders or orders[name].done():
-                        orders[name] = asyncio.create_task(self._order(name))
+                        orders[name] = asyncio.create_task(_order(stop, name))
                 left_s = self._progress_s + self._grace_s - self._clock()
                 if left_s <= 0:
                     break
@@ -71,6 +76,7 @@ class Interruption:
         if not call.cancelled():
             call.result()
 
-    async def _order(self, name: str) -> None:
-        with suppress(SglangToppError):
-            await self._send(name)
+
+async def _order(stop: Callable[[str], Awaitable[None]], name: str) -> None:
+    with suppress(SglangToppError):
+        await stop(name)

@@ -56,6 +56,7 @@ class SampleRequest:
         resumed_tokens: how many of the last prompt tokens begin the answer, where it goes on with one or may
             be gone on with; else None.
         is_interruptible: whether a sample that is aborted is one all the same; else it is an error.
+        routing_key: of the rollout that this goes on from (`Rollout.routing_key`), or empty.
     """
 
     prompt_index: int
@@ -66,6 +67,7 @@ class SampleRequest:
     top_logprobs_source: str | None
     resumed_tokens: int | None = None
     is_interruptible: bool = False
+    routing_key: str = ""
 
 
 def plan(

@@ -153,6 +153,7 @@ def continuation(rollout: Rollout, wanted: SampleRequest, sample: int) -> Sample
         sampling_params=params,
         samples=(sample,),
         resumed_tokens=num_tokens + num_before,
+        routing_key=rollout.routing_key,
     )
 
 
@@ -179,6 +180,7 @@ def join(first: Rollout, rest: Rollout) -> Rollout:
         latency_s=first.latency_s + rest.latency_s,
         top_logprobs_source=first.top_logprobs_source if had_tokens else rest.top_logprobs_source,
         weight_spans=_joined_spans(first, rest),
+        routing_key=rest.routing_key or first.routing_key,
     )
 
 

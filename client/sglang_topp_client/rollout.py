@@ -48,6 +48,9 @@ class Rollout:
             tokens in all, appended ones under the name ""; more than one where weights were changed while
             the engine was paused, or before the sample was resumed. None where that is not known: SGLang's
             own account can be a token off, so it is there only with the sets.
+        routing_key: the client's name for the prompt before gateways (the header `X-SMG-Routing-Key`), and at
+            its end for the server that made the sample: what goes on from it is sent there again, for the
+            prefix cache. Empty where nobody knows: files of rollouts do not keep it.
     """
 
     prompt_index: int
@@ -64,6 +67,7 @@ class Rollout:
     latency_s: float
     top_logprobs_source: str | None = None
     weight_spans: WeightSpans | None = None
+    routing_key: str = ""
 
     @property
     def weight_versions(self) -> tuple[str, ...] | None:

@@ -31,7 +31,7 @@ class RolloutClient:
 
     def __init__(
         self,
-        base_url: str,
+        base_url: str | Sequence[str],
         *,
         kind: Literal["auto", "sidecar", "sglang"] = "auto",
         api_key: str | None = None,
@@ -157,9 +157,9 @@ class RolloutClient:
         """See `AsyncRolloutClient.abort_all`; call it from another thread."""
         self._thread.run(self._client.abort_all())
 
-    def server_info(self) -> dict[str, Any]:
+    def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """See `AsyncRolloutClient.server_info`."""
-        return self._thread.run(self._client.server_info())
+        return self._thread.run(self._client.server_info(base_url))
 
     def close(self) -> None:
         """Stop what is in flight and close the connections; the client stays usable."""

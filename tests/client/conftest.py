@@ -221,10 +221,11 @@ async def answer_generate(asked: Asked, reply: Reply) -> None:
     n = body["sampling_params"]["n"]
     made = [sample(body.get("text") or body["input_ids"], index) for index in range(n)]
     await reply.start()
-    for one in made:
-        await reply.event(chunk(one, first_token_only=True))
-    for one in reversed(made):
-        await reply.event(chunk(one))
+    firsts = [chunk(one, first_token_only=True) for one in made]
+    for event in [*firsts, *(chunk(one) for one in reversed(made))]:
+        if "resumed_tokens" in body:
+            event["meta_info"]["resumed_tokens"] = body["resumed_tokens"]
+        await reply.event(event)
     await reply.write(b"data: [DONE]\n\n")
     await reply.end()
 

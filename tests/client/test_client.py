@@ -518,7 +518,7 @@ async def test_the_key_is_sent_and_never_shown(engine):
     async with AsyncRolloutClient(engine.url, kind="sglang", api_key="s3cret") as client:
         await client.generate([5])
         assert "s3cret" not in repr(client)
-        assert "s3cret" not in repr(client._server)
+        assert "s3cret" not in repr(client._servers)
     assert engine.calls
     assert all(asked.headers["authorization"] == "Bearer s3cret" for asked in engine.asked)
 
