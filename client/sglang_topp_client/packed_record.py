@@ -99,12 +99,13 @@ class PackedRecord:
             yield from self._sets
 
 
-def from_packed(raw: bytes, *, logprob_bits: int = 32) -> Rollout:
+def from_packed(raw: bytes, *, logprob_bits: int = 32, may_be_extended: bool = False) -> Rollout:
     """The sample that `PackedRecord` wrote; unknown fields of its JSON are passed over.
 
     Args:
         raw: one frame.
         logprob_bits: what was asked for; where it is 32, rounded log-probs are an error.
+        may_be_extended: as for `sglang_topp_client.record.from_record`.
 
     Raises:
         WireError: the frame was cut or altered, is of another version, or holds no valid sample; the field
@@ -153,4 +154,12 @@ def from_packed(raw: bytes, *, logprob_bits: int = 32) -> Rollout:
     if step is not None and logprob_bits != 16:
         raise WireError("candidates", "holds log-probs that are rounded to 16 bits, which nobody asked for")
     sets = compact.unpack(packed, output_ids)
-    return rollout_of(record, prompt_ids, output_ids, logprobs, sets, off_by=(step or 0.0) / 2)
+    return rollout_of(
+        record,
+        prompt_ids,
+        output_ids,
+        logprobs,
+        sets,
+        off_by=(step or 0.0) / 2,
+        may_be_extended=may_be_extended,
+    )

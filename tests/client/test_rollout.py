@@ -106,6 +106,7 @@ def test_every_form_carries_it(extended, tmp_path, fakes):
     forms = [from_record(record, may_be_extended=True)]
     save_rollouts(tmp_path / "file.parquet", [extended])
     forms += load_rollouts(tmp_path / "file.parquet")
+    forms.append(from_packed(b"".join(PackedRecord(extended)), may_be_extended=True))
     for back in forms:
         assert to_record(back) == record
         assert back.candidates == extended.candidates
