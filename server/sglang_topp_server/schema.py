@@ -23,7 +23,7 @@ from sglang_topp.engine_request import Model
 from sglang_topp.errors import BadRequestError, InvalidInputError
 from sglang_topp_client.checks import MAX_REQUEST_ID, check_request_id
 from sglang_topp_client.request import DISTRIBUTION, SAMPLER, SampleRequest, plan
-from sglang_topp_client.resuming import plan_resume
+from sglang_topp_client.resuming import interruptible, plan_resume
 from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.sidecar_api import SERVICE
 from sglang_topp_server.given import read_resumed_tokens, read_rollouts
@@ -204,6 +204,7 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
         request._given = dict(enumerate(there))
         # As large as what was made of them.
         request.rollouts = None
+    request._wanted = interruptible(request._wanted, request.on_abort)
     for one in request._wanted:
         custom = one.sampling_params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):

@@ -119,6 +119,24 @@ def test_rollouts_that_are_no_list():
         assert status_of(raised.value) == 400
 
 
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({}, "max_new_tokens: got none"),
+        ({"max_new_tokens": 4, "presence_penalty": 1}, "presence_penalty: got 1"),
+        ({"max_new_tokens": 4, "custom_params": {"a": 1}}, "custom_params: got"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_before_it_begins(params, words):
+    body = {"prompts": "a", "sampling_params": params, "on_abort": "resume"}
+    with pytest.raises(SglangToppError) as raised:
+        parse_request(json.dumps(body).encode(), Limits())
+    assert status_of(raised.value) == 400
+    assert words in str(raised.value)
+    (one,) = parse_request(json.dumps({**body, "on_abort": "return"}).encode(), Limits()).wanted
+    assert (one.is_interruptible, one.resumed_tokens) == (True, 0)
+
+
 def test_they_are_counted_before_they_are_read():
     with pytest.raises(SglangToppError, match="got 9 samples, expected at most 8") as raised:
         parse(*["no record"] * 9, limits=Limits(max_samples=8))
