@@ -562,7 +562,7 @@ class AsyncRolloutClient:
             if asked is not None:
                 await asked.stop(name)
 
-        await interruption.follow(work, lambda: () if exchange is None else exchange.open_ids(), stop)
+        await interruption.follow(work, lambda: None if exchange is None else exchange.open_ids(), stop)
         for one in wanted:
             for sample in one.samples:
                 if (one.prompt_index, sample) in missing:

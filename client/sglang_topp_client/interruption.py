@@ -43,14 +43,15 @@ class Interruption:
     async def follow(
         self,
         work: Coroutine[Any, Any, None],
-        names: Callable[[], Iterable[str]],
+        names: Callable[[], Iterable[str] | None],
         stop: Callable[[str], Awaitable[None]],
     ) -> None:
         """Wait for a call; where the request is to stop, until the engine has ended it, or is given up.
 
         Args:
             work: the call, with its retries; cancelled where it has not ended in time.
-            names: what is open at the server by now; where nothing is, the call is not waited for.
+            names: what is open at the server, as far as its names are known by now; None where nothing is,
+                and then the call is not waited for.
             stop: orders the server to stop what it knows under a name.
 
         Raises:
@@ -61,7 +62,7 @@ class Interruption:
         orders: dict[str, asyncio.Task[None]] = {}
         try:
             await asyncio.wait({call, asked}, return_when=asyncio.FIRST_COMPLETED)
-            while not call.done() and (left := list(names())):
+            while not call.done() and (left := names()) is not None:
                 for name in left:
                     if name not in orders or orders[name].done():
                         orders[name] = asyncio.create_task(_order(stop, name))

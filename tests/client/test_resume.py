@@ -225,6 +225,8 @@ def stoppable(engine, fakes):
         body = asked.body
         n = body["sampling_params"]["n"]
         ids = [body["rid"] if n == 1 else f"{body['rid']}-{index}" for index in range(n)]
+        if body["sampling_params"].get("is_late"):
+            await asyncio.sleep(0.6)
         await reply.start()
         for stage in ("first", "last"):
             for index, engine_id in enumerate(ids):
@@ -243,8 +245,9 @@ def stoppable(engine, fakes):
 
 
 @pytest.mark.usefixtures("stoppable")
-async def test_abort_stops_the_engine_and_keeps_the_connections(engine, client, fakes):
-    sampling = {**SAMPLING, "n": 2}
+@pytest.mark.parametrize("is_late", [False, True], ids=["under way", "before its ids are known"])
+async def test_abort_stops_the_engine_and_keeps_the_connections(engine, client, fakes, is_late):
+    sampling = {**SAMPLING, "n": 2, "is_late": is_late}
     asked = asyncio.create_task(
         client.generate([[5], [6]], sampling, top_logprobs_p=0.9, on_abort="return", request_id="mine")
     )
