@@ -1,4 +1,4 @@
-"""The tool loop's example, on the shared engine and through a sidecar."""
+"""The tool loop's example, through a sidecar before the shared engine."""
 
 from __future__ import annotations
 
@@ -12,20 +12,13 @@ from tests.engine.running import Engine, run_sidecar
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_loop.py"
 
 
-def run(url: str) -> str:
-    command = [sys.executable, str(EXAMPLE), "--url", url, "--turns", "3", "--max-new-tokens", "6"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
 def test_model_and_tool_take_turns(engine: Engine) -> None:
-    with run_sidecar(engine.url) as sidecar:
-        for url in (engine.url, sidecar):
-            printed = run(url)
-            turns = re.findall(r"^(model|tool) +(\d+) tokens", printed, re.MULTILINE)
-            assert [who for who, _ in turns] == ["model", "tool", "model", "tool", "model"]
-            tokens, generated, sets = map(
-                int, re.findall(r"(\d+) tokens of responses, (\d+) of them generated: (\d+)", printed)[0]
-            )
-            assert 0 < generated == sets < tokens
+    with run_sidecar(engine.url) as url:
+        command = [sys.executable, str(EXAMPLE), "--url", url, "--turns", "3", "--max-new-tokens", "6"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    turns = re.findall(r"^(model|tool) +(\d+) tokens", ended.stdout, re.MULTILINE)
+    assert [who for who, _ in turns] == ["model", "tool", "model", "tool", "model"]
+    counts = re.findall(r"(\d+) tokens of responses, (\d+) of them generated: (\d+)", ended.stdout)
+    num_tokens, num_generated, num_sets = map(int, counts[0])
+    assert 0 < num_generated == num_sets < num_tokens
