@@ -39,7 +39,7 @@ class Partials:
             (index, 0): replace(rollout, prompt_index=index, sample_index=0)
             for index, rollout in given.items()
         }
-        self._num_idle: dict[tuple[int, int], int] = {}
+        self._waits_s: dict[tuple[int, int], float] = {}
 
     def begin(self) -> Iterator[SampleRequest]:
         """The requests to begin with; samples that need none are delivered."""
@@ -66,7 +66,8 @@ class Partials:
             self._deliver(whole)
             return None
         self._there[at] = whole
-        num_idle = self._num_idle[at] = 0 if len(rollout.output_ids) else self._num_idle.get(at, 0) + 1
         # Where aborts come faster than tokens, asking again at once would only make more of them.
-        wait_s = min(_FIRST_WAIT_S * 2.0**num_idle, _MAX_WAIT_S) if num_idle else 0.0
+        before_s = self._waits_s.get(at, 0.0)
+        wait_s = 0.0 if len(rollout.output_ids) else min(max(2 * before_s, _FIRST_WAIT_S), _MAX_WAIT_S)
+        self._waits_s[at] = wait_s
         return continuation(whole, self._wanted[rollout.prompt_index], rollout.sample_index), wait_s

@@ -39,4 +39,6 @@ def delay_s(retry: int, error: SglangToppError) -> float:
     """
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return min(error.retry_after_s, _MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)
-    return min(_FIRST_DELAY_S * 2.0 ** (retry - 1), _MAX_DELAY_S) * random.uniform(0.5, 1.0)
+    # Beyond that it is the longest anyway; after hours it would be no float any more.
+    doublings = min(retry - 1, 16)
+    return min(_FIRST_DELAY_S * 2.0**doublings, _MAX_DELAY_S) * random.uniform(0.5, 1.0)
