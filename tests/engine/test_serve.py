@@ -106,13 +106,13 @@ def test_the_readmes_rollout_loop_and_what_goes_on_from_it(served: Served) -> No
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     programs = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {}
-    for part in ("client.generate(", "teacher.score("):
+    for part in ("client.generate(", "client.resume(", "teacher.score("):
         program = next(program for program in programs if part in program)
         assert "http://127.0.0.1:30010" in program
         exec(program.replace("http://127.0.0.1:30010", served.sidecar), names)
     rollouts = names["rollouts"]
     assert isinstance(rollouts, list)
-    assert len(rollouts) == 8
+    assert len(rollouts) == 2
 
 
 def test_info_and_readiness(served: Served) -> None:
