@@ -26,11 +26,11 @@ def check_request(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     if not field or req.to_finish is not None:
         return
     problem = temperature_refusal(req.sampling_params.temperature)
-    if field == SOURCE and (causes := source_refusals()):
-        problem = "; ".join(causes)
     if KEY not in custom:
         causes = (*status().problems, *refusals_of(self.server_args))
         problem = "; ".join(causes) or "it came by a way that cannot carry candidate sets; ask POST /generate"
+    elif field == SOURCE and (causes := source_refusals()):
+        problem = "; ".join(causes)
     if problem:
         for name in FIELDS:
             custom.pop(name, None)

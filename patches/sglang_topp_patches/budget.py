@@ -21,6 +21,7 @@ from weakref import WeakSet, ref
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.heap import LARGE_BYTES, trim_soon
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, custom_params
+from sglang_topp_patches.releases import internals
 
 __all__ = [
     "LIST_FORM_COST",
@@ -248,7 +249,9 @@ def _end(req: Any, reason: str, *, busy: bool) -> None:
     # SGLang sends entries from `send_token_offset` on, so one stands where the next token's will be; the
     # prompt's go out with the first token, if they have not.
     info[KEY] = [word] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
-    info[PROMPT_KEY] = [word] * max(1, len(info.get(PROMPT_KEY, ())))
+    rows = internals().prompt_rows()
+    rows += [word] * max(1, len(info.get(PROMPT_KEY, ())))
+    info[PROMPT_KEY] = rows
 
 
 def _count(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from sglang_topp_patches import routes
+from sglang_topp_patches.releases import Feature, internals, refused
 
 __all__ = [
     "environment_notes",
@@ -45,7 +46,19 @@ def refusals_of(server_args: Any) -> tuple[str, ...]:
             getattr(server_args, "watermark_config", None)
         ),
     }
-    return environment_refusals() + tuple(reason for reason, applies in reasons.items() if applies)
+    used = {
+        Feature.PIPELINE: getattr(server_args, "pp_size", 1) > 1,
+        Feature.DISAGGREGATION: getattr(server_args, "disaggregation_mode", None) not in (None, "null"),
+        Feature.HTTP_WORKERS: getattr(server_args, "tokenizer_worker_num", 1) > 1,
+    }
+    of_release = tuple(
+        f"{feature}: {reason}"
+        for feature, is_used in used.items()
+        if is_used and (reason := refused(feature))
+    )
+    return (
+        environment_refusals() + of_release + tuple(reason for reason, applies in reasons.items() if applies)
+    )
 
 
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
@@ -70,19 +83,19 @@ def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
 
 def source_refusals() -> tuple[str, ...]:
     """Why this server cannot tell what its sampler could draw; empty where it can."""
-    from sglang.srt.runtime_context import get_exec
-
+    if reason := refused(Feature.SAMPLER_SOURCE):
+        return (reason,)
     try:
-        settings = get_exec()
+        backend, on_policy = internals().sampling()
     except ValueError as error:  # a process that SGLang has not told
         return (f"the sampling backend is not known here: {error}",)
     reasons = []
-    if (backend := settings.kernel.sampling_backend) not in _SAMPLING_BACKENDS:
+    if backend not in _SAMPLING_BACKENDS:
         reasons.append(
             f"the filters of the sampling backend {backend!r} are not known exactly; those of"
             f" {' and '.join(_SAMPLING_BACKENDS)} are (--sampling-backend)"
         )
-    if settings.deterministic.rl_on_policy_target:
+    if on_policy:
         reasons.append(
             "with --rl-on-policy-target the reported log-probs are rounded, and not those that are drawn from"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from inspect import signature
 from typing import Any
 
 from sglang_topp.engine_request import (
@@ -16,7 +17,7 @@ from sglang_topp.engine_request import (
 )
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["check_request", "note_model", "num_prompts", "sanitizes_logits", "to_record"]
+__all__ = ["check_request", "note_model", "num_prompts", "to_record"]
 
 _MAX_SAMPLES = 8192  # of one request, as the sidecar has it by default
 _TOKEN_CHARS = 64  # where nothing is known
@@ -52,13 +53,6 @@ def note_model(result: None, self: Any, server_args: Any, *args: Any, **kwargs: 
 def to_record() -> dict[str, int] | None:
     """What `GET /server_info` shows as `model`."""
     return None if _model is None else asdict(_model)
-
-
-def sanitizes_logits() -> bool:
-    """Whether a row without a token to draw fails alone: SGLang's own switch, off by default."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
 
 
 def check_request(field: Callable[[str], Any]) -> None:
@@ -131,7 +125,7 @@ def num_prompts(field: Callable[[str], Any]) -> int | None:
 def _session_fields() -> set[str]:
     from sglang.srt.managers.io_struct import SessionParams
 
-    return set(SessionParams.__struct_fields__)
+    return set(signature(SessionParams).parameters)
 
 
 def _check_embeds(embeds: Any) -> None:

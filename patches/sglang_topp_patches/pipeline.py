@@ -14,6 +14,7 @@ import torch
 
 from sglang_topp_patches.heap import LARGE_BYTES, trim_soon
 from sglang_topp_patches.payload import KEY
+from sglang_topp_patches.releases import internals
 
 __all__ = ["PassSets", "Sets", "add_to_stage_output", "take_from_stage_output"]
 
@@ -59,14 +60,13 @@ def add_to_stage_output(
     original: Callable[..., None], tensors: MutableMapping[str, Any], output: Any
 ) -> None:
     """AROUND hook on `add_auxiliary_output_to_pp_tensors`, in the last stage."""
-    from sglang.srt.managers.auxiliary_output import append_auxiliary_output
     from sglang.srt.runtime_context import get_parallel
 
     outputs = getattr(output, "outputs", (output,))
     others = None
     for other in outputs:
         if not isinstance(other, PassSets):
-            others = append_auxiliary_output(others, other)
+            others = internals().append(others, other)
     original(tensors, others)
 
     flat: list[torch.Tensor] = []
@@ -90,13 +90,11 @@ def take_from_stage_output(
     original: Callable[..., Any], tensors: MutableMapping[str, Any], observer: Any
 ) -> Any:
     """AROUND hook on `pop_auxiliary_output_from_pp_tensors`, in the first stage."""
-    from sglang.srt.managers.auxiliary_output import append_auxiliary_output
-
     ours, lengths = tensors.pop(KEY, ((), ()))
     flat = [tensors.pop(f"{KEY}.{place}")[:length] for place, length in enumerate(lengths)]
     output = original(tensors, observer)
     for each in ours:
-        output = append_auxiliary_output(output, each.copy_to_host(flat.__getitem__))
+        output = internals().append(output, each.copy_to_host(flat.__getitem__))
     return output
 
 

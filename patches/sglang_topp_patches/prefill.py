@@ -1,8 +1,8 @@
 """The prompt positions' sets (`logprob_start_len`), in the scheduler processes.
 
-SGLang scores a prompt in `InputLogprobProcessor.forward`, chunk by chunk, from logits that it asks a
-function for; the hook listens to that function. Row `k` is the distribution of the token after it.
-Over chunked prefill the rows of one request arrive in several passes.
+SGLang scores a prompt chunk by chunk, from logits that it asks a function for; the hooks listen to that
+function. Row `k` is the distribution of the token after it. Over chunked prefill the rows of one request
+arrive in several passes.
 """
 
 from __future__ import annotations
@@ -19,53 +19,140 @@ from sglang_topp_patches.budget import budget, charge, in_flight, is_refused, re
 from sglang_topp_patches.extract import Sets, extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Span
 from sglang_topp_patches.pipeline import PassSets
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.row_sets import RowSets
-from sglang_topp_patches.rows import rows_of
+from sglang_topp_patches.rows import Rows, rows_of
 from sglang_topp_patches.staging import StagedSets
 
 # Of log-probs: the sets of so many rows are taken at once, at most as large.
 _VALUES_AT_ONCE = 1 << 25
 _CHUNKS_UNDER_WAY = 2
 
-__all__ = ["PromptSets", "Taken", "compute_logprobs_only", "forget_rows", "forward", "is_sent_once"]
+__all__ = [
+    "PromptSets",
+    "Taken",
+    "compute_logprobs_only",
+    "forget_rows",
+    "forward",
+    "hear_logits",
+    "is_sent_once",
+    "process_by_chunk",
+    "process_whole",
+]
 
 
 def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     """AROUND hook on `InputLogprobProcessor.forward`, which SGLang calls with keywords."""
-    metadata = kwargs["logits_metadata"]
-    rows = rows_of(metadata.top_logprobs_nums)
-    # Nobody draws a prompt's tokens: what a sampler could draw is known of the generated ones alone.
-    if rows is None or not any(rows.thresholds):
+    indices = kwargs["input_logprob_indices"]
+    listener = _listener(self, kwargs["logits_metadata"], indices)
+    if listener is None:
         return original(self, **kwargs)
-
-    counts = metadata.extend_logprob_pruned_lens_cpu
-    taken = Taken(rows.thresholds, counts)
-    indices = metadata.input_logprob_indices_cpu
     get_logits = kwargs["get_logits_fn"]
-    position = 0
 
     def listen(states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        nonlocal position
         logits: torch.Tensor = get_logits(states, *args, **options)
-        first, last = bisect_left(indices, position), bisect_left(indices, position + len(states))
+        listener.hear(logits)
+        return logits
+
+    result = original(self, **{**kwargs, "get_logits_fn": listen})
+    listener.finish()
+    return result
+
+
+def process_whole(
+    original: Callable[..., Any], self: Any, input_logits: torch.Tensor, logits_metadata: Any
+) -> Any:
+    """AROUND hook on `LogitsProcessor.process_input_logprobs`, which has the logits of all scored rows."""
+    rows = torch.arange(len(input_logits), device=input_logits.device)
+    listener = _listener(self, logits_metadata, rows)
+    if listener is not None:
+        listener.hear(input_logits)
+        listener.finish()
+    return original(self, input_logits, logits_metadata)
+
+
+def process_by_chunk(
+    original: Callable[..., Any],
+    self: Any,
+    pruned_states: torch.Tensor,
+    sample_indices: torch.Tensor,
+    input_logprob_indices: torch.Tensor,
+    token_to_seq_idx: list[int],
+    lm_head: Any,
+    logits_metadata: Any,
+) -> Any:
+    """AROUND hook on `LogitsProcessor.process_input_logprobs_by_chunk`, which makes the logits piece by
+    piece."""
+    global _listening
+    _listening = listener = _listener(self, logits_metadata, input_logprob_indices)
+    try:
+        result = original(
+            self,
+            pruned_states,
+            sample_indices,
+            input_logprob_indices,
+            token_to_seq_idx,
+            lm_head,
+            logits_metadata,
+        )
+    finally:
+        _listening = None
+    if listener is not None:
+        listener.finish()
+    return result
+
+
+def hear_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `LogitsProcessor._get_logits`."""
+    if _listening is not None:
+        _listening.hear(result)
+
+
+class _Listener:
+    """Takes the sets of a pass's scored rows, from the logits as SGLang makes them."""
+
+    def __init__(self, processor: Any, metadata: Any, rows: Rows, indices: torch.Tensor) -> None:
+        self._processor, self._rows = processor, rows
+        self._indices, self._scored = indices, internals().scored_rows(metadata, indices)
+        self._next_ids = metadata.extend_input_logprob_token_ids_gpu
+        self._counts = metadata.extend_logprob_pruned_lens_cpu
+        self._taken = Taken(rows.thresholds, self._counts)
+        self._position = 0
+
+    def hear(self, logits: torch.Tensor) -> None:
+        """Take the next rows of the pass, scored or not; float [rows, V]."""
+        taken, position = self._taken, self._position
+        self._position += len(logits)
+        first, last = bisect_left(self._scored, position), bisect_left(self._scored, self._position)
         at_once = max(1, _VALUES_AT_ONCE // logits.shape[1])
         for start in range(first, last, at_once):
             stop = min(start + at_once, last)
             thresholds = taken.thresholds[start:stop].tolist()
             if any(thresholds):
-                scored = logits[kwargs["input_logprob_indices"][start:stop] - position]
-                next_ids = metadata.extend_input_logprob_token_ids_gpu[start:stop]
-                taken.add(extract(_logprobs(self, scored), thresholds, next_ids))
+                scored = logits[self._indices[start:stop] - position]
+                logprobs = internals().input_logprobs(self._processor, scored)
+                taken.add(extract(logprobs, thresholds, self._next_ids[start:stop]))
             else:
                 taken.add(_no_sets(stop - start, logits.device))
-        position += len(states)
-        return logits
 
-    result = original(self, **{**kwargs, "get_logits_fn": listen})
-    rows.prompt = PromptSets(
-        rows.request_ids, rows.thresholds, tuple(counts), tuple(taken.chunks), taken.refused
-    )
-    return result
+    def finish(self) -> None:
+        """Note what was taken on the pass's rows."""
+        rows, taken = self._rows, self._taken
+        rows.prompt = PromptSets(
+            rows.request_ids, rows.thresholds, tuple(self._counts), tuple(taken.chunks), taken.refused
+        )
+
+
+_listening: _Listener | None = None  # a scheduler process scores one batch at a time
+
+
+def _listener(processor: Any, metadata: Any, indices: torch.Tensor) -> _Listener | None:
+    """None where no row asks."""
+    rows = rows_of(metadata.top_logprobs_nums)
+    # Nobody draws a prompt's tokens: what a sampler could draw is known of the generated ones alone.
+    if rows is None or not any(rows.thresholds):
+        return None
+    return _Listener(processor, metadata, rows, indices)
 
 
 class Taken:
@@ -133,14 +220,11 @@ def compute_logprobs_only(
 ) -> None:
     """AROUND hook on `ModelRunner.compute_logprobs_only`, which stands in for `sample` where a pass
     only scores prompts (`max_new_tokens` 0)."""
+    internals().begin_pass(logits_output)
     original(self, logits_output, forward_batch)
     rows = rows_of(forward_batch.top_logprobs_nums)
     if rows is not None and rows.prompt is not None:
-        from sglang.srt.managers.auxiliary_output import append_auxiliary_output
-
-        logits_output.auxiliary_device_output = append_auxiliary_output(
-            logits_output.auxiliary_device_output, PassSets((rows.prompt,))
-        )
+        internals().attach(logits_output, PassSets((rows.prompt,)))
 
 
 def is_sent_once(result: bool, self: Any, key: str) -> bool:
@@ -208,19 +292,8 @@ class PromptSets:
             info = req.customized_info = req.customized_info or {}
             # After a retraction the prompt is scored again, but its rows are here already.
             if not info.get(KEY):
-                info.setdefault(PROMPT_KEY, []).extend(own)
+                info.setdefault(PROMPT_KEY, internals().prompt_rows()).extend(own)
                 charge(req, _num_candidates(own), len(own))
-
-
-def _logprobs(processor: Any, logits: torch.Tensor) -> torch.Tensor:
-    """The log-probs exactly as SGLang reports them for a prompt, in its own order of operations."""
-    if not processor.enable_fast_input_logprobs:
-        return torch.nn.functional.log_softmax(logits, dim=-1)
-    from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
-
-    row_max, row_log_sum = compute_row_log_normalizer(logits)
-    logprobs: torch.Tensor = (logits.float() - row_max[:, None]) - row_log_sum[:, None]
-    return logprobs
 
 
 def _num_candidates(spans: Sequence[Span | None]) -> int:

@@ -36,6 +36,7 @@ __all__ = [
     "guard_served_app",
     "misplaced",
     "path_without_sets",
+    "read_body",
     "refusals",
     "refuse_grpc",
     "refuse_grpc_openai",
@@ -161,7 +162,7 @@ class Guard:
             return await self._serve(scope, receive, send)
         if path in NO_PROMPT:
             return await self._app(scope, receive, send)
-        body, receive = await _read(receive)
+        body, receive = await read_body(receive)
         asked = _asked_at(body)
         if unserved := [place for place in asked if not _is_served(path, place)]:
             return await _refusal(path, f"{unserved[0]}: {path} {_CANNOT}", unserved[0])(scope, receive, send)
@@ -229,7 +230,7 @@ def _is_served(path: str, place: str) -> bool:
     return any(place == f"{prefix}{field}" for prefix in SERVED.get(path, ()) for field in FIELDS)
 
 
-async def _read(receive: Receive) -> tuple[bytes, Receive]:
+async def read_body(receive: Receive) -> tuple[bytes, Receive]:
     """The whole body, and a `receive` that gives it out again and then goes on."""
     messages: list[Message] = []
     while True:

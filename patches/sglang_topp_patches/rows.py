@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_topp_patches.budget import is_refused
 from sglang_topp_patches.payload import THRESHOLD, custom_params, from_sampler
+from sglang_topp_patches.releases import internals
 
 __all__ = ["Rows", "note_rows", "rows_of"]
 
@@ -52,7 +53,7 @@ def note_rows(forward_batch: Any, cls: type[Any], batch: Any, *args: Any, **kwar
     """AFTER hook on `ForwardBatch.init_new`, which sees the requests in row order."""
     if not batch.return_logprob:
         return forward_batch
-    answers = _answers_requests()
+    answers = internals().answers_requests()
     thresholds = tuple(_threshold(req) if answers and not is_refused(req) else 0.0 for req in batch.reqs)
     drawn = tuple(row for row, req in enumerate(batch.reqs) if from_sampler(custom_params(req).get))
     if any(thresholds) or drawn:
@@ -71,11 +72,3 @@ def rows_of(top_logprobs_nums: list[int] | None) -> Rows | None:
 
 def _threshold(req: Any) -> float:
     return custom_params(req).get(THRESHOLD) or 0.0
-
-
-def _answers_requests() -> bool:
-    """Whether this rank's results reach the client; the other ranks only mirror them."""
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    return bool(parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0)

@@ -1,9 +1,8 @@
 """The generated tokens' sets, in the scheduler processes.
 
-`ModelRunner.sample` runs around `OutputLogprobProcessor.compute_logprobs`, which sees the log-probs
-that SGLang reports together with the sampled tokens. The sets then travel to the host as an auxiliary
-output of SGLang's, and `consume` joins them to their requests once the tokens are committed: overlap,
-retraction and stops are resolved by then.
+`ModelRunner.sample` runs around the function that sees the log-probs that SGLang reports together with the
+sampled tokens. The sets then travel to the host with SGLang's results, and `consume` joins them to their
+requests once the tokens are committed: overlap, retraction and stops are resolved by then.
 
 What the sampler itself could draw is captured on the way (`support`).
 """
@@ -20,13 +19,12 @@ import torch
 from sglang_topp_patches import staging, support
 from sglang_topp_patches.budget import charge, is_refused
 from sglang_topp_patches.extract import Sets, extract
-from sglang_topp_patches.model import sanitizes_logits
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, Span
 from sglang_topp_patches.pipeline import PassSets
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.rows import Rows, rows_of
-from sglang_topp_patches.versions import version_in_force
 
-__all__ = ["compute_logprobs", "let_go_of_what_was_sent", "sample"]
+__all__ = ["attach_logprobs", "compute_logprobs", "let_go_of_what_was_sent", "sample"]
 
 
 @dataclass
@@ -50,11 +48,10 @@ def sample(
     logits = logits_output.next_token_logits
     if logits is not None and staging.is_staged(logits):
         staging.warm_up(logits.shape[1], logits.dtype, logits.device)
+    internals().begin_pass(logits_output)
     rows = rows_of(forward_batch.top_logprobs_nums)
     if rows is None:
         return original(self, logits_output, forward_batch)
-    from sglang.srt.managers.auxiliary_output import append_auxiliary_output
-
     drawing = support.Drawing(rows.drawn, rows.greedy) if rows.drawn else None
     _active = capture = _Capture(rows, drawing) if rows.answers else None
     try:
@@ -65,10 +62,9 @@ def sample(
     if capture is None:
         return next_token_ids
     prompt = () if rows.prompt is None else (rows.prompt,)
-    generated = GeneratedSets(replace(rows, prompt=None), capture.sets, version_in_force(), capture.drawn)
-    logits_output.auxiliary_device_output = append_auxiliary_output(
-        logits_output.auxiliary_device_output, PassSets((*prompt, generated))
-    )
+    version = internals().weight_version()
+    generated = GeneratedSets(replace(rows, prompt=None), capture.sets, version, capture.drawn)
+    internals().attach(logits_output, PassSets((*prompt, generated)))
     return next_token_ids
 
 
@@ -84,15 +80,43 @@ def compute_logprobs(
 
     The sets are taken before the original clamps -inf in place, which a caller would see in them.
     """
-    if _active is not None:
-        thresholds = _active.rows.thresholds
-        thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # rows that belong to no request
-        lowest = _lowest()
-        if any(thresholds):
-            _active.sets = extract(logprobs, thresholds, batch_next_token_ids, lowest=lowest)
-        if _active.drawing is not None:
-            _active.drawn = _active.drawing.sets(logprobs, batch_next_token_ids, lowest=lowest)
+    _take(logprobs, batch_next_token_ids)
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
+
+
+def attach_logprobs(
+    original: Callable[..., None],
+    self: Any,
+    logits_output: Any,
+    logprobs: torch.Tensor,
+    top_logprobs_nums: list[int],
+    token_ids_logprobs: list[Any],
+    sampling_info: Any,
+    batch_next_token_ids: torch.Tensor,
+) -> None:
+    """AROUND hook on `Sampler._attach_logprobs_to_output`, which does the same before 0.5.16."""
+    _take(logprobs, batch_next_token_ids)
+    original(
+        self,
+        logits_output,
+        logprobs,
+        top_logprobs_nums,
+        token_ids_logprobs,
+        sampling_info,
+        batch_next_token_ids,
+    )
+
+
+def _take(logprobs: torch.Tensor, sampled_ids: torch.Tensor) -> None:
+    if _active is None:
+        return
+    thresholds = _active.rows.thresholds
+    thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # rows that belong to no request
+    lowest = _lowest()
+    if any(thresholds):
+        _active.sets = extract(logprobs, thresholds, sampled_ids, lowest=lowest)
+    if _active.drawing is not None:
+        _active.drawn = _active.drawing.sets(logprobs, sampled_ids, lowest=lowest)
 
 
 def _lowest() -> float | None:
@@ -101,7 +125,7 @@ def _lowest() -> float | None:
     `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, has a logit of -1e30 stand for -inf. Where
     SGLang reports `log_softmax` (greedy rows), a forbidden token then has a finite log-prob like that.
     """
-    return -1e20 if sanitizes_logits() else None
+    return -1e20 if internals().sanitizes_logits() else None
 
 
 @dataclass(frozen=True)

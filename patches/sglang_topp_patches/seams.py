@@ -11,13 +11,14 @@ import functools
 import inspect
 import pkgutil
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from sglang_topp_patches.budget import budget_problem
-from sglang_topp_patches.releases import RELEASES, Seam
+from sglang_topp_patches.releases import RELEASES, UNLISTED, Release, installed
+from sglang_topp_patches.seam_groups import Seam
 
-__all__ = ["SeamCheck", "Status", "check_seams", "difference", "status"]
+__all__ = ["SeamCheck", "Status", "check_seams", "difference", "nearest", "status"]
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,34 @@ class Status:
             "version": version("sglang-topp"),
             "active": self.active,
             "seams": {check.seam.target: check.problem or "holds" for check in self.checks},
+            "refused": dict(installed()[1].refused),
             "problems": list(self.problems),
         }
 
 
 def check_seams() -> Status:
     """Look at every seam of the installed SGLang release, whether hooks are in place or not."""
-    try:
-        installed = version("sglang")
-    except PackageNotFoundError:
+    name, release = installed()
+    if not name:
         return Status("", (), ("SGLang is not installed",))
-    seams = RELEASES.get(installed)
-    if seams is None:
+    if release is UNLISTED:
         supported = ", ".join(RELEASES)
-        return Status(installed, (), (f"SGLang {installed} is not supported; supported: {supported}",))
-    checks = tuple(SeamCheck(seam, _problem(seam)) for seam in seams)
+        return Status(name, (), (f"SGLang {name} is not supported; supported: {supported}",))
+    checks = _checks(release)
     problems = [f"{c.seam.target}: {c.problem}" for c in checks if c.problem]
-    return Status(installed, checks, tuple(filter(None, [*problems, budget_problem()])))
+    return Status(name, checks, tuple(filter(None, [*problems, budget_problem()])))
+
+
+def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
+    """The listed release that the installed SGLang, itself not listed, has the most seams of, and what was
+    found at each of them."""
+    found = {name: _checks(release) for name, release in RELEASES.items()}
+    best = min(found, key=lambda name: sum(bool(check.problem) for check in found[name]))
+    return best, found[best]
+
+
+def _checks(release: Release) -> tuple[SeamCheck, ...]:
+    return tuple(SeamCheck(seam, _problem(seam)) for seam in release.seams)
 
 
 @functools.cache
@@ -82,7 +94,7 @@ def status() -> Status:
 
     found = check_seams()
     patched: set[str] = getattr(HookRegistry, "_patched", set())
-    idle = [c.seam.target for c in found.checks if c.seam.hooked and c.seam.target not in patched]
+    idle = [c.seam.target for c in found.checks if c.seam.hooks and c.seam.target not in patched]
     problems = found.problems + tuple(
         f"{target}: its hook is not in place; is the plugin allowed by SGLANG_PLUGINS, and does SGLang's log"
         " show an error from it?"
@@ -104,7 +116,7 @@ def _problem(seam: Seam) -> str:
 
 
 def difference(seam: Seam, names: tuple[str, ...]) -> str:
-    """How what stands at a seam and takes `names` differs from what the hooks rely on; empty where it does not."""
+    """How what stands at a seam, and takes `names`, differs from what the hooks rely on; or nothing."""
     missing = [name for name in seam.parameters if name not in names]
     if missing:
         return f"takes ({', '.join(names)}), expected {', '.join(missing)} among them"

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_topp_patches import mode, model, routes
 from sglang_topp_patches.budget import budget, in_flight
 from sglang_topp_patches.payload import KEY
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.seams import status
 from sglang_topp_patches.staging import counts
 
@@ -43,7 +44,7 @@ def add_status(result: dict[str, Any], server_args: Any, scheduler_info: Any) ->
         "staging": _staging(),
         "model": model.to_record(),
         # Asked only of a release that is supported: another may not have the switch.
-        "sanitizes_logits": report["active"] and model.sanitizes_logits(),
+        "sanitizes_logits": report["active"] and internals().sanitizes_logits(),
     }
     return result
 

@@ -35,9 +35,17 @@ from sglang_topp_patches.payload import (
     join,
 )
 from sglang_topp_patches.received import EndedError, Received
+from sglang_topp_patches.releases import Feature, internals, refused
 from sglang_topp_patches.routes import current_call
 
-__all__ = ["merge_chunks", "receive_entries", "repeat_nothing", "write_meta_info", "write_sets"]
+__all__ = [
+    "merge_chunks",
+    "receive_entries",
+    "repeat_nothing",
+    "write_meta_info",
+    "write_sets",
+    "write_sets_of",
+]
 
 _ARRIVED = "_sglang_topp_arrived"
 _RECEIVED = "_sglang_topp_received"
@@ -48,10 +56,8 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
 
     What stays is what SGLang would have received without us.
     """
-    from sglang.srt.managers.io_struct import unwrap_from_pickle
-
     nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
-    info = unwrap_from_pickle(getattr(recv_obj, "customized_info", None)) or {}
+    info = internals().take_customized_info(recv_obj)
     entries, prompt_rows = info.pop(KEY, nothing), info.pop(PROMPT_KEY, nothing)
     if entries is not nothing or prompt_rows is not nothing:
         recv_obj.customized_info = info or None
@@ -68,9 +74,10 @@ def write_meta_info(
     top_logprobs_num: int,
     token_ids_logprob: Any,
     return_text_in_logprobs: bool,
-    finished: bool,
+    **kwargs: Any,
 ) -> None:
     """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`."""
+    finished = meta_info["finish_reason"] is not None
     get = vars(state.obj).get
     field, base64 = asking_field(get), get(BASE64)
     at_end = get(AT_END, False)
@@ -81,7 +88,7 @@ def write_meta_info(
     stream = getattr(state.obj, "stream", False) and not at_end
     shown = stream or finished
     # An incremental chunk holds the positions since the last one; everything else is cumulative.
-    start = state.last_output_offset if stream and self.incremental_streaming_output else 0
+    start = state.last_output_offset if stream and internals().streams_increments(self) else 0
     if base64 and top_logprobs_num and shown and not at_end:
         _write_top_k(meta_info, state, start)
     if not field:
@@ -127,6 +134,36 @@ def write_sets(
     return _with_sets(chunks, self, state)
 
 
+def write_sets_of(
+    original: Callable[..., AsyncGenerator[dict[str, Any], None]], self: Any, obj: Any, request: Any = None
+) -> AsyncGenerator[dict[str, Any], None]:
+    """AROUND hook on `TokenizerManager._wait_one_response`: the same before 0.5.19."""
+    chunks = original(self, obj, request)
+    if not asking_field(vars(obj).get):
+        return chunks
+    return _with_status(_with_sets(chunks, self, self.rid_to_state[obj.rid]), obj)
+
+
+async def _with_status(
+    chunks: AsyncGenerator[dict[str, Any], None], obj: Any
+) -> AsyncGenerator[dict[str, Any], None]:
+    """SGLang answers some errors with a status of its own, and others with a 200: every one has its own."""
+    from fastapi import HTTPException
+
+    async with aclosing(chunks):
+        try:
+            async for out in chunks:
+                reason = out["meta_info"].get("finish_reason") or {}
+                status = reason.get("status_code") if reason.get("type") == "abort" else None
+                if status is not None and not getattr(obj, "stream", False):
+                    raise HTTPException(int(status), reason.get("message"))
+                yield out
+        except EndedError as error:
+            if getattr(obj, "stream", False):
+                raise
+            raise HTTPException(error.status_code, str(error)) from error
+
+
 async def _with_sets(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, state: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
@@ -160,7 +197,7 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, received: Received) 
     meta_info, obj = out["meta_info"], state.obj
     start, stop = meta_info.pop(KEY)
     at_end = getattr(obj, AT_END, False)
-    incremental = getattr(obj, "stream", False) and self.incremental_streaming_output and not at_end
+    incremental = getattr(obj, "stream", False) and internals().streams_increments(self) and not at_end
     if not incremental:
         # SGLang goes on writing into these lists until the chunk is sent.
         if "output_ids" in out:
@@ -168,7 +205,7 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, received: Received) 
         meta_info["output_token_logprobs"] = meta_info["output_token_logprobs"][: max(stop, 1)]
     target = meta_info.setdefault(SETS, {"output_ids": state.output_ids[:stop]}) if at_end else meta_info
     target[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
-    if stop:
+    if stop and not refused(Feature.WEIGHT_VERSIONS):
         target.update(received.versions.meta_info(stop))
     sides: list[tuple[wire.Side, Positions]] = [("output", join(islice(received.generated, start, stop)))]
     if received.prompt:
@@ -177,7 +214,7 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, received: Received) 
         if getattr(obj, BASE64, False):
             fields = wire.encode_sets(side, positions.token_ids, positions.logprobs, positions.lengths)
         else:
-            with_text = obj.return_text_in_logprobs and not self.skip_tokenizer_init
+            with_text = obj.return_text_in_logprobs and not internals().skips_tokenizer(self)
             fields = _list_form(self, side, positions, with_text)
         target.update(fields)
     if incremental:
@@ -216,7 +253,7 @@ def repeat_nothing(original: Callable[..., None], self: Any, recv_obj: Any) -> N
     original(self, recv_obj)
     if state is None or not asking_field(vars(state.obj).get):
         return
-    if getattr(state.obj, "stream", False) and self.incremental_streaming_output:
+    if getattr(state.obj, "stream", False) and internals().streams_increments(self):
         from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
 
         out = state.out_list[-1]

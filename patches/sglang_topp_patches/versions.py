@@ -10,18 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Versions", "version_in_force"]
-
-
-def version_in_force() -> str:
-    """The name of the weights that a pass runs with now, in the scheduler process.
-
-    SGLang changes weights and name between two passes, in the thread that launches them.
-    """
-    from sglang.srt.runtime_context import get_serving
-
-    version: str = get_serving().weight_version
-    return version
+__all__ = ["Versions"]
 
 
 class Versions:

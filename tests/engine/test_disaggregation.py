@@ -25,9 +25,13 @@ from transformers import AutoModelForCausalLM
 
 from sglang_topp import CandidateSets, wire
 from sglang_topp_client import RolloutClient
+from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_rollout, checked_sets
+from tests.engine.features import skip_without
 from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 from tests.engine.running import Engine, free_port, run_engine, run_gateway
+
+skip_without(Feature.DISAGGREGATION)
 
 if find_spec("nixl_cu13") is None:
     pytest.skip("nixl-cu13 is not installed: nothing moves a KV cache without a GPU", allow_module_level=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_topp_patches.releases import RELEASES
+from sglang_topp_patches.releases import RELEASES, installed
 from tests.engine.running import run_engine
 
 # Read by every Python process that has its folder on PYTHONPATH: SGLang claims to be another release.
@@ -19,12 +19,28 @@ original = metadata.version
 metadata.version = lambda name: "0.5.99" if name == "sglang" else original(name)
 """
 
+# And ours was written for a release that has one function elsewhere, and another with a parameter more.
+MOVED_AND_CHANGED = """
+from dataclasses import replace
+from types import MappingProxyType
+from sglang_topp_patches import releases
+
+batch = "sglang.srt.managers.schedule_batch."
+new = {
+    batch + "FINISH_ABORT": {"target": batch + "no_longer_here.FINISH_ABORT"},
+    batch + "Req.set_finish_with_abort": {"parameters": ("self", "error_msg", "cause")},
+}
+release = releases.RELEASES[original("sglang")]
+seams = tuple(replace(seam, **new.get(seam.target, {})) for seam in release.seams)
+releases.RELEASES = MappingProxyType({"0.5.23": replace(release, seams=seams)})
+"""
+
 
 @pytest.fixture
 def another_release(tmp_path: Path) -> dict[str, str]:
     """An environment in which SGLang is of a release that the patch set does not know."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_RELEASE)
-    return {"PYTHONPATH": str(tmp_path)}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
 
 
 def _sglang_topp(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -71,8 +87,10 @@ def test_serve_says_why_and_exits_non_zero(model_path: Path, another_release: di
 def test_doctor_holds_here() -> None:
     ended = _sglang_topp("doctor")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for seam in RELEASES["0.5.23"]:
+    for seam in installed()[1].seams:
         assert f"holds  {seam.target}" in ended.stdout
+    for feature in installed()[1].refused:
+        assert f"refused: {feature}: " in ended.stdout
     assert ended.stdout.splitlines()[-1] == "the patch set holds"
 
 
@@ -85,4 +103,24 @@ def test_doctor_names_a_plugin_that_was_left_out() -> None:
 def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
     ended = _sglang_topp("doctor", env=another_release)
     assert ended.returncode == 1
-    assert "SGLang 0.5.99 is not supported; supported: 0.5.23" in ended.stdout
+    assert f"SGLang 0.5.99 is not supported; supported: {', '.join(RELEASES)}" in ended.stdout
+    assert "not a supported release; compared with 0.5." in ended.stdout
+    for seam in installed()[1].seams:
+        assert f"holds  {seam.target}" in ended.stdout
+    assert "FAILS" not in ended.stdout
+
+
+def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_path: Path) -> None:
+    """Two functions of the other release moved or changed: a scheduler's under another name, as of old."""
+    with (tmp_path / "sitecustomize.py").open("a") as changed:
+        changed.write(MOVED_AND_CHANGED)
+    ended = _sglang_topp("doctor", env=another_release)
+    assert ended.returncode == 1
+    lines = [line.strip() for line in ended.stdout.splitlines()]
+    moved = lines.index("FAILS  sglang.srt.managers.schedule_batch.no_longer_here.FINISH_ABORT")
+    assert lines[moved + 1].startswith("not found (")
+    assert lines[moved + 2] == "that name is at sglang.srt.managers.schedule_batch.FINISH_ABORT"
+    changed_to = lines.index("FAILS  sglang.srt.managers.schedule_batch.Req.set_finish_with_abort")
+    assert lines[changed_to + 1] == "takes (self, error_msg), expected cause among them"
+    assert f"{len(installed()[1].seams) - 2} of its {len(installed()[1].seams)} seams hold" in lines
+    assert lines[-1] == "the patch set does NOT hold: requests are refused"

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.checks import checked_sets
+from tests.engine.features import needs_native_masks
 from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 from tests.engine.running import Engine
 
@@ -54,6 +55,7 @@ def test_sets_equal_the_definition_on_transformers_logprobs(
     assert compared > total / 3, f"only {compared} of {total} positions were clear of rounding"
 
 
+@needs_native_masks()
 @pytest.mark.parametrize(
     "sampling",
     [

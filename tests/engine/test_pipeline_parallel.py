@@ -18,9 +18,13 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_topp import wire
+from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_whole, checked_sets
 from tests.engine.conftest import VOCAB_SIZE
+from tests.engine.features import skip_without
 from tests.engine.running import Engine, run_engine
+
+skip_without(Feature.PIPELINE)
 
 PER_SAMPLE, IN_FLIGHT = 60 * VOCAB_SIZE, 150 * VOCAB_SIZE
 SAMPLING = {"max_new_tokens": 20, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}

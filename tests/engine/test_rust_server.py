@@ -3,6 +3,7 @@ refused there, and everybody who can be told is told."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +14,9 @@ import pytest
 from sglang_topp.errors import MissingCandidateSetsError
 from sglang_topp_client import RolloutClient
 from tests.engine.running import run_engine
+
+if importlib.util.find_spec("sglang.srt.rust_server") is None:
+    pytest.skip("this SGLang has no Rust server", allow_module_level=True)
 
 RUST = {"SGLANG_RUST_SERVER": "1"}
 

@@ -17,9 +17,13 @@ import torch
 from sglang_topp import CandidateSets
 from sglang_topp.replay import candidate_logprobs, replayed_old_logprobs
 from sglang_topp_client import RolloutClient
+from sglang_topp_patches.releases import Feature
 from tests.engine.checks import checked_sets
 from tests.engine.conftest import VOCAB_SIZE
+from tests.engine.features import skip_without
 from tests.engine.running import Engine, run_sidecar
+
+skip_without(Feature.SAMPLER_SOURCE)
 
 SAMPLING = {"max_new_tokens": 12, "ignore_eos": True}
 ASKED = {"return_logprob": True, "return_logprobs_in_base64": True, "top_logprobs_source": "sampler"}

@@ -18,10 +18,14 @@ import pytest
 
 from sglang_topp import wire
 from sglang_topp_client import AsyncRolloutClient
+from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_rollout, checked_sets
+from tests.engine.features import skip_without
 from tests.engine.in_flight import InFlight
 from tests.engine.running import Engine, run_sidecar
 from tests.engine.weights import check_answer, check_sets, versions_of
+
+skip_without(Feature.WEIGHT_VERSIONS)
 
 P = 0.9
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]

@@ -15,7 +15,9 @@ import openai
 import pytest
 
 from sglang_topp import CandidateSets, wire
+from sglang_topp_patches.releases import Feature
 from tests.engine.checks import checked_sets
+from tests.engine.features import needs
 from tests.engine.in_flight import InFlight
 from tests.engine.running import Engine, run_engine
 from tests.engine.weights import check_answer, versions_of
@@ -197,6 +199,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@needs(Feature.WEIGHT_VERSIONS)
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_incremental_chunks_over_new_weights(
     tight_engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any], mode: str

@@ -5,8 +5,8 @@
     python -m tests.matrix seams [RELEASE ...]    only whether the patch set's seams are in its package
     python -m tests.matrix table                  the README's table, from the results
 
-Every release is left as `releases/RELEASE.json` when it is done, so a run that was ended goes on with the next
-one; remove the file to have it run again. The exit status is 1 where something does not hold.
+Every release is left as `releases/RELEASE.json` when it is done, so a run that was ended goes on with the
+next one; remove the file to have it run again. The exit status is 1 where something does not hold.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _run(release: Release) -> None:
 def _refused(release: Release) -> dict[str, str]:
     """What is not served on it, and why, as the patch set has it."""
     served = SERVED.get(release.version)
-    return {str(what): why for what, why in getattr(served, "refused", {}).items()}
+    return {} if served is None else {str(what): why for what, why in served.refused.items()}
 
 
 def _environment() -> dict[str, str]:

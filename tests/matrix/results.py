@@ -1,7 +1,7 @@
 """What the matrix leaves behind: one JSON file for each release, and the table that the README shows.
 
-    {"release", "python", "torch", "date", "commit", "code", "set", "doctor",
-     "tests": {"passed", "failed", "skipped"}, "failures": [...], "skipped": {reason: count}, "refused": {...}}
+    {"release", "python", "torch", "set", "code", "doctor", "tests": {"passed", "failed", "skipped"},
+     "failures": [...], "skipped": {reason: count}, "refused": {what: why}, "date", "commit"}
 
 `set` is "whole" or "short"; `refused` says what is not served on the release, and why. `code` is a digest of
 all that was tested: where it is still the same, the release need not be run again.
@@ -116,10 +116,8 @@ def table(results: Sequence[Result]) -> str:
         if each.tests["failed"]:
             count += f", {each.tests['failed']} failed"
         refused = "; ".join(f"`{what}`: {why}" for what, why in each.refused.items())
-        python = ".".join(each.python.split(".")[:2])
-        lines.append(
-            f"| {each.release} | {each.torch.partition('+')[0]} | {python} | {each.state} | {count} | {refused} |"
-        )
+        torch, python = each.torch.partition("+")[0], ".".join(each.python.split(".")[:2])
+        lines.append(f"| {each.release} | {torch} | {python} | {each.state} | {count} | {refused} |")
     lines.append(
         "| any other | | | refused | | requests for sets get a 400 that says so, everything else is served |"
     )

@@ -1,4 +1,4 @@
-"""Every seam of a release, looked at in its source: SGLang's package alone is unpacked, nothing is started."""
+"""Every seam of a release, looked at in its source: SGLang's package is unpacked, and nothing is started."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def seam_problems(source: PackageSource, version: str) -> list[str]:
     if version not in RELEASES:
         return [f"the patch set does not list SGLang {version}"]
     found = []
-    for seam in RELEASES[version]:
+    for seam in RELEASES[version].seams:
         try:
             differs = difference(seam, source.parameters(seam.target))
         except LookupError as error:

@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
-from sglang.srt.managers.auxiliary_output import CommittedTokens
 from torch import Tensor
 
 from sglang_topp import nucleus
@@ -23,8 +22,10 @@ from sglang_topp_patches import extract as cpu
 from sglang_topp_patches import prefill, sampler, staging, support
 from sglang_topp_patches.budget import Budget
 from sglang_topp_patches.extract import extract
+from sglang_topp_patches.lifecycle import Committed
 from sglang_topp_patches.payload import KEY, PROMPT_KEY
 from sglang_topp_patches.pipeline import PassSets
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.row_sets import RowSets
 from sglang_topp_patches.rows import Rows, _TopLogprobsNums
 from tests.gpu import gpu, no_waits
@@ -45,7 +46,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def no_word_of_the_model() -> Iterator[None]:
-    with mock.patch.object(sampler, "sanitizes_logits", return_value=False):
+    with mock.patch.object(type(internals()), "sanitizes_logits", return_value=False):
         yield
 
 
@@ -106,8 +107,8 @@ def request(rid: str) -> Any:
     )
 
 
-def committed(token: int) -> CommittedTokens:
-    return CommittedTokens(output_index=0, token_ids=(token,))
+def committed(token: int) -> Committed:
+    return Committed(output_index=0, token_ids=(token,))
 
 
 @BOTH

@@ -10,17 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.auxiliary_output import append_auxiliary_output
-from sglang.srt.sampling.sampling_observer_pp import (
-    add_auxiliary_output_to_pp_tensors,
-    pop_auxiliary_output_from_pp_tensors,
-)
 
 from sglang_topp_patches.extract import extract, extract_support
 from sglang_topp_patches.pipeline import PassSets, add_to_stage_output, take_from_stage_output
 from sglang_topp_patches.prefill import PromptSets
+from sglang_topp_patches.releases import Feature, internals, refused
 from sglang_topp_patches.rows import Rows
 from sglang_topp_patches.sampler import GeneratedSets
+
+if reason := refused(Feature.PIPELINE):
+    pytest.skip(f"refused on this SGLang: {reason}", allow_module_level=True)
+
+from sglang.srt.sampling.sampling_observer_pp import (
+    add_auxiliary_output_to_pp_tensors,
+    pop_auxiliary_output_from_pp_tensors,
+)
 
 VOCAB = 32
 
@@ -111,7 +115,7 @@ def test_no_sets_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_plugins_output_goes_its_own_way(monkeypatch: pytest.MonkeyPatch, sets: PassSets) -> None:
     theirs = OtherPlugin(torch.arange(4))
-    for output in (append_auxiliary_output(theirs, sets), append_auxiliary_output(sets, theirs)):
+    for output in (internals().append(theirs, sets), internals().append(sets, theirs)):
         tensors = send(monkeypatch, output, 2)
         arrived = take_from_stage_output(pop_auxiliary_output_from_pp_tensors, tensors, theirs)
         assert same(arrived.outputs[0], theirs)

@@ -1,0 +1,77 @@
+"""What SGLang's HTTP server has no function for before 0.5.22: a 400 for bad input to /generate before a
+stream begins, and word of the patch set in GET /server_info."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang_topp_patches import request, routes, server_info
+from sglang_topp_patches.payload import FIELDS
+
+__all__ = ["Additions", "install"]
+
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+_SERVER_INFO = ("/server_info", "/get_server_info")
+
+
+class Additions:
+    """ASGI middleware, behind authentication."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in _SERVER_INFO and scope["method"] == "GET":
+            return await self._add_status(scope, receive, send)
+        if path == "/generate" and scope["method"] in ("POST", "PUT"):
+            body, receive = await routes.read_body(receive)
+            if error := _problem(body):
+                return await JSONResponse({"error": error}, 400)(scope, receive, send)
+        await self._app(scope, receive, send)
+
+    async def _add_status(self, scope: Scope, receive: Receive, send: Send) -> None:
+        messages: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            messages.append(message)
+
+        await self._app(scope, receive, keep)
+        start, *parts = messages
+        body = b"".join(part.get("body", b"") for part in parts)
+        if start["status"] == 200:
+            manager = sys.modules[_HTTP_SERVER]._global_state.tokenizer_manager
+            content = server_info.add_status(json.loads(body), manager.server_args, None)
+            return await JSONResponse(content)(scope, receive, send)
+        headers = {name.decode(): value.decode() for name, value in start["headers"]}
+        await Response(body, start["status"], headers)(scope, receive, send)
+
+
+def install(result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `TokenizerManager.__init__`: put `Additions` before the routes of SGLang's HTTP server,
+    in a process that has it."""
+    module = sys.modules.get(_HTTP_SERVER)
+    if module is None or module.app.middleware_stack is not None:
+        return
+    if not any(middleware.cls is Additions for middleware in module.app.user_middleware):
+        module.app.user_middleware.append(Middleware(Additions))
+
+
+def _problem(body: bytes) -> str | None:
+    # A name may be written with escapes; what names no field of ours is SGLang's to check.
+    if b"\\u" not in body and not any(field.encode() in body for field in FIELDS):
+        return None
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return request.check_body(None, parsed)

@@ -1,0 +1,111 @@
+"""What SGLang's HTTP server lacks before 0.5.22: a 400 before a stream begins, and word of the patch set."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from sglang_topp_patches import http_additions
+from sglang_topp_patches.http_additions import Additions
+from sglang_topp_patches.payload import KEY
+
+
+async def _echo(request: Request) -> Response:
+    return Response(await request.body())
+
+
+async def _server_info(request: Request) -> Response:
+    if "wrong" in request.query_params:
+        return JSONResponse({"error": "starting"}, 503, {"x-mine": "kept"})
+    return JSONResponse({"version": "0.5.15.post1", "internal_states": []})
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    manager = SimpleNamespace(server_args=SimpleNamespace())
+    state = SimpleNamespace(tokenizer_manager=manager)
+    server = SimpleNamespace(_global_state=state, app=SimpleNamespace(user_middleware=[]))
+    monkeypatch.setitem(sys.modules, http_additions._HTTP_SERVER, server)
+    routes = [
+        Route("/generate", _echo, methods=["POST", "PUT"]),
+        Route("/encode", _echo, methods=["POST"]),
+        Route("/server_info", _server_info),
+        Route("/get_server_info", _server_info),
+    ]
+    return TestClient(Starlette(routes=routes, middleware=[Middleware(Additions)]))
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"text": "x", "top_logprobs_p": 2, "return_logprob": True}, "top_logprobs_p: got 2"),
+        (
+            {"text": "x", "stream": True, "return_logprobs_in_base64": "yes"},
+            "return_logprobs_in_base64: got 'yes'",
+        ),
+        (
+            {"text": ["x", "y"], "top_logprobs_p": [0.5], "return_logprob": True},
+            "top_logprobs_p: got 1 values",
+        ),
+        (
+            {"text": "x", "sampling_params": {"custom_params": {"top_logprobs_p": "no"}}},
+            "sampling_params.custom_params.top_logprobs_p: got 'no'",
+        ),
+    ],
+)
+def test_bad_input_is_answered_before_the_route(
+    client: TestClient, method: str, body: dict[str, Any], problem: str
+) -> None:
+    escaped = json.dumps(body).replace("top_logprobs_p", "top\\u005flogprobs_p")
+    for text in (json.dumps(body), escaped):
+        answer = client.request(method, "/generate", content=text)
+        assert answer.status_code == 400
+        assert answer.json()["error"].startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"text": "hello"}',
+        b'{"text": "\\u00e9"}',
+        b"not JSON, with top_logprobs_p",
+        b"",
+        b"[" * 100_000 + b"top_logprobs_p",
+        b'["top_logprobs_p"]',
+        b'{"text": "' + b"x" * 3_000_000 + b'"}',
+    ],
+    ids=["plain", "escape", "no JSON", "empty", "deep", "list", "large"],
+)
+def test_all_else_reaches_the_route_as_it_came(client: TestClient, body: bytes) -> None:
+    assert client.post("/generate", content=body).content == body
+
+
+def test_other_routes_are_left_alone(client: TestClient) -> None:
+    body = b'{"text": "x", "top_logprobs_p": 2}'
+    assert client.post("/encode", content=body).content == body
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info_has_word_of_the_patch_set(client: TestClient, path: str) -> None:
+    info = client.get(path).json()
+    assert info["version"] == "0.5.15.post1"
+    assert info[KEY]["active"] is False  # no hook is in place here
+    assert info[KEY]["problems"]
+
+
+def test_an_error_of_server_info_stays_what_it_is(client: TestClient) -> None:
+    answer = client.get("/server_info?wrong=1")
+    assert answer.status_code == 503
+    assert answer.json() == {"error": "starting"}
+    assert answer.headers["x-mine"] == "kept"

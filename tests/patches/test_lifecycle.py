@@ -1,0 +1,135 @@
+"""Sets on their way without SGLang's auxiliary outputs: once, with the tokens that became visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_topp_patches import lifecycle
+from sglang_topp_patches.internals.auxiliary_output import Outputs, SentOnce
+from sglang_topp_patches.internals.customized_info import CustomizedInfo, take
+from sglang_topp_patches.internals.sampler_logprobs import SamplerLogprobsUnaligned
+from sglang_topp_patches.lifecycle import Committed
+from sglang_topp_patches.payload import KEY, PROMPT_KEY
+
+
+class Output:
+    """Notes what becomes of it."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.arange(3)
+        self.copies = 0
+        self.consumed: list[list[Committed | None]] = []
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Output:
+        assert torch.equal(copy_tensor(self.tensor), self.tensor)
+        self.copies += 1
+        return self
+
+    def consume(self, batch: Any, commits: Sequence[Committed | None]) -> None:
+        self.consumed.append(list(commits))
+
+
+def request(*output_ids: int) -> Any:
+    return SimpleNamespace(output_ids=list(output_ids), finished_len=None, customized_info=None)
+
+
+@pytest.fixture
+def result() -> Any:
+    """A pass's result, with sets on it."""
+    logits_output = SimpleNamespace()
+    CustomizedInfo().attach(logits_output, Output())
+    return SimpleNamespace(logits_output=logits_output)
+
+
+def step(batch: Any, result: Any, appending: Callable[[], None]) -> None:
+    """What SGLang does with a result: it appends the tokens, and then sends them."""
+
+    def original(self: Any, batch: Any, result: Any) -> None:
+        appending()
+        lifecycle.commit(None, batch.reqs, True)
+
+    lifecycle.process(original, None, batch, result)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_became_visible_is_committed_once(result: Any, overlap: bool) -> None:
+    output = result.logits_output.sglang_topp_device_output
+    if overlap:
+        lifecycle.copy_to_host(result, True)
+        assert output.copies == 1
+    grows, stays, stops = request(5, 6), request(7), request(8, 9)
+    batch = SimpleNamespace(reqs=[grows, stays, stops])
+
+    def appending() -> None:
+        grows.output_ids.append(11)
+        stops.output_ids.append(12)  # it ends with a stop string, before this token
+        stops.finished_len = 2
+
+    step(batch, result, appending)
+    assert output.copies == 1
+    assert output.consumed == [[Committed(2, (11,)), None, None]]
+    # The same result, and the next one without sets, commit nothing.
+    step(batch, result, lambda: grows.output_ids.append(13))
+    step(batch, SimpleNamespace(logits_output=SimpleNamespace()), lambda: grows.output_ids.append(14))
+    assert len(output.consumed) == 1
+
+
+def test_a_step_that_fails_leaves_nothing_behind(result: Any) -> None:
+    output = result.logits_output.sglang_topp_device_output
+    batch = SimpleNamespace(reqs=[request(1)])
+
+    def failing(self: Any, batch: Any, result: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        lifecycle.process(failing, None, batch, result)
+    lifecycle.commit(None, batch.reqs, True)
+    assert output.consumed == []
+
+
+def test_a_pass_begins_without_the_sets_of_another(result: Any) -> None:
+    CustomizedInfo().begin_pass(result.logits_output)
+    assert take(result.logits_output) is None
+
+
+def test_several_outputs_of_a_pass_are_consumed_in_order(result: Any) -> None:
+    first, second, third = (Output() for _ in range(3))
+    internals = CustomizedInfo()
+    for output in (first, second, third):
+        internals.attach(result.logits_output, output)
+    taken = take(result.logits_output)
+    assert isinstance(taken, Outputs)
+    assert taken.outputs[1:] == (first, second, third)
+    taken.copy_to_host(lambda tensor: tensor).consume(None, [None])
+    assert [output.consumed for output in (first, second, third)] == [[[None]]] * 3
+
+
+def test_a_prompts_rows_go_out_whole_and_once() -> None:
+    rows = SentOnce()
+    rows += ["a", "b", "c"]
+    assert rows[1] == "b"
+    assert rows[2:3] == ["a", "b", "c"]
+    assert rows[0:9] == []
+
+
+def test_entries_of_some_requests_arrive_with_those_requests() -> None:
+    """As SGLang 0.5.12 sends them: of each key, a list for those requests that have it."""
+    reqs = [request(), request(), request(), request()]
+    reqs[1].customized_info = {KEY: ["entry"], "theirs": [1]}
+    reqs[3].customized_info = {PROMPT_KEY: ["row"]}
+    SamplerLogprobsUnaligned().align(reqs)
+    assert [req.customized_info[KEY] for req in reqs] == [[], ["entry"], [], []]
+    assert [req.customized_info[PROMPT_KEY] for req in reqs] == [[], [], [], ["row"]]
+    assert "theirs" not in reqs[0].customized_info
+
+
+def test_requests_without_entries_stay_as_they_are() -> None:
+    reqs = [request(), request()]
+    reqs[1].customized_info = {"theirs": [1]}
+    SamplerLogprobsUnaligned().align(reqs)
+    assert [req.customized_info for req in reqs] == [None, {"theirs": [1]}]
