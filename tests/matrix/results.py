@@ -115,7 +115,7 @@ def table(results: Sequence[Result]) -> str:
         count = f"{each.tests['passed']:,} of the {each.set} set"
         if each.tests["failed"]:
             count += f", {each.tests['failed']} failed"
-        refused = "; ".join(f"`{what}`: {why}" for what, why in each.refused.items())
+        refused = "; ".join(f"`{what}`: {why}" for what, why in each.refused.items()).replace("|", "/")
         torch, python = each.torch.partition("+")[0], ".".join(each.python.split(".")[:2])
         lines.append(f"| {each.release} | {torch} | {python} | {each.state} | {count} | {refused} |")
     lines.append(
