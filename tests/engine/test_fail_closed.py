@@ -111,7 +111,7 @@ def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
 
 
 def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_path: Path) -> None:
-    """Two functions of the other release moved or changed: a scheduler's under another name, as of old."""
+    """The installed SGLang has a class of the scheduler's elsewhere, and a method takes one thing less."""
     with (tmp_path / "sitecustomize.py").open("a") as changed:
         changed.write(MOVED_AND_CHANGED)
     ended = _sglang_topp("doctor", env=another_release)
@@ -121,6 +121,7 @@ def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_p
     assert lines[moved + 1].startswith("not found (")
     assert lines[moved + 2] == "that name is at sglang.srt.managers.schedule_batch.FINISH_ABORT"
     changed_to = lines.index("FAILS  sglang.srt.managers.schedule_batch.Req.set_finish_with_abort")
-    assert lines[changed_to + 1] == "takes (self, error_msg), expected cause among them"
+    assert lines[changed_to + 1].startswith("takes (self, error_msg")
+    assert lines[changed_to + 1].endswith("), expected cause among them")
     assert f"{len(installed()[1].seams) - 2} of its {len(installed()[1].seams)} seams hold" in lines
     assert lines[-1] == "the patch set does NOT hold: requests are refused"
