@@ -41,9 +41,9 @@ def environment(release: Release) -> Iterator[Path]:
 
 
 def pin(release: Release) -> None:
-    """Write the release's lock anew: the newest of everything that goes with it, with hashes.
+    """Write the release's lock anew: the newest of everything that goes with it, with hashes, from wheels.
 
-    It names no package index, so that it installs from whichever one is configured.
+    It names no package index, so that it installs from whichever one is configured, without a compiler.
     """
     FOLDER.mkdir(exist_ok=True)
     extras = [word for extra in _EXTRAS for word in ("--extra", extra)]
@@ -55,7 +55,15 @@ def pin(release: Release) -> None:
         _uv(
             *("pip", "compile", "pyproject.toml", *extras, "--group", "matrix", *given),
             *("--python-version", release.python, "--generate-hashes", "--no-emit-index-url", "--no-header"),
-            *("--no-annotate", "--quiet", "--upgrade", "--output-file", release.lock),
+            *(
+                "--only-binary",
+                ":all:",
+                "--no-annotate",
+                "--quiet",
+                "--upgrade",
+                "--output-file",
+                release.lock,
+            ),
         )
 
 

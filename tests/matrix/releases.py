@@ -61,6 +61,8 @@ class Release:
 _KERNELS = ("kernels<0.13",)
 # It pins a pre-release that cannot be built from its package.
 _CUDA_TILE = ("cuda-tile==1.6.0",)
+# What outlines asks for has no wheel for Python 3.13; nothing but `--grammar-backend outlines` imports it.
+_OUTLINES_CORE = ("outlines-core==0.2.14",)
 
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
@@ -79,7 +81,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
             Release("0.5.14"),
             Release("0.5.13.post1"),
             Release("0.5.13"),
-            Release("0.5.12.post1", python="3.13", constraints=_KERNELS),
+            Release("0.5.12.post1", python="3.13", constraints=_KERNELS, overrides=_OUTLINES_CORE),
             Release("0.5.12", python="3.12", whole=True, constraints=_KERNELS),
         )
     }
