@@ -33,7 +33,8 @@ def environment(release: Release) -> Iterator[Path]:
         _uv("venv", "--quiet", "--python", release.python, _ENVIRONMENT)
         executables = _ENVIRONMENT / "bin"
         into = ("--quiet", "--python", executables / "python")
-        _uv("pip", "install", *into, "--require-hashes", "--requirements", release.lock)
+        # The lock has all of it, and with an override other versions than some package asks for.
+        _uv("pip", "install", *into, "--no-deps", "--require-hashes", "--requirements", release.lock)
         _uv("pip", "install", *into, "--no-deps", "--no-build-isolation", "--editable", ROOT)
         yield executables
     finally:

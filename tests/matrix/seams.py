@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import sglang_topp_patches
@@ -16,7 +19,7 @@ from sglang_topp_patches.seams import difference
 from tests.matrix.environment import UV
 from tests.matrix.releases import Release
 
-__all__ = ["problems", "seam_problems", "top_imports"]
+__all__ = ["hook_imports", "problems", "seam_problems", "top_imports"]
 
 
 def problems(release: Release) -> list[str]:
@@ -34,8 +37,9 @@ def problems(release: Release) -> list[str]:
         subprocess.run([*command, "--requirements", requirement], check=True)
         source = PackageSource(into)
         found = seam_problems(source, release.version)
-        missing = [name for name in sorted(set(top_imports())) if not source.has(name)]
-    return found + [f"{name}: imported by every release's hooks, and not there" for name in missing]
+        imported = {*top_imports(), *hook_imports(release.version)}
+        missing = [name for name in sorted(imported) if not source.has(name)]
+    return found + [f"{name}: is imported there, and does not exist" for name in missing]
 
 
 def seam_problems(source: PackageSource, version: str) -> list[str]:
@@ -57,11 +61,28 @@ def top_imports() -> Iterator[str]:
     """The names of SGLang's that modules of the patch set import when they are imported themselves."""
     (folder,) = sglang_topp_patches.__path__
     for path in sorted(Path(folder).rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "sglang":
-                yield from (f"{node.module}.{each.name}" for each in node.names)
-            elif isinstance(node, ast.Import):
-                yield from (each.name for each in node.names if each.name.partition(".")[0] == "sglang")
+        yield from _imports(ast.parse(path.read_text()).body)
+
+
+def hook_imports(version: str) -> Iterator[str]:
+    """The names of SGLang's that a listed release's hooks, and its internals, import when they are called."""
+    release = RELEASES.get(version)
+    if release is None:
+        return
+    internals = type(release.internals)
+    functions = [function for _, function in inspect.getmembers(internals, inspect.isfunction)]
+    for seam in release.seams:
+        functions += [pkgutil.resolve_name(f"sglang_topp_patches.{hook.function}") for hook in seam.hooks]
+    for function in functions:
+        yield from _imports(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+
+
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "sglang":
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name.partition(".")[0] == "sglang")
 
 
 def _pinned(lock: str, package: str) -> str:
