@@ -60,7 +60,7 @@ class PackageSource:
         name = target.rpartition(".")[2]
         found = []
         for path in sorted((self._root / self._name).rglob("*.py")):
-            text = path.read_text(encoding="utf-8", errors="replace")
+            text = path.read_text(encoding="utf-8-sig", errors="replace")
             if f"def {name}(" not in text and f"class {name}" not in text:
                 continue
             module = ".".join(path.relative_to(self._root).with_suffix("").parts).removesuffix(".__init__")
@@ -164,7 +164,7 @@ class PackageSource:
         if path is None:
             raise LookupError(f"there is no module {module}")
         # A folder without an __init__.py is a package too.
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        text = path.read_text(encoding="utf-8-sig") if path.is_file() else ""
         return ast.parse(text)
 
     def _path(self, module: str) -> Path | None:

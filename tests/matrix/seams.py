@@ -14,12 +14,15 @@ from pathlib import Path
 
 import sglang_topp_patches
 from sglang_topp_patches.package_source import PackageSource
-from sglang_topp_patches.releases import RELEASES
+from sglang_topp_patches.releases import RELEASES, Feature
 from sglang_topp_patches.seams import difference
 from tests.matrix.environment import UV
 from tests.matrix.releases import Release
 
 __all__ = ["hook_imports", "problems", "seam_problems", "top_imports"]
+
+# Which of `Internals` is asked for a feature alone: where that is refused, nobody calls it.
+_ASKED_FOR = {"sampling": Feature.SAMPLER_SOURCE, "weight_version": Feature.WEIGHT_VERSIONS}
 
 
 def problems(release: Release) -> list[str]:
@@ -70,7 +73,11 @@ def hook_imports(version: str) -> Iterator[str]:
     if release is None:
         return
     internals = type(release.internals)
-    functions = [function for _, function in inspect.getmembers(internals, inspect.isfunction)]
+    functions = [
+        function
+        for name, function in inspect.getmembers(internals, inspect.isfunction)
+        if _ASKED_FOR.get(name) not in release.refused
+    ]
     for seam in release.seams:
         functions += [pkgutil.resolve_name(f"sglang_topp_patches.{hook.function}") for hook in seam.hooks]
     for function in functions:

@@ -17,7 +17,8 @@ from sglang_topp_patches.releases import RELEASES
 
 PACKAGE = {
     "__init__.py": "from pkg.inner import moved as here\nfrom .plain import Base\nimport json\n",
-    "inner/__init__.py": "from .deep import moved\nfrom ..plain import outer as renamed\nalias = renamed\n",
+    # Some of SGLang's begin with a byte order mark.
+    "inner/__init__.py": "\ufefffrom .deep import moved\nfrom ..plain import outer as renamed\nalias = renamed\n",
     "inner/deep.py": """
 try:
     import no_such_module
