@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sglang.srt.platforms.interface import SRTPlatform
 
-    from sglang_topp_patches import cpu_platform
+    from sglang_topp_patches import cpu_platform, kernel_stand_ins
 
 
 def _accelerator(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
@@ -45,11 +45,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def _imports_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Afterwards no stand-in is left, and what they stood in for is there again."""
+    """Without stand-ins, which an older release may have had from the start; afterwards all is as it was."""
     kept = {name: module for name, module in sys.modules.items() if _is_stood_in_for(name)}
     for name in kept:
         del sys.modules[name]
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, kernel_stand_ins._Finder)]
+    monkeypatch.setattr(sys, "meta_path", finders)
     yield
     for name in [name for name in sys.modules if _is_stood_in_for(name)]:
         del sys.modules[name]
