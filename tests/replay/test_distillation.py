@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -512,3 +516,25 @@ def test_sets_that_cannot_be_of_this_vocabulary(direction, outside, sets):
     too_much = CandidateSets([1, 2], [-0.2, -0.3], [0, 2], [1])
     with pytest.raises(InvalidCandidateSetsError, match=r"at position 0 add up to 1\.55955, expected"):
         distillation_loss(hidden[:1], weight, too_much, **options)
+
+
+def test_the_readmes_lines(sets):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (program,) = (block for block in blocks if "distillation_loss(" in block)
+    states, weight, _ = make(torch.float32)
+    weight.requires_grad_()
+    cut = [sets[:6], sets[6:]]
+    names = {
+        "student_client": SimpleNamespace(generate=lambda prompts, sampling: [object(), object()]),
+        "teacher_client": SimpleNamespace(
+            score=lambda rollouts, top_logprobs_p: [SimpleNamespace(candidates=one) for one in cut]
+        ),
+        "model": SimpleNamespace(lm_head=SimpleNamespace(weight=weight)),
+    }
+    names |= {"prompts": ["a", "b"], "sampling": {}, "states": states}
+    exec(program, names | {"CandidateSets": CandidateSets, "distillation_loss": distillation_loss})
+    expected = torch.autograd.grad(
+        distillation_loss(states, weight, sets, direction="forward", outside="tail").mean(), weight
+    )
+    assert torch.equal(weight.grad, expected[0])
