@@ -3,7 +3,7 @@
     SECONDS=1800 REQUESTS=20000 python -m tests.soak [mixed] [kills] [abuse]
 
 SECONDS bounds the mixed requests and the abuse (two thirds and one third of it), REQUESTS the mixed ones;
-the kills take what five starts of SGLang take. The exit status is 1 where a goal is missed.
+the kills take what seven starts of SGLang take. The exit status is 1 where a goal is missed.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sglang_topp.errors import SglangToppError
 from sglang_topp_client import AsyncRolloutClient
+from tests.engine.checks import check_rollout
 from tests.engine.running import run_sidecar
 from tests.soak.processes import Process, tree_of
 from tests.soak.report import Report
@@ -26,7 +27,8 @@ _KNOWS_AT_ALL_S = 120.0
 
 
 async def run_kills(model: Path, folder: Path) -> AsyncGenerator[Report, None]:
-    """One line for each process of the tree, and one for a sidecar that stands alone."""
+    """One line for each process of the tree, one for a sidecar that stands alone, and one for an engine that
+    has another beside it: its samples are not lost."""
     with serve(model, folder / "kill-sidecar.log", *SGLANG_ARGUMENTS) as server:
         # The engine outlives a sidecar of its own, and what it ran for it ends.
         with run_sidecar(server.engine) as url:
@@ -38,6 +40,11 @@ async def run_kills(model: Path, folder: Path) -> AsyncGenerator[Report, None]:
             await client.generate("still there", {"max_new_tokens": 2}, top_logprobs_p=0.9)
         yield report
         yield await _kill_in(server, "parent")
+    with (
+        serve(model, folder / "first.log", *SGLANG_ARGUMENTS) as first,
+        serve(model, folder / "second.log", *SGLANG_ARGUMENTS) as second,
+    ):
+        yield await _kill_one_of_two(first, second)
     for role in ("scheduler", "main", "detokenizer", "keeper"):
         with serve(model, folder / f"kill-{role}.log", *SGLANG_ARGUMENTS) as server:
             yield await _kill_in(server, role)
@@ -85,6 +92,40 @@ async def _kill(role: str, victim: Process, urls: list[str], server: Server) -> 
     await asyncio.gather(*callers)
     for client in clients:
         await client.close()
+    return report
+
+
+async def _kill_one_of_two(lives: Server, dies: Server) -> Report:
+    """Clients of both get all of their samples, whichever engine had begun them."""
+    report = Report("kill one of two", requests=_IN_FLIGHT)
+
+    async def caller(client: AsyncRolloutClient, i: int) -> None:
+        try:
+            async with asyncio.timeout(_KNOWS_AT_ALL_S):
+                (rollout,) = await client.generate("x" * (1 + i), _LONG, top_logprobs_p=0.9)
+            check_rollout(rollout, 0.9)
+            report.outcomes["whole"] += len(rollout.output_ids) == _LONG["max_new_tokens"]
+        except Exception as error:
+            report.failed(error, client)
+
+    clients = [
+        AsyncRolloutClient([lives.sidecar, dies.sidecar]),
+        AsyncRolloutClient([lives.engine, dies.engine]),
+    ]
+    callers = [asyncio.create_task(caller(clients[i % 2], i)) for i in range(_IN_FLIGHT)]
+
+    async def both_run() -> bool:
+        return min(await lives.num_running(), await dies.num_running()) >= _IN_FLIGHT // 4
+
+    if not await wait_until(both_run):
+        report.fault("the requests were not spread over both")
+    dies.role("scheduler").kill(signal.SIGKILL)
+    await asyncio.gather(*callers)
+    for client in clients:
+        await client.close()
+    if report.outcomes["whole"] != _IN_FLIGHT:
+        report.fault(f"{report.outcomes['whole']} of {_IN_FLIGHT} samples came whole")
+    report.left_running = await dies.left_running()
     return report
 
 

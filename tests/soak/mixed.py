@@ -14,7 +14,8 @@ import httpx
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import RolloutError
-from sglang_topp_client import AsyncRolloutClient
+from sglang_topp.resumable import cut_problem
+from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.record import from_record
 from tests.engine.checks import checked_sets
 from tests.soak.answers import check_chunk, check_lines, check_whole, events, samples_of
@@ -43,6 +44,7 @@ class _Mix:
         self.report = report
         self.rng = random.Random(seed)
         self.retractions = 0
+        self.num_stops = 0
         # Both servers drop a connection that is idle for 5 s, and a caller that is behind by some seconds
         # itself cannot tell: so each request has its own. (The clients keep theirs, and send once more.)
         limits = httpx.Limits(max_connections=4 * _AT_ONCE, max_keepalive_connections=0)
@@ -63,12 +65,30 @@ class _Mix:
 
     async def by_client(self, client: AsyncRolloutClient, ask: Ask, rid: str) -> None:
         prompts: Any = [ask.prompt]
-        if ask.stream:
+        what = "raise" if cut_problem(ask.sampling) else self.rng.choice(("raise", "resume", "return"))
+        if what == "resume":
+            rollouts = await client.generate(
+                prompts, ask.sampling, **ask.fields, request_id=rid, on_abort="resume"
+            )
+        elif what == "return":
+            rollouts = await self._in_parts(client, ask, rid)
+        elif ask.stream:
             stream = client.stream(prompts, ask.sampling, **ask.fields, request_id=rid)
             rollouts = [rollout async for rollout in stream]
         else:
             rollouts = await client.generate(prompts, ask.sampling, **ask.fields, request_id=rid)
         check_whole(rollouts, ask)
+
+    async def _in_parts(self, client: AsyncRolloutClient, ask: Ask, rid: str) -> list[Rollout]:
+        """What an abort leaves is gone on with until it is whole."""
+        prompts: Any = [ask.prompt]
+        rollouts = await client.generate(
+            prompts, ask.sampling, **ask.fields, request_id=rid, on_abort="return"
+        )
+        while any(rollout.finish_reason == "abort" for rollout in rollouts):
+            self.report.outcomes["resumed by hand"] += 1
+            rollouts = await client.resume(rollouts, ask.sampling, **ask.fields, on_abort="return")
+        return rollouts
 
     async def to_sidecar(self, ask: Ask, rid: str) -> None:
         answer = await self.sidecar.post("/rollouts", json=ask.for_sidecar(rid))
@@ -128,7 +148,8 @@ class _Mix:
             order = client.abort(rid) if way < 2 else self.engine.post("/abort_request", json={"rid": rid})
             await self._counted("aborted", self._abort(sending, order), ask)
         else:
-            await self._counted("with sets" if ask.wants_sets else "without sets", sending, ask)
+            sets = "with sets" if ask.wants_sets else "without sets"
+            await self._counted(sets, self._unless_all_stopped(sending), ask)
 
     async def _hang_up(self, sending: asyncio.Future[None]) -> None:
         await asyncio.sleep(self.rng.random() ** 2)
@@ -144,6 +165,16 @@ class _Mix:
         await order
         with suppress(_AbortedError, RolloutError):
             await sending
+
+    async def _unless_all_stopped(self, sending: asyncio.Future[None]) -> None:
+        """It ends well, or somebody stopped everything meanwhile."""
+        before = self.num_stops
+        try:
+            await sending
+        except (_AbortedError, RolloutError):
+            if self.num_stops == before:
+                raise
+            self.report.outcomes["stopped with all others"] += 1
 
     async def _counted(self, name: str, doing: Any, asked: object) -> None:
         self.report.requests += 1
@@ -199,7 +230,12 @@ async def _operate(mix: _Mix, model: Path) -> None:
     weights = {"model_path": str(model), "weight_version": "again", "flush_cache": False}
     while True:
         await asyncio.sleep(mix.rng.uniform(2, 8))
-        what = mix.rng.choice(("retract", "in_place", "weights", "weights while paused"))
+        what = mix.rng.choice(("retract", "in_place", "weights", "weights while paused", "stop all"))
+        if what == "stop all":
+            mix.num_stops += 1
+            await mix.clients[mix.rng.randrange(2)].abort_all()
+            mix.report.outcomes["abort_all"] += 1
+            continue
         if what == "weights":
             await order("/update_weights_from_disk", **weights)
             continue
