@@ -6,7 +6,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 
-.PHONY: setup demo test lint bench soak lock clean
+.PHONY: setup demo test lint bench soak matrix seams lock lock-releases clean
 
 setup: .venv/.complete
 
@@ -36,6 +36,15 @@ bench: .venv/.bench
 soak: setup
 	SECONDS=$(or $(SECONDS),1800) REQUESTS=$(or $(REQUESTS),20000) $(BIN)/python -m tests.soak $(PART)
 
+# The engine's tests on every SGLang release that is served, or on RELEASES="0.5.20 0.5.12", one after the other;
+# what has a result in releases/ already is not run again. An environment of 10 GB at a time, hours in all.
+matrix: setup
+	$(BIN)/python -m tests.matrix run $(RELEASES)
+
+# The same releases, looked at without installing what they need and without a start: seconds each.
+seams: setup
+	$(BIN)/python -m tests.matrix seams $(RELEASES)
+
 demo: setup
 	$(BIN)/python examples/rollout_loop.py
 
@@ -47,5 +56,8 @@ lock: setup
 	  $(PIN) --output-file requirements.lock
 	$(BIN)/uv pip compile --group bench --constraint requirements.lock $(PIN) --output-file requirements-bench.lock
 
+lock-releases: setup
+	$(BIN)/python -m tests.matrix pin $(RELEASES)
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .matrix

@@ -222,11 +222,13 @@ def _upper_bytes(ids: NDArray[np.int32], bits: int) -> Iterator[bytes]:
     """Whole stretches of candidates are laid over each other, so nothing is shuffled bit by bit."""
     num_bytes = _num_upper_bytes(len(ids), bits)
     for some in _slices(num_bytes):
-        coded = np.zeros(some.stop - some.start, np.uint8)
-        for i in range(8 // bits):
-            stretch = ids[i * num_bytes : (i + 1) * num_bytes][some]
-            coded[: len(stretch)] |= (stretch >> (16 - i * bits)).astype(np.uint8) & _mask(bits, i)
-        yield coded.tobytes()
+        # In 32 bits to the end: narrowing each stretch takes longer than all of it.
+        coded = ids[some] >> 16
+        for i in range(1, 8 // bits):
+            upper = ids[i * num_bytes : (i + 1) * num_bytes][some] >> 16
+            upper <<= i * bits
+            coded[: len(upper)] |= upper
+        yield coded.astype(np.uint8).tobytes()
 
 
 def _add_upper(ids: NDArray[np.int32], coded: NDArray[np.uint8], bits: int) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.matrix.releases import RELEASES, Release
+
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "sglang", "fastapi", "transformers", "triton", "pydantic", "uvicorn"}
 
 
+NAME = "sglang-topp"
 UV = Path(sys.executable).parent / "uv"
 
 
@@ -27,11 +31,17 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def base_install(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def base_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an empty environment's executables, with the built wheel installed into it."""
     folder = tmp_path_factory.mktemp("base")
-    run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT)
-    (wheel,) = folder.glob("*.whl")
     run(UV, "venv", "--quiet", "--python", sys.executable, folder / "env")
     run(UV, "pip", "install", "--quiet", "--python", folder / "env" / "bin" / "python", wheel)
     return folder / "env" / "bin"
@@ -75,3 +85,48 @@ def test_the_command_says_what_is_missing(base_install: Path) -> None:
         ended = run(base_install / "sglang-topp", *arguments, check=False)
         assert ended.returncode == 2
         assert f"sglang-topp[{extra}" in ended.stderr or f",{extra}]" in ended.stderr
+
+
+def installed_beside(release: Release, folder: Path) -> Path:
+    """The Python of an environment in which packages are installed as far as an installer looks: their
+    names and versions, from the release's lock, and which torch its SGLang needs."""
+    run(UV, "venv", "--quiet", "--python", sys.executable, folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", release.lock.read_text(), re.MULTILINE))
+    for name, version in pins.items():
+        information = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        information.mkdir()
+        needs = f"Requires-Dist: torch=={pins['torch']}\n" if name == "sglang" else ""
+        (information / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
+        )
+        (information / "RECORD").write_text("")
+        (information / "INSTALLER").write_text("uv\n")
+    return folder / "bin" / "python"
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.15.post1", "0.5.20"])
+@pytest.mark.parametrize("extra", ["", "[sglang]", "[sglang,server,torch,tensordict,data]"])
+def test_an_environment_with_sglang_gets_our_package_and_nothing_else(
+    wheel: Path, tmp_path: Path, version: str, extra: str
+) -> None:
+    python = installed_beside(RELEASES[version], tmp_path / "env")
+    ours = f"{NAME}{extra} @ {wheel.as_uri()}"
+    told = run(UV, "pip", "install", "--dry-run", "--python", python, ours).stderr
+    changes = [line.strip() for line in told.splitlines() if line.lstrip().startswith(("+ ", "- ", "~ "))]
+    assert [line.split("==")[0].split(" @ ")[0] for line in changes] == [f"+ {NAME}"], told
+
+
+def test_an_sglang_that_is_not_served_would_be_changed(wheel: Path, tmp_path: Path) -> None:
+    """So the test above can fail. Without the extra nothing is changed here either."""
+    python = installed_beside(RELEASES["0.5.12"], tmp_path / "env")
+    (information,) = (tmp_path / "env").glob("lib/python*/site-packages/sglang-0.5.12.dist-info")
+    metadata = (information / "METADATA").read_text()
+    (information / "METADATA").write_text(metadata.replace("Version: 0.5.12", "Version: 0.5.11"))
+    information.rename(information.with_name("sglang-0.5.11.dist-info"))
+    look = (UV, "pip", "install", "--dry-run", "--python", python)
+    with_extra = run(*look, f"{NAME}[sglang] @ {wheel.as_uri()}")
+    assert "- sglang==0.5.11" in with_extra.stderr
+    assert "- torch==" in with_extra.stderr
+    without = run(*look, f"{NAME} @ {wheel.as_uri()}")
+    assert " - " not in without.stderr

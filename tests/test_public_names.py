@@ -72,6 +72,7 @@ PUBLIC = {
     "sglang_topp.nucleus.reference": ["nucleus", "support_candidates", "top_p_candidates"],
     "sglang_topp.nucleus.select": ["falling", "top_p_candidates"],
     "sglang_topp.nucleus.support": ["support_candidates"],
+    "sglang_topp.resumable": ["BEGINS_ANEW", "HOLDS", "INTERNAL", "RESUMED", "cut_problem"],
     "sglang_topp.stop_regex": ["MAX_STEPS", "search_steps"],
     "sglang_topp.tensors": ["CandidateTensors", "to_torch"],
     "sglang_topp.wire": [

@@ -1,8 +1,9 @@
-"""Clients that return rollouts with their candidate sets, and files that hold them."""
+"""Clients that return rollouts and scores with their candidate sets, and files that hold rollouts."""
 
 from sglang_topp_client.client import AsyncRolloutClient
 from sglang_topp_client.records import RolloutWriter, load_rollouts, save_rollouts
 from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.score import Score
 from sglang_topp_client.sync_client import RolloutClient
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Rollout",
     "RolloutClient",
     "RolloutWriter",
+    "Score",
     "load_rollouts",
     "save_rollouts",
 ]

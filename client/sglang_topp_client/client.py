@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal
 
-from sglang_topp.errors import (
-    AuthenticationError,
-    BadRequestError,
-    InvalidInputError,
-    OverloadedError,
-    RequestTimeoutError,
-    RolloutError,
-    SglangToppError,
-    TransportError,
-    WireError,
-)
-from sglang_topp_client import aborts
-from sglang_topp_client.aborts import Aborts
+from sglang_topp.errors import InvalidInputError, RequestTimeoutError, RolloutError
+from sglang_topp_client.calls import ROLLOUTS, SCORES, Calls, Parts, Result, Work
 from sglang_topp_client.checks import check_request_id, seconds, shown, whole_number
-from sglang_topp_client.http import Connections, Server
+from sglang_topp_client.http import Server
+from sglang_topp_client.interruption import Interruption
+from sglang_topp_client.link import Kind
+from sglang_topp_client.partials import Partials
 from sglang_topp_client.progress import Progress
 from sglang_topp_client.request import (
     Prompts,
@@ -34,48 +26,57 @@ from sglang_topp_client.request import (
     TopLogprobsSource,
     plan,
 )
-from sglang_topp_client.retry import delay_s, is_retryable
+from sglang_topp_client.resuming import OnAbort, check_on_abort, interruptible, plan_resume
 from sglang_topp_client.rollout import Rollout
-from sglang_topp_client.sglang_api import GenerateExchange
-from sglang_topp_client.sidecar_api import SERVICE, RolloutsExchange
+from sglang_topp_client.score import Score
+from sglang_topp_client.score_request import Sequences, Start, plan_scores
+from sglang_topp_client.servers import Servers
 
 __all__ = ["AsyncRolloutClient"]
 
-Kind: TypeAlias = Literal["sidecar", "sglang"]
-_EXCHANGES: dict[Kind, type[RolloutsExchange] | type[GenerateExchange]] = {
-    "sidecar": RolloutsExchange,
-    "sglang": GenerateExchange,
-}
-_INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
-
-_INFO_TIMEOUT_S = 30.0
-# A message this long takes milliseconds to decode; the other connections should not wait for that.
-_OFF_LOOP_BYTES = 1 << 18
 _CALLER_FIRST_S = 0.02
-
-_T = TypeVar("_T")
+# For how long nothing may come of what was told to stop. A sidecar waits for its engine itself.
+_GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 
 
 @dataclass
 class _Loop:
     """What belongs to one event loop."""
 
-    connections: Connections
-    aborts: Aborts
-    slots: asyncio.Semaphore
-    kind_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    servers: Servers
     running: dict[asyncio.Task[None], str] = field(default_factory=dict)
     """The requests in flight, with their names; several may share one."""
+    interruptions: dict[asyncio.Task[None], Interruption] = field(default_factory=dict)
+    """Of those whose samples are returned when they are aborted."""
+
+
+@dataclass(frozen=True)
+class _Whole(Generic[Result]):
+    """Results that come whole or not at all."""
+
+    wanted: Sequence[SampleRequest]
+    deliver: Callable[[Result], None]
+
+    def begin(self) -> Iterator[SampleRequest]:
+        return iter(self.wanted)
+
+    def take(self, result: Result, /) -> None:
+        self.deliver(result)
 
 
 class AsyncRolloutClient:
-    """Rollouts with their candidate sets, from a sidecar or straight from a patched SGLang.
+    """Rollouts with their candidate sets, from a sidecar or straight from a patched SGLang, or from several.
+
+    Of several servers, the one with the fewest samples in flight takes the next call; a prompt's samples stay
+    together, for its prefix cache. What a server did not finish because it died, is full or fails goes to the
+    others, and it is asked again later, after 0.5 to 8 s.
 
     Usable from any event loop, one after the other or side by side: connections belong to the loop
     that they were made in, and close with it (or with `close`). Pickles as its configuration.
 
     Args:
-        base_url: `http://host:port`, of a sidecar or of an engine.
+        base_url: `http://host:port`, of a sidecar or of an engine; or several, all of one kind, with the same
+            model and weights.
         kind: what listens there; `"auto"` asks once, `GET /info`.
         api_key: sent as a bearer token; never along a redirect, none is followed.
         max_connections: how many calls may be in flight at once; the rest wait, for as long as it takes.
@@ -99,7 +100,7 @@ class AsyncRolloutClient:
 
     def __init__(
         self,
-        base_url: str,
+        base_url: str | Sequence[str],
         *,
         kind: Literal["auto", "sidecar", "sglang"] = "auto",
         api_key: str | None = None,
@@ -113,9 +114,14 @@ class AsyncRolloutClient:
         whole_number("max_retries", max_retries, 0)
         if whole_number("logprob_bits", logprob_bits, 16) not in (16, 32):
             raise InvalidInputError(f"logprob_bits: got {shown(logprob_bits)}, expected 16 or 32")
-        self._server = Server(base_url, max_connections, max_line_bytes, api_key)
+        self._servers = [
+            Server(url, max_connections, max_line_bytes, api_key) for url in _addresses(base_url)
+        ]
+        self._base_url = base_url if isinstance(base_url, str) else tuple(base_url)
         self._asked_kind = kind
-        self._kind: Kind | None = None if kind == "auto" else kind
+        self._kinds: dict[str, Kind] = (
+            {} if kind == "auto" else dict.fromkeys((server.base_url for server in self._servers), kind)
+        )
         self._max_retries = max_retries
         self._logprob_bits = logprob_bits
         self._loops: dict[asyncio.AbstractEventLoop, _Loop] = {}
@@ -123,17 +129,17 @@ class AsyncRolloutClient:
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial(
             type(self),
-            self._server.base_url,
+            self._base_url,
             kind=self._asked_kind,
-            api_key=self._server.api_key,
-            max_connections=self._server.max_connections,
+            api_key=self._servers[0].api_key,
+            max_connections=self._servers[0].max_connections,
             max_retries=self._max_retries,
-            max_line_bytes=self._server.max_line_bytes,
+            max_line_bytes=self._servers[0].max_line_bytes,
             logprob_bits=self._logprob_bits,
         ), ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._server.base_url!r}, kind={self._asked_kind!r})"
+        return f"{type(self).__name__}({self._base_url!r}, kind={self._asked_kind!r})"
 
     # -- rollouts ----------------------------------------------------------------------------------
 
@@ -144,6 +150,7 @@ class AsyncRolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -162,6 +169,11 @@ class AsyncRolloutClient:
             top_logprobs_source: `"sampler"` in place of a threshold: the sets are what the engine's
                 sampler could draw under top_k, top_p and min_p of `sampling_params`. One for all or one
                 per prompt; None or `"distribution"` where a threshold makes them.
+            on_abort: what becomes of a sample that the engine is told to abort, by `abort`, by a pause or by
+                a weight update. `"raise"`: it is an error. `"return"`: it is a rollout with finish reason
+                `"abort"`, which holds what was generated, whole in every field, and can be given to
+                `resume`. `"resume"`: it is gone on with, as often as that happens and once the engine takes
+                requests again, and comes as if nothing had been; `max_new_tokens` has to be given then.
             timeout_s: the time limit for all of it, retries included; None waits for as long as it takes.
             progress: None shows a progress line for what takes longer than two seconds, True always,
                 False never; only ever where stderr is a terminal.
@@ -172,7 +184,9 @@ class AsyncRolloutClient:
             The rollouts in the order of the prompts, then of the samples.
 
         Raises:
-            InvalidInputError: an argument is wrong; nothing was sent.
+            InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, also a
+                sampling parameter that cannot be exact across an interruption
+                (`sglang_topp.resumable`): penalties, grammars, custom parameters.
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
             TransportError, OverloadedError, ServerError: and so did every retry.
@@ -188,6 +202,7 @@ class AsyncRolloutClient:
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
                 top_logprobs_source=top_logprobs_source,
+                on_abort=on_abort,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
@@ -202,6 +217,7 @@ class AsyncRolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -213,42 +229,179 @@ class AsyncRolloutClient:
         delivered twice; after a connection broke, only samples that had not finished are generated
         again.
         """
-        if timeout_s is not None:
-            timeout_s = seconds("timeout_s", timeout_s)
-        if progress is not None and not isinstance(progress, bool):
-            raise InvalidInputError(f"progress: got {shown(progress)}, expected True, False or None")
-        if request_id is not None:
-            check_request_id(request_id)
         wanted = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
-        return self._samples(wanted, timeout_s, progress, request_id or uuid.uuid4().hex)
+        return self._stream(wanted, {}, on_abort, timeout_s, progress, request_id)
+
+    async def resume(
+        self,
+        rollouts: Rollout | Sequence[Rollout],
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Rollout]:
+        """Go on with rollouts that were interrupted, ran into `max_new_tokens`, or were extended.
+
+        Each becomes one rollout, as if it had been made at one go: ids, text, log-probs, sets and weight
+        versions are those of before and then those of now (another engine, or newer weights, may make them).
+        Stop strings and end tokens end it wherever the cut is. What `Rollout.extend` appended begins a new
+        turn: `max_new_tokens`, `min_new_tokens` and stop strings are of the last turn alone.
+
+        A rollout with finish reason `"stop"` is returned as it is; one whose last turn has no token left
+        under `max_new_tokens` as well, with the finish reason `"length"`.
+
+        Args:
+            rollouts: one or several, as `generate` returned them; they may have been saved meanwhile.
+            sampling_params: as for `generate`, the same as then: `max_new_tokens` and `min_new_tokens` are
+                those of the whole turn, and must be given. `n` is passed over: each rollout is one sample.
+                One mapping for all, or one per rollout.
+            top_logprobs_p: as for `generate`; sets are asked for where the rollouts have some, by the same
+                rule.
+            top_logprobs_source: as for `generate`.
+            on_abort: as for `generate`.
+            timeout_s: as for `generate`.
+            progress: as for `generate`.
+            request_id: as for `generate`.
+
+        Returns:
+            The rollouts in the order in which they were given, with the indices that they had.
+
+        Raises:
+            InvalidInputError: an argument is wrong, or a sampling parameter cannot be exact where a turn has
+                begun; nothing was sent.
+            Exception: as `generate`.
+        """
+        wanted, given = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
+        made = self._stream(wanted, dict(enumerate(given)), on_abort, timeout_s, progress, request_id)
+        # Several may have the same indices.
+        by_place = {rollout.prompt_index: rollout async for rollout in made}
+        return [
+            replace(by_place[place], prompt_index=rollout.prompt_index, sample_index=rollout.sample_index)
+            for place, rollout in enumerate(given)
+        ]
+
+    # -- scores ------------------------------------------------------------------------------------
+
+    async def score(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Score]:
+        """The log-probs, and the candidate sets, that the engine's model gives sequences as they are; nothing
+        is generated.
+
+        The distribution at a position is the model's own: at temperature 1, without penalties, bias or
+        grammar, whatever a sequence was sampled with. All sequences, or an exception, as in `generate`.
+
+        Args:
+            sequences: one text, several texts, the token ids of one sequence, or of several; a Rollout or
+                several, of which prompt and output are scored together.
+            top_logprobs_p: the threshold p of the candidate sets, one for all or one per sequence; None or
+                0 for none. (What a sampler could draw, nobody knows of tokens that it did not.)
+            start: the first position that is scored, 1 or more, one for all or one per sequence. By default
+                1, and in a Rollout its first generated token. The token at position 0 has nothing before
+                it, so it has no distribution. The length of the sequence scores none of it.
+            timeout_s: as in `generate`.
+            progress: as in `generate`.
+            request_id: as in `generate`.
+
+        Returns:
+            The scores in the order of the sequences.
+
+        Raises:
+            BadRequestError: the server refuses a sequence; also one that is longer than the engine takes as
+                a prompt (SGLang 0.5.23: some tokens less than its context), or a sidecar that cannot score.
+            SglangToppError: what `generate` raises.
+        """
+        scores = [
+            score
+            async for score in self.stream_scores(
+                sequences,
+                top_logprobs_p=top_logprobs_p,
+                start=start,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        ]
+        return sorted(scores, key=lambda score: score.sequence_index)
+
+    def stream_scores(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Score, None]:
+        """As `score`, but each sequence as it is scored, in any order; otherwise as `stream`."""
+        timeout_s = _check_call(timeout_s, progress, request_id)
+        wanted = plan_scores(sequences, top_logprobs_p, start)
+        parts = functools.partial(_Whole[Score], wanted)
+        name = request_id or uuid.uuid4().hex
+        return self._results(SCORES, parts, len(wanted), timeout_s, progress, name)
+
+    # -- requests in flight ------------------------------------------------------------------------
 
     async def abort(self, request_id: str) -> None:
         """Stop a request, in the engine too; whoever waits for it gets a RolloutError.
 
+        With `on_abort="return"` the samples are stopped in the engine while their connections stay open, and
+        whoever waits gets what was generated. An engine that ends none of them for five seconds (ten, with a
+        sidecar before it) is given up: samples of which nothing has come are rollouts of no token then (or a
+        RolloutError, where the prompt is a text that the engine has not taken in).
+
         What this client has in flight under that name on this event loop has stopped when this
         returns, and its engine has been told (where that takes longer than three seconds, it is left to
-        the closed connections). Where there is none, an engine is asked to abort the request of that id
-        (as in `Rollout.request_id`); a sidecar takes no such order, it watches its connections instead.
+        the closed connections). Where there is none, the server is asked to abort the request of that id
+        (an engine's as in `Rollout.request_id`, a sidecar's as its caller named it), each of several.
         """
         check_request_id(request_id)
         here = self._here()
         workers = [worker for worker, name in here.running.items() if name == request_id]
         if workers:
-            await _stop(workers)
-            await here.aborts.finish(request_id)
-        elif await self._kind_here(here) == "sglang":
-            await _abort_in_engine(here.connections, request_id)
+            await _interrupt(here, workers)
+            await _stop([worker for worker in workers if worker not in here.interruptions])
+            await here.servers.aborted(request_id)
+        else:
+            await here.servers.tell_all(lambda link: link.stop(request_id))
 
-    async def server_info(self) -> dict[str, Any]:
-        """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`."""
+    async def abort_all(self) -> None:
+        """Stop everything that the engine has in flight, or every engine, whoever asked for it.
+
+        What becomes of each sample is what its request says: an error, a rollout with finish reason
+        `"abort"`, or it is resumed (pause the engine first, so that this is not at once). Requests of this
+        client with `on_abort="return"` stop as by `abort`, those that were not sent yet included.
+        """
         here = self._here()
-        path = _INFO_PATHS[await self._kind_here(here)]
-        info = await self._retrying(
-            lambda: here.connections.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
-        )
-        if not isinstance(info, dict):
-            raise WireError(path, f"got {type(info).__name__}, expected an object")
-        return info
+        order = here.servers.tell_all(lambda link: link.stop_all())
+        await asyncio.gather(order, _interrupt(here, list(here.running)))
+
+    async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
+        """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`.
+
+        Args:
+            base_url: which one, where there are several.
+        """
+        servers = self._here().servers
+        links = servers.links
+        if base_url is not None:
+            links = [link for link in links if link.base_url == base_url]
+        if len(links) != 1:
+            known = ", ".join(server.base_url for server in self._servers)
+            raise InvalidInputError(f"base_url: got {shown(base_url)}, expected one of {known}")
+        return await servers.retrying(links[0].info)
 
     async def close(self) -> None:
         """Stop what is in flight on this event loop and close its connections; the client stays usable.
@@ -260,9 +413,9 @@ class AsyncRolloutClient:
             return
         try:
             await _stop(list(here.running))
-            await here.aborts.finish()
+            await here.servers.aborted()
         finally:
-            await here.connections.aclose()
+            await here.servers.close()
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
@@ -274,18 +427,59 @@ class AsyncRolloutClient:
 
     # -- one request -------------------------------------------------------------------------------
 
-    async def _samples(
-        self, wanted: Sequence[SampleRequest], timeout_s: float | None, progress: bool | None, request_id: str
+    def _stream(
+        self,
+        wanted: Sequence[SampleRequest],
+        given: Mapping[int, Rollout],
+        on_abort: OnAbort,
+        timeout_s: float | None,
+        progress: bool | None,
+        request_id: str | None,
     ) -> AsyncGenerator[Rollout, None]:
+        """The samples, after a check of the other arguments; `given` is what is there, by prompt index."""
+        timeout_s = _check_call(timeout_s, progress, request_id)
+        check_on_abort(on_abort)
+        wanted = interruptible(wanted, on_abort)
+
+        def parts(deliver: Callable[[Rollout], None]) -> Partials:
+            return Partials(wanted, on_abort, deliver, given)
+
+        count = sum(len(one.samples) for one in wanted)
+        name = request_id or uuid.uuid4().hex
+        returns_partial = on_abort == "return"
+        return self._results(
+            ROLLOUTS, parts, count, timeout_s, progress, name, can_be_interrupted=returns_partial
+        )
+
+    async def _results(
+        self,
+        work: Work[Result],
+        parts: Callable[[Callable[[Result], None]], Parts[Result]],
+        count: int,
+        timeout_s: float | None,
+        progress: bool | None,
+        request_id: str,
+        *,
+        can_be_interrupted: bool = False,
+    ) -> AsyncGenerator[Result, None]:
+        """What `parts`, given where results are to be put, puts there; `count` of them."""
         here = self._here()
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        too_late = RequestTimeoutError(f"timeout_s: {timeout_s} s passed before every sample finished")
-        finished: asyncio.Queue[Rollout | None] = asyncio.Queue()
-        worker = asyncio.create_task(self._run(here, wanted, finished.put_nowait, deadline, request_id))
+        too_late = RequestTimeoutError(f"timeout_s: {timeout_s} s passed before every {work.one} finished")
+        finished: asyncio.Queue[Result | None] = asyncio.Queue()
+        interruption = None
+        if can_be_interrupted:
+            interruption = Interruption(_GRACE_S[here.servers.known_kind or "sidecar"])
+        options: dict[Kind, dict[str, Any]] = {"sidecar": {"logprob_bits": self._logprob_bits}}
+        calls = Calls(here.servers, work, request_id, deadline, options, interruption)
+        worker = asyncio.create_task(_run(here.servers, calls, parts(finished.put_nowait), deadline))
         here.running[worker] = request_id
+        if interruption is not None:
+            here.interruptions[worker] = interruption
 
         def end(_: asyncio.Task[None]) -> None:
             del here.running[worker]
+            here.interruptions.pop(worker, None)
             finished.put_nowait(None)
             if not worker.cancelled():
                 # Whoever left before does not ask for it.
@@ -293,17 +487,17 @@ class AsyncRolloutClient:
 
         worker.add_done_callback(end)
         try:
-            with Progress(sum(len(one.samples) for one in wanted), progress) as bar:
+            with Progress(count, progress, of=work.many) as bar:
                 while True:
                     try:
                         async with asyncio.timeout_at(deadline):
-                            rollout = await finished.get()
+                            result = await finished.get()
                     except TimeoutError:
                         raise too_late from None
-                    if rollout is None:
+                    if result is None:
                         break
-                    bar.add(len(rollout.output_ids))
-                    yield rollout
+                    bar.add(work.num_tokens(result))
+                    yield result
             if worker.cancelled():
                 raise RolloutError(f"request {request_id} was aborted by this client")
             try:
@@ -314,105 +508,7 @@ class AsyncRolloutClient:
             # Not waited for: with hundreds in flight, closing their connections takes a second.
             worker.cancel()
 
-    async def _run(
-        self,
-        here: _Loop,
-        wanted: Sequence[SampleRequest],
-        deliver: Callable[[Rollout], None],
-        deadline: float | None,
-        request_id: str,
-    ) -> None:
-        """Deliver every sample, or raise the first error after everything has stopped.
-
-        Raises:
-            TimeoutError: the deadline passed; nobody may be there to hear it.
-        """
-        # Who waits for it is told first.
-        end = None if deadline is None else deadline + _CALLER_FIRST_S
-        try:
-            with here.aborts.expected():
-                async with asyncio.timeout_at(end):
-                    kind = await self._kind_here(here)
-                    exchange_type = _EXCHANGES[kind]
-                    options = {"logprob_bits": self._logprob_bits} if kind == "sidecar" else {}
-                    async with asyncio.TaskGroup() as group:
-                        for some in _calls(wanted, exchange_type.samples_per_call):
-                            make = functools.partial(
-                                _new_exchange, exchange_type, request_id, deadline, options
-                            )
-                            group.create_task(self._call(here, request_id, some, make, deliver))
-                            # A call takes a millisecond to begin: a thousand at once would stop all else.
-                            await asyncio.sleep(0)
-        except ExceptionGroup as failed:
-            first = failed.exceptions[0]
-        else:
-            return
-        # Out here: inside, or `from None`, it would lose its own cause.
-        raise first
-
-    async def _call(
-        self,
-        here: _Loop,
-        request_id: str,
-        wanted: Sequence[SampleRequest],
-        make: Callable[[Sequence[SampleRequest]], RolloutsExchange | GenerateExchange],
-        deliver: Callable[[Rollout], None],
-    ) -> None:
-        """One call and its retries, each of which asks for what is still missing, under a fresh id."""
-        missing = {(one.prompt_index, sample) for one in wanted for sample in one.samples}
-
-        def take(rollout: Rollout) -> None:
-            missing.remove((rollout.prompt_index, rollout.sample_index))
-            deliver(rollout)
-
-        async def attempt() -> None:
-            left = [
-                replace(one, samples=samples)
-                for one in wanted
-                if (samples := tuple(s for s in one.samples if (one.prompt_index, s) in missing))
-            ]
-            try:
-                async with here.slots:
-                    await self._exchange(here, request_id, make(left), take)
-            except SglangToppError as error:
-                # What broke off behind the last sample took nothing with it.
-                if missing or not is_retryable(error):
-                    raise
-
-        await self._retrying(attempt)
-
-    async def _exchange(
-        self,
-        here: _Loop,
-        request_id: str,
-        exchange: RolloutsExchange | GenerateExchange,
-        take: Callable[[Rollout], None],
-    ) -> None:
-        is_open = is_refused = False
-        try:
-            async with here.connections.post(
-                exchange.path, exchange.body(), accept=exchange.accept
-            ) as messages:
-                is_open = True
-                async for message in messages:
-                    if len(message) < _OFF_LOOP_BYTES:
-                        rollouts = exchange.read(message)
-                    else:
-                        rollouts = await asyncio.to_thread(exchange.read, message)
-                    while rollouts:
-                        take(rollouts.pop(0))
-                    # The next one may be long in coming, and this one large.
-                    del message
-            if not exchange.complete:
-                raise TransportError("the answer was cut off: it ended before the line that closes it")
-        except (AuthenticationError, BadRequestError, OverloadedError):
-            is_refused = not is_open
-            raise
-        finally:
-            if not is_refused:
-                here.aborts.start(request_id, exchange.unfinished_ids())
-
-    # -- the server --------------------------------------------------------------------------------
+    # -- the servers -------------------------------------------------------------------------------
 
     def _here(self) -> _Loop:
         loop = asyncio.get_running_loop()
@@ -421,44 +517,36 @@ class AsyncRolloutClient:
             for other in list(self._loops):
                 if other.is_closed():
                     self._loops.pop(other, None)
-            connections = Connections(self._server, self._LONG_LINES_AT_ONCE)
             self._loops[loop] = _Loop(
-                connections,
-                Aborts(functools.partial(_abort_in_engine, connections)),
-                asyncio.Semaphore(self._server.max_connections),
+                Servers(
+                    self._servers,
+                    self._kinds,
+                    long_lines_at_once=self._LONG_LINES_AT_ONCE,
+                    max_retries=self._max_retries,
+                )
             )
         return self._loops[loop]
 
-    async def _kind_here(self, here: _Loop) -> Kind:
-        async with here.kind_lock:
-            if self._kind is None:
-                try:
-                    info = await self._retrying(
-                        lambda: here.connections.request_json("GET", "/info", timeout_s=_INFO_TIMEOUT_S)
-                    )
-                except BadRequestError as error:
-                    if error.status not in (404, 405):
-                        raise
-                    info = None
-                is_sidecar = isinstance(info, dict) and info.get("service") == SERVICE
-                self._kind = "sidecar" if is_sidecar else "sglang"
-            return self._kind
 
-    async def _retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        retry = 0
-        while True:
-            try:
-                return await attempt()
-            except SglangToppError as error:
-                retry += 1
-                if retry > self._max_retries or not is_retryable(error):
-                    raise
-                wait_s = delay_s(retry, error)
-            await asyncio.sleep(wait_s)
+async def _run(servers: Servers, calls: Calls[Result], parts: Parts[Result], deadline: float | None) -> None:
+    """Everything, or the first error after everything has stopped.
+
+    Raises:
+        TimeoutError: the deadline passed; nobody may be there to hear it.
+    """
+    # Who waits for it is told first.
+    end = None if deadline is None else deadline + _CALLER_FIRST_S
+    with servers.aborts_expected():
+        async with asyncio.timeout_at(end):
+            await calls.run(parts)
 
 
-async def _abort_in_engine(connections: Connections, engine_id: str) -> None:
-    await connections.request_json("POST", "/abort_request", {"rid": engine_id}, timeout_s=aborts.TIMEOUT_S)
+async def _interrupt(here: _Loop, workers: Sequence[asyncio.Task[None]]) -> None:
+    """Stop those whose samples are returned, and wait until they are."""
+    ending = [worker for worker in workers if worker in here.interruptions]
+    for worker in ending:
+        here.interruptions[worker].ask()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
@@ -469,26 +557,22 @@ async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*workers, return_exceptions=True)
 
 
-def _calls(wanted: Sequence[SampleRequest], samples_per_call: int) -> Iterator[list[SampleRequest]]:
-    """Consecutive prompts, in calls that are full at `samples_per_call` samples."""
-    call: list[SampleRequest] = []
-    num_samples = 0
-    for one in wanted:
-        call.append(one)
-        num_samples += len(one.samples)
-        if num_samples >= samples_per_call:
-            yield call
-            call, num_samples = [], 0
-    if call:
-        yield call
+def _addresses(base_url: Any) -> list[Any]:
+    """One for each server."""
+    if isinstance(base_url, str | bytes) or not isinstance(base_url, Sequence):
+        return [base_url]
+    if not base_url:
+        raise InvalidInputError("base_url: got none, expected at least one")
+    plain = [url.rstrip("/") if isinstance(url, str) else url for url in base_url]
+    if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
+        raise InvalidInputError(f"base_url: got {shown(twice[0])} twice, expected different servers")
+    return list(base_url)
 
 
-def _new_exchange(
-    exchange_type: type[RolloutsExchange] | type[GenerateExchange],
-    request_id: str,
-    deadline: float | None,
-    options: dict[str, Any],
-    wanted: Sequence[SampleRequest],
-) -> RolloutsExchange | GenerateExchange:
-    left_s = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.001)
-    return exchange_type(wanted, request_id=request_id, timeout_s=left_s, **options)
+def _check_call(timeout_s: Any, progress: Any, request_id: Any) -> float | None:
+    """Check what every call takes; returns the time limit as a number."""
+    if progress is not None and not isinstance(progress, bool):
+        raise InvalidInputError(f"progress: got {shown(progress)}, expected True, False or None")
+    if request_id is not None:
+        check_request_id(request_id)
+    return None if timeout_s is None else seconds("timeout_s", timeout_s)

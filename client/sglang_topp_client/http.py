@@ -13,7 +13,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -32,10 +32,9 @@ from sglang_topp.errors import (
     TransportError,
     WireError,
 )
-from sglang_topp_client import files, messages
+from sglang_topp_client import files, messages, packed_record, score_record
 from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, shown, whole_number
 from sglang_topp_client.lanes import Lanes
-from sglang_topp_client.packed_record import MEDIA_TYPE
 from sglang_topp_client.record import error_from_record
 from sglang_topp_client.turns import Turns
 
@@ -43,6 +42,7 @@ __all__ = ["Connections", "Server"]
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_ERROR_BYTES = 1 << 16
+_FRAMED = (packed_record.MEDIA_TYPE, score_record.MEDIA_TYPE)
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Connections:
 
     @asynccontextmanager
     async def post(
-        self, path: str, body: dict[str, Any], *, accept: str | None = None
+        self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
         """POST `body` as JSON; yields the messages of the answer as they come: its lines, or its frames where
         that is the form of it (`messages.py`).
@@ -149,7 +149,7 @@ class Connections:
         Args:
             path: where to.
             body: what to.
-            accept: the `Accept` header that asks for another form than lines.
+            headers: others than `Content-Type`; `Accept` asks for another form than lines.
 
         Raises:
             ResponseError: the answer's status is not 200; another SglangToppError where a sidecar names it.
@@ -158,13 +158,13 @@ class Connections:
         """
         await self._ready()
         content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/json"} | ({} if accept is None else {"Accept": accept})
+        headers = {"Content-Type": "application/json", **(headers or {})}
         with _transport_errors(self._base_url + path):
             async with self._client.stream("POST", path, content=content, headers=headers) as response:
                 if response.status_code != 200:
                     raise await _response_error(response)
                 media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-                cut = messages.frames if media_type == MEDIA_TYPE else messages.lines
+                cut = messages.frames if media_type in _FRAMED else messages.lines
                 async with aclosing(cut(response, self._turns, self._max_line_bytes)) as each:
                     yield each
 

@@ -19,10 +19,11 @@ class Progress:
         total: how many samples will finish.
         show: None shows a batch that takes longer than two seconds; True shows every batch; False
             none. Where stderr is no terminal nothing is ever written.
+        of: what finishes, in words.
     """
 
-    def __init__(self, total: int, show: bool | None) -> None:
-        self._total = total
+    def __init__(self, total: int, show: bool | None, *, of: str = "rollouts") -> None:
+        self._total, self._of = total, of
         self._done = 0
         self._tokens = 0
         self._start = time.monotonic()
@@ -34,7 +35,7 @@ class Progress:
         return self
 
     def add(self, num_tokens: int) -> None:
-        """One more sample, of `num_tokens` generated tokens."""
+        """One more sample, of `num_tokens` tokens."""
         self._done += 1
         self._tokens += num_tokens
         if self._is_on and time.monotonic() >= self._next:
@@ -51,7 +52,7 @@ class Progress:
         elapsed_s = max(time.monotonic() - self._start, 1e-6)
         try:
             sys.stderr.write(
-                f"\rrollouts {self._done}/{self._total}  {elapsed_s:.0f} s "
+                f"\r{self._of} {self._done}/{self._total}  {elapsed_s:.0f} s "
                 f" {self._tokens / elapsed_s:.0f} tokens/s {end}"
             )
             sys.stderr.flush()

@@ -9,7 +9,7 @@ One finished sample is one record::
     logprobs                            base64 of little-endian float32, one per output token
     candidates                          base64 of `sglang_topp.wire.pack`, or null
     top_logprobs_source                 which rule made them, or null
-    finish_reason                       "stop" or "length"
+    finish_reason                       "stop", "length", "abort" or "extended"
     weight_version                      string, the last token's
     weight_versions                     [{"version", "start", "end"}, ...] (`versions.py`), or null
     prompt_tokens, completion_tokens, cached_tokens
@@ -44,8 +44,11 @@ __all__ = [
     "count_of",
     "error_from_record",
     "error_to_record",
+    "float32_of",
     "from_record",
+    "ids_of",
     "rollout_of",
+    "text_of",
     "to_record",
 ]
 
@@ -78,21 +81,27 @@ def to_record(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def from_record(record: Any) -> Rollout:
+def from_record(record: Any, *, may_be_extended: bool = False) -> Rollout:
     """The sample that `to_record` wrote; unknown fields are passed over.
+
+    Args:
+        record: the object.
+        may_be_extended: whether empty sets may be among its sets, of tokens that nobody sampled; otherwise
+            they are an error.
 
     Raises:
         WireError: a field is missing, of the wrong type, or at odds with another; it is named.
     """
     if not isinstance(record, Mapping):
         raise WireError("record", f"got {type(record).__name__}, expected an object")
-    prompt_ids, output_ids = _ids(record, "prompt_ids"), _ids(record, "output_ids")
+    prompt_ids, output_ids = ids_of(record, "prompt_ids"), ids_of(record, "output_ids")
     for name, ids in (("prompt_tokens", prompt_ids), ("completion_tokens", output_ids)):
         if (count := count_of(record, name)) != len(ids):
             raise WireError(name, f"got {count}, but there are {len(ids)} ids")
     packed = record.get("candidates")
     candidates = None if packed is None else wire.unpack_base64(packed)
-    return rollout_of(record, prompt_ids, output_ids, _float32(record, "logprobs"), candidates)
+    logprobs = float32_of(record, "logprobs")
+    return rollout_of(record, prompt_ids, output_ids, logprobs, candidates, may_be_extended=may_be_extended)
 
 
 def rollout_of(
@@ -103,6 +112,7 @@ def rollout_of(
     candidates: CandidateSets | None,
     *,
     off_by: float = 0.0,
+    may_be_extended: bool = False,
 ) -> Rollout:
     """The sample of a record whose arrays have been read.
 
@@ -113,6 +123,7 @@ def rollout_of(
         logprobs: float32 [T].
         candidates: T positions; None where there are no sets.
         off_by: how far the log-probs in the sets may be from what they were.
+        may_be_extended: whether empty sets may be among the sets.
 
     Raises:
         WireError: a field is missing, of the wrong type, or at odds with another; it is named.
@@ -122,19 +133,26 @@ def rollout_of(
     if np.isnan(logprobs).any():
         raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
     if candidates is not None:
-        check_sets(candidates, output_ids, logprobs, field="candidates", off_by=off_by)
+        check_sets(
+            candidates,
+            output_ids,
+            logprobs,
+            field="candidates",
+            off_by=off_by,
+            may_be_extended=may_be_extended,
+        )
     latency_s = check_seconds("latency_s", _field(_field(record, "timing", dict), "latency_s", (int, float)))
     return Rollout(
         prompt_index=count_of(record, "prompt_index"),
         sample_index=count_of(record, "sample_index"),
-        request_id=_text(record, "request_id"),
+        request_id=text_of(record, "request_id"),
         prompt_ids=prompt_ids,
         output_ids=output_ids,
-        text=_text(record, "text"),
+        text=text_of(record, "text"),
         logprobs=logprobs,
         candidates=candidates,
-        finish_reason=_text(record, "finish_reason"),
-        weight_version=_text(record, "weight_version"),
+        finish_reason=text_of(record, "finish_reason"),
+        weight_version=text_of(record, "weight_version"),
         cached_tokens=count_of(record, "cached_tokens"),
         latency_s=latency_s,
         top_logprobs_source=_source(record, has_sets=candidates is not None),
@@ -163,6 +181,7 @@ def check_sets(
     *,
     field: str,
     off_by: float = 0.0,
+    may_be_extended: bool = False,
 ) -> None:
     """Raise WireError unless the sets belong to these tokens and hold these very log-probs.
 
@@ -175,6 +194,7 @@ def check_sets(
         logprobs: float32 [T], what the engine reports for the sampled tokens.
         field: the name that the message gives the sets.
         off_by: how far the log-probs in the sets may be off, where they were rounded since.
+        may_be_extended: whether sets may be empty, of tokens that nobody sampled; their log-prob is 0.
     """
     if len(candidates) != len(output_ids):
         raise WireError(field, f"got {len(candidates)} positions for {len(output_ids)} output_ids")
@@ -184,7 +204,7 @@ def check_sets(
             field,
             f"holds sampled token {candidates.sampled_ids[t]} at position {t}; the output is {output_ids[t]}",
         )
-    if len(empty := np.flatnonzero(candidates.sizes == 0)):
+    if not may_be_extended and len(empty := np.flatnonzero(candidates.sizes == 0)):
         raise errors.MissingCandidateSetsError(field, f"no candidate set at position {int(empty[0])}")
     if not candidates.has_logprobs:
         raise WireError(field, "holds sets without log-probs")
@@ -294,14 +314,16 @@ def _source(record: Mapping[str, Any], *, has_sets: bool) -> str | None:
     return None if source is None else str(source)
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
+def text_of(record: Mapping[str, Any], name: str) -> str:
+    """A field of a record that is text; a WireError where it is none."""
     value = _field(record, name, str)
     if not is_text(value):
         raise WireError(name, "got text with a lone surrogate, which is no Unicode text")
     return value
 
 
-def _ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
+def ids_of(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
+    """int32 [T]: a field of a record that lists token ids; a WireError where it does not."""
     values = _field(record, name, list)
     if not set(map(type, values)) <= {int}:
         raise WireError(name, "expected a list of integers")
@@ -313,7 +335,8 @@ def _ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
     return ids
 
 
-def _float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
+def float32_of(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
+    """float32 [T]: a field of a record that holds numbers in base64; a WireError where it does not."""
     text = _field(record, name, str)
     try:
         raw = pybase64.b64decode(text, validate=True)

@@ -22,8 +22,12 @@ __all__ = [
     "SamplingParams",
     "TopLogprobsP",
     "TopLogprobsSource",
+    "as_token_ids",
     "check_source",
+    "one_each",
     "plan",
+    "prompts_of",
+    "thresholds_of",
 ]
 
 Prompts: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
@@ -52,6 +56,10 @@ class SampleRequest:
         samples: the sample indices that are wanted; a retry asks for those still missing.
         top_logprobs_p: the threshold in (0, 1], or None where the sets are not made by one.
         top_logprobs_source: `DISTRIBUTION` or `SAMPLER`; None where no candidate sets are wanted.
+        routing_key: of the rollout that this goes on from (`Rollout.routing_key`), or empty.
+        resumed_tokens: how many of the last prompt tokens begin the answer, where it goes on with one or may
+            be gone on with; else None.
+        is_interruptible: whether a sample that is aborted is one all the same; else it is an error.
     """
 
     prompt_index: int
@@ -60,6 +68,9 @@ class SampleRequest:
     samples: tuple[int, ...]
     top_logprobs_p: float | None
     top_logprobs_source: str | None
+    routing_key: str = ""
+    resumed_tokens: int | None = None
+    is_interruptible: bool = False
 
 
 def plan(
@@ -82,7 +93,7 @@ def plan(
     Raises:
         InvalidInputError: an argument is wrong; the message names it.
     """
-    all_prompts = _prompts(prompts)
+    all_prompts = prompts_of("prompts", prompts)
     count = len(all_prompts)
     if sampling_params is None or isinstance(sampling_params, Mapping):
         # Checked once, shared by all.
@@ -90,24 +101,18 @@ def plan(
     else:
         params = [
             _sampling_params(f"sampling_params[{i}]", given)
-            for i, given in enumerate(_one_each("sampling_params", sampling_params, count))
+            for i, given in enumerate(one_each("sampling_params", sampling_params, count))
         ]
     if (num_samples := sum(n for _, n in params)) > _MAX_SAMPLES:
         raise InvalidInputError(
             f"sampling_params: n makes {shown(num_samples)} samples in all, expected {_MAX_SAMPLES} at most;"
             " ask for more in several calls"
         )
-    if top_logprobs_p is None or isinstance(top_logprobs_p, Real | np.number):
-        thresholds = [_threshold("top_logprobs_p", top_logprobs_p)] * count
-    else:
-        thresholds = [
-            _threshold(f"top_logprobs_p[{i}]", given)
-            for i, given in enumerate(_one_each("top_logprobs_p", top_logprobs_p, count))
-        ]
+    thresholds = thresholds_of(top_logprobs_p, count)
     if top_logprobs_source is None or isinstance(top_logprobs_source, str):
         given_sources: Sequence[Any] = [top_logprobs_source] * count
     else:
-        given_sources = _one_each("top_logprobs_source", top_logprobs_source, count)
+        given_sources = one_each("top_logprobs_source", top_logprobs_source, count)
     sources = [
         _source("top_logprobs_source", given, threshold)
         for given, threshold in zip(given_sources, thresholds, strict=True)
@@ -128,26 +133,31 @@ def check_source(wanted: SampleRequest, source: Any) -> None:
         )
 
 
-def _prompts(prompts: Any) -> list[str | list[int]]:
+def prompts_of(name: str, prompts: Any) -> list[str | list[int]]:
+    """Each of a caller's prompts, text or token ids, checked; `name` is theirs in messages.
+
+    Raises:
+        InvalidInputError: they are none, or of no kind that is taken.
+    """
     if isinstance(prompts, str):
-        return [_text("prompts", prompts)]
+        return [_text(name, prompts)]
     if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
-        array = _array("prompts", prompts) if hasattr(prompts, "__array__") else None
+        array = _array(name, prompts) if hasattr(prompts, "__array__") else None
         if array is None or not array.ndim:
             raise InvalidInputError(
-                f"prompts: got {type(prompts).__name__}, expected text, texts, token ids, or lists of these"
+                f"{name}: got {type(prompts).__name__}, expected text, texts, token ids, or lists of these"
             )
         prompts = array
     items = list(prompts)
     if not items:
-        raise InvalidInputError("prompts: got none, expected at least one, of at least one token")
+        raise InvalidInputError(f"{name}: got none, expected at least one, of at least one token")
     if all(isinstance(item, str) for item in items):
-        return [_text(f"prompts[{i}]", item) for i, item in enumerate(items)]
+        return [_text(f"{name}[{i}]", item) for i, item in enumerate(items)]
     if all(isinstance(item, int | np.integer) for item in items):
-        return [_token_ids("prompts", prompts)]
+        return [as_token_ids(name, prompts)]
     if any(isinstance(item, str) for item in items):
-        raise InvalidInputError("prompts: got text and token ids in one request, expected one kind")
-    return [_token_ids(f"prompts[{i}]", item) for i, item in enumerate(items)]
+        raise InvalidInputError(f"{name}: got text and token ids in one request, expected one kind")
+    return [as_token_ids(f"{name}[{i}]", item) for i, item in enumerate(items)]
 
 
 def _text(name: str, text: str) -> str:
@@ -158,7 +168,12 @@ def _text(name: str, text: str) -> str:
     return text
 
 
-def _token_ids(name: str, values: Any) -> list[int]:
+def as_token_ids(name: str, values: Any) -> list[int]:
+    """One token id or more, as plain integers.
+
+    Raises:
+        InvalidInputError: `values` are none.
+    """
     # NumPy reads booleans among integers as 0 and 1, and a buffer of bytes as integers.
     if isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values)):
         raise InvalidInputError(f"{name}: got a boolean, expected token ids")
@@ -227,6 +242,25 @@ def _problem(params: dict[Any, Any]) -> str | None:
     return f"got values nested in more than {_MAX_NESTING} levels"
 
 
+def thresholds_of(given: Any, count: int, *, per: str = "prompt") -> list[float | None]:
+    """The threshold of each of `count` prompts, None where there is none.
+
+    Args:
+        given: one for all, or one each; None or 0 is none.
+        count: how many there are to be.
+        per: what there is one for each of, for messages.
+
+    Raises:
+        InvalidInputError: one is no number from 0 to 1, or there are not `count`.
+    """
+    if given is None or isinstance(given, Real | np.number):
+        return [_threshold("top_logprobs_p", given)] * count
+    return [
+        _threshold(f"top_logprobs_p[{i}]", one)
+        for i, one in enumerate(one_each("top_logprobs_p", given, count, per=per))
+    ]
+
+
 def _threshold(name: str, given: Any) -> float | None:
     if given is None:
         return None
@@ -252,13 +286,18 @@ def _source(name: str, given: Any, threshold: float | None) -> str | None:
     return SAMPLER
 
 
-def _one_each(name: str, values: Any, count: int) -> Sequence[Any]:
+def one_each(name: str, values: Any, count: int, *, per: str = "prompt") -> Sequence[Any]:
+    """`values` as a list, where they are `count`, one for each prompt.
+
+    Raises:
+        InvalidInputError: they are not; the message names `name`, and `per` as what there is one for each of.
+    """
     try:
         given = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
     except TypeError:  # an iterator, or an array of no dimension
         given = None
     if given is None:
-        raise InvalidInputError(f"{name}: got {type(values).__name__}, expected one value, or one per prompt")
+        raise InvalidInputError(f"{name}: got {type(values).__name__}, expected one value, or one per {per}")
     if given != count:
-        raise InvalidInputError(f"{name}: got {given} values for {count} prompts")
+        raise InvalidInputError(f"{name}: got {given} values for {count} {per}s")
     return list(values)

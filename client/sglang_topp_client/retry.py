@@ -12,7 +12,7 @@ from sglang_topp.errors import (
     TransportError,
 )
 
-__all__ = ["delay_s", "is_retryable"]
+__all__ = ["delay_s", "is_refusal", "is_retryable"]
 
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 8.0
@@ -26,6 +26,11 @@ def is_retryable(error: SglangToppError) -> bool:
     return isinstance(error, TransportError | OverloadedError | ServerError)
 
 
+def is_refusal(error: SglangToppError) -> bool:
+    """Whether the server is there and takes no request now: 429, 503."""
+    return isinstance(error, OverloadedError) or (isinstance(error, ServerError) and error.status == 503)
+
+
 def delay_s(retry: int, error: SglangToppError) -> float:
     """Seconds to wait before retry number `retry`, from 1.
 
@@ -34,4 +39,6 @@ def delay_s(retry: int, error: SglangToppError) -> float:
     """
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return min(error.retry_after_s, _MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)
-    return min(_FIRST_DELAY_S * 2.0 ** (retry - 1), _MAX_DELAY_S) * random.uniform(0.5, 1.0)
+    # Beyond that it is the longest anyway; after hours it would be no float any more.
+    doublings = min(retry - 1, 16)
+    return min(_FIRST_DELAY_S * 2.0**doublings, _MAX_DELAY_S) * random.uniform(0.5, 1.0)

@@ -16,9 +16,10 @@ prefix cache, where simultaneous single requests would each compute it.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from types import NoneType
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,26 +33,37 @@ from sglang_topp.errors import (
     ServerError,
     WireError,
 )
-from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, is_text, shown
+from sglang_topp.resumable import RESUMED
+from sglang_topp_client.checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, shown
 from sglang_topp_client.record import check_kept_mass, check_seconds, check_sets
 from sglang_topp_client.request import DISTRIBUTION, SAMPLER, SampleRequest, check_source
-from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.resuming import nothing_generated
+from sglang_topp_client.rollout import ABORT, Rollout
+from sglang_topp_client.sglang_fields import (
+    field_of,
+    text_of,
+    token_ids_of,
+    token_logprobs,
+    weight_version_of,
+)
 from sglang_topp_client.versions import spans_from_json
 
-__all__ = ["GenerateExchange"]
+__all__ = ["GenerateExchange", "StreamedExchange"]
 
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
-_T = TypeVar("_T")
+_Result = TypeVar("_Result")
 
 
-class GenerateExchange:
-    """One `POST /generate`: what is sent for one prompt, and what has come back so far."""
+class StreamedExchange(ABC, Generic[_Result]):
+    """One `POST /generate`: what is sent for one prompt, and what has come back so far, a `_Result` of each
+    sample."""
 
     path = "/generate"
     accept = None
     samples_per_call = 1
     """A call takes prompts until it holds this many samples: here one prompt, with all of its own."""
+    missing_route = ""
 
     def __init__(
         self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
@@ -91,18 +103,25 @@ class GenerateExchange:
             body |= {"top_logprobs_source": SAMPLER, "return_logprobs_in_base64": True}
         elif wanted.top_logprobs_source is not None:
             body |= {"top_logprobs_p": wanted.top_logprobs_p, "return_logprobs_in_base64": True}
+        if wanted.resumed_tokens is not None:
+            body[RESUMED] = wanted.resumed_tokens
         return body
+
+    def open_ids(self) -> list[str]:
+        """By which of the engine's ids it can be stopped now."""
+        return self.unfinished_ids()
 
     def unfinished_ids(self) -> list[str]:
         """The engine's ids of the samples that may still be running, as far as they are known."""
         return list(self._engine_ids.values())
 
-    def read(self, line: bytes) -> list[Rollout]:
+    def read(self, line: bytes) -> list[_Result]:
         """Take one line of the answer; returns the sample that it finishes, if it does.
 
         Raises:
             WireError: the line is not what SGLang writes, or the sample is not exact.
-            RolloutError: the engine gave up on a sample.
+            RolloutError: the engine gave up on a sample, and it was not asked for as one that may be
+                interrupted.
             ResponseError: the line reports an error.
         """
         if not line or line.startswith(b":"):
@@ -129,41 +148,66 @@ class GenerateExchange:
             raise _reported_error(chunk["error"])
         return self._take(chunk)
 
-    def _take(self, chunk: dict[str, Any]) -> list[Rollout]:
-        index = _field(chunk, "index", int) if "index" in chunk else 0
+    def _take(self, chunk: dict[str, Any]) -> list[_Result]:
+        index = field_of(chunk, "index", int) if "index" in chunk else 0
         if index not in range(len(self._wanted.samples)) or index in self._finished:
             raise WireError(
                 "index", f"got {shown(index)}, beyond {len(self._wanted.samples)} samples or a second time"
             )
-        meta_info = _field(chunk, "meta_info", dict)
+        meta_info = field_of(chunk, "meta_info", dict)
         # SGLang aborts by prefix: an empty id would be everybody's.
-        if not (engine_id := _text(meta_info, "id")):
+        if not (engine_id := text_of(meta_info, "id")):
             raise WireError("id", "got an empty string, expected the request's id")
         self._engine_ids[index] = engine_id
         reason = meta_info.get("finish_reason")
-        if reason is not None:
+        if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
             _check_finish(reason)
+        _check_resumed(self._wanted, meta_info)
         # A server with --incremental-streaming-output sends only what is new.
-        is_whole = meta_info.get("completion_tokens") == len(_field(chunk, "output_ids", list))
+        is_whole = meta_info.get("completion_tokens") == len(field_of(chunk, "output_ids", list))
         earlier = [] if is_whole else self._chunks.get(index, [])
         self._chunks[index] = [*earlier, chunk]
         if reason is None:
             return []
         self._finished.add(index)
         del self._engine_ids[index]
-        return [self._rollout(index, self._chunks.pop(index))]
+        return [self._result(index, self._chunks.pop(index))]
 
-    def _rollout(self, index: int, chunks: list[Mapping[str, Any]]) -> Rollout:
+    @abstractmethod
+    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> _Result:
+        """What these chunks, of a finished sample, say."""
+
+    def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
+        """The prompt as the engine saw it; `last` is the last chunk of a sample."""
+        if isinstance(self._wanted.prompt, str):
+            prompt_ids = token_ids_of("prompt_token_ids", field_of(last, "prompt_token_ids", list))
+        else:
+            prompt_ids = np.array(self._wanted.prompt, np.int32)
+        if (count := field_of(last["meta_info"], "prompt_tokens", int)) != len(prompt_ids):
+            raise WireError(
+                "prompt_tokens",
+                f"got {shown(count)} for a prompt of {len(prompt_ids)} tokens; the engine saw another prompt"
+                " (is it started with --allow-auto-truncate?)",
+            )
+        return prompt_ids
+
+
+class GenerateExchange(StreamedExchange[Rollout]):
+    """One `POST /generate` that generates."""
+
+    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> Rollout:
         wanted, last = self._wanted, chunks[-1]
         meta_info = last["meta_info"]
-        parts = [_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
+        if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
+            return _waiting(wanted, wanted.samples[index], last)
+        parts = [token_ids_of("output_ids", chunk["output_ids"]) for chunk in chunks]
         output_ids = np.concatenate(parts)
-        if (count := _field(meta_info, "completion_tokens", int)) != len(output_ids):
+        if (count := field_of(meta_info, "completion_tokens", int)) != len(output_ids):
             raise WireError("output_ids", f"got {len(output_ids)} ids, completion_tokens is {shown(count)}")
 
-        entries = [e for chunk in chunks for e in _field(chunk["meta_info"], "output_token_logprobs", list)]
+        entries = [e for chunk in chunks for e in field_of(chunk["meta_info"], "output_token_logprobs", list)]
         # For `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
-        logprobs = _sampled_logprobs(entries if count else [], output_ids)
+        logprobs = token_logprobs("output_token_logprobs", entries if count else [], output_ids, of="output")
         candidates = weight_spans = None
         if wanted.top_logprobs_source is not None:
             candidates = CandidateSets.concat(
@@ -179,33 +223,49 @@ class GenerateExchange:
             # Without sets it is SGLang's own account, which can be a token off.
             weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
 
-        if isinstance(wanted.prompt, str):
-            prompt_ids = _token_ids("prompt_token_ids", _field(last, "prompt_token_ids", list))
-        else:
-            prompt_ids = np.array(wanted.prompt, np.int32)
-        if (count := _field(meta_info, "prompt_tokens", int)) != len(prompt_ids):
-            raise WireError(
-                "prompt_tokens",
-                f"got {shown(count)} for a prompt of {len(prompt_ids)} tokens; the engine saw another prompt"
-                " (is it started with --allow-auto-truncate?)",
-            )
         return Rollout(
             prompt_index=wanted.prompt_index,
             sample_index=wanted.samples[index],
             request_id=meta_info["id"],
-            prompt_ids=prompt_ids,
+            prompt_ids=self._prompt_ids(last),
             output_ids=output_ids,
-            text="".join("" if chunk.get("text") is None else _text(chunk, "text") for chunk in chunks),
+            text="".join("" if chunk.get("text") is None else text_of(chunk, "text") for chunk in chunks),
             logprobs=logprobs,
             candidates=candidates,
             finish_reason=meta_info["finish_reason"]["type"],
-            weight_version=_weight_version(meta_info),
-            cached_tokens=_field(meta_info, "cached_tokens", int),
+            weight_version=weight_version_of(meta_info),
+            cached_tokens=field_of(meta_info, "cached_tokens", int),
             # The difference of two readings of a clock that may have been set back between them.
-            latency_s=check_seconds("e2e_latency", max(_field(meta_info, "e2e_latency", (int, float)), 0)),
+            latency_s=check_seconds("e2e_latency", max(field_of(meta_info, "e2e_latency", (int, float)), 0)),
             top_logprobs_source=wanted.top_logprobs_source,
             weight_spans=weight_spans,
         )
+
+
+def _is_order(reason: Any) -> bool:
+    """Whether a sample was aborted because somebody said so; a refusal has a status."""
+    return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
+
+
+def _check_resumed(wanted: SampleRequest, meta_info: Mapping[str, Any]) -> None:
+    if (heard := meta_info.get(RESUMED)) != wanted.resumed_tokens:
+        raise WireError(
+            RESUMED,
+            f"got {shown(heard)}, and {wanted.resumed_tokens} was asked for: the engine, or what stands"
+            " before it, does not resume answers; is it patched, with this version of sglang-topp?",
+        )
+
+
+def _waiting(wanted: SampleRequest, sample: int, chunk: Mapping[str, Any]) -> Rollout:
+    """A sample that was aborted while it waited for its first token: SGLang tells little of it."""
+    if chunk["output_ids"]:
+        raise WireError("output_ids", f"got {len(chunk['output_ids'])} ids, completion_tokens is 0")
+    if isinstance(wanted.prompt, str):
+        prompt = token_ids_of("prompt_token_ids", field_of(chunk, "prompt_token_ids", list)).tolist()
+        wanted = replace(wanted, prompt=prompt)
+    rollout = nothing_generated(wanted, sample, chunk["meta_info"]["id"])
+    assert rollout is not None
+    return replace(rollout, weight_version=weight_version_of(chunk["meta_info"]))
 
 
 def _check_finish(reason: Any) -> None:
@@ -238,59 +298,3 @@ def _engine_error(message: str, status: Any, otherwise: type[ResponseError], bod
     else:
         status = None
     return kind(message, status=status, body=shown(body, MAX_BODY_CHARS))
-
-
-def _sampled_logprobs(entries: list[Any], output_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-    """float32 [T] from SGLang's `[[logprob, token_id, text or null], ...]`, checked against the output."""
-    field = "output_token_logprobs"
-    if len(entries) != len(output_ids):
-        raise WireError(field, f"got {len(entries)} entries for {len(output_ids)} output_ids")
-    try:
-        given, token_ids = [entry[0] for entry in entries], [entry[1] for entry in entries]
-        if not set(map(type, given)) <= {float, int, NoneType}:
-            raise TypeError("a log-prob is no number")
-        with np.errstate(over="ignore"):
-            logprobs = np.array(given, np.float64).astype(np.float32)
-    except (TypeError, KeyError, IndexError, OverflowError) as error:
-        raise WireError(field, f"expected [logprob, token_id, text] per token: {error}") from None
-    ids = _token_ids(field, token_ids)
-    if np.isnan(logprobs).any():
-        raise WireError(field, f"no log-prob at position {int(np.isnan(logprobs).argmax())}")
-    if len(wrong := np.flatnonzero(ids != output_ids)):
-        t = int(wrong[0])
-        raise WireError(field, f"got token {ids[t]} at position {t}; the output is {output_ids[t]}")
-    return logprobs
-
-
-def _token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
-    if not set(map(type, values)) <= {int}:
-        raise WireError(name, "expected integers as token ids")
-    try:
-        ids = np.array(values, np.int32)
-    except OverflowError:
-        raise WireError(name, "got an id outside int32") from None
-    if len(ids) and ids.min() < 0:
-        raise WireError(name, f"got {ids.min()}, expected token ids of 0 or more")
-    return ids
-
-
-def _weight_version(meta_info: Mapping[str, Any]) -> str:
-    version = meta_info.get("weight_version")
-    # SGLang keeps what it is given with the weights: a number, perhaps.
-    return str(version) if version is None or type(version) is int else _text(meta_info, "weight_version")
-
-
-def _text(record: Mapping[str, Any], name: str) -> str:
-    value = _field(record, name, str)
-    if not is_text(value):
-        raise WireError(name, "got text with a lone surrogate, which is no Unicode text")
-    return value
-
-
-def _field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
-    value = record.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        got = type(value).__name__ if name in record else "nothing"
-        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise WireError(name, f"got {got}, expected {expected}")
-    return value

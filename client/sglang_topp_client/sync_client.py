@@ -9,16 +9,21 @@ written and tested once.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from sglang_topp_client.client import AsyncRolloutClient
 from sglang_topp_client.loop_thread import LoopThread
 from sglang_topp_client.request import Prompts, SamplingParams, TopLogprobsP, TopLogprobsSource
+from sglang_topp_client.resuming import OnAbort
 from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.score import Score
+from sglang_topp_client.score_request import Sequences, Start
 
 __all__ = ["RolloutClient"]
+
+_T = TypeVar("_T")
 
 
 class RolloutClient:
@@ -30,7 +35,7 @@ class RolloutClient:
 
     def __init__(
         self,
-        base_url: str,
+        base_url: str | Sequence[str],
         *,
         kind: Literal["auto", "sidecar", "sglang"] = "auto",
         api_key: str | None = None,
@@ -65,6 +70,7 @@ class RolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -76,6 +82,7 @@ class RolloutClient:
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
                 top_logprobs_source=top_logprobs_source,
+                on_abort=on_abort,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
@@ -89,6 +96,7 @@ class RolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -100,31 +108,106 @@ class RolloutClient:
                 sampling_params,
                 top_logprobs_p=top_logprobs_p,
                 top_logprobs_source=top_logprobs_source,
+                on_abort=on_abort,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
             )
         )
 
-    def _iterate(self, rollouts: AsyncGenerator[Rollout, None]) -> Iterator[Rollout]:
-        async def following() -> Rollout | None:
-            return await anext(rollouts, None)
+    def resume(
+        self,
+        rollouts: Rollout | Sequence[Rollout],
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Rollout]:
+        """See `AsyncRolloutClient.resume`."""
+        return self._thread.run(
+            self._client.resume(
+                rollouts,
+                sampling_params,
+                top_logprobs_p=top_logprobs_p,
+                top_logprobs_source=top_logprobs_source,
+                on_abort=on_abort,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        )
+
+    def score(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> list[Score]:
+        """See `AsyncRolloutClient.score`."""
+        return self._thread.run(
+            self._client.score(
+                sequences,
+                top_logprobs_p=top_logprobs_p,
+                start=start,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        )
+
+    def stream_scores(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[Score]:
+        """See `AsyncRolloutClient.stream_scores`; leaving the loop over it aborts the rest in the engine."""
+        return self._iterate(
+            self._client.stream_scores(
+                sequences,
+                top_logprobs_p=top_logprobs_p,
+                start=start,
+                timeout_s=timeout_s,
+                progress=progress,
+                request_id=request_id,
+            )
+        )
+
+    def _iterate(self, results: AsyncGenerator[_T, None]) -> Iterator[_T]:
+        async def following() -> _T | None:
+            return await anext(results, None)
 
         try:
-            while (rollout := self._thread.run(following())) is not None:
-                yield rollout
+            while (result := self._thread.run(following())) is not None:
+                yield result
         finally:
             # Where waiting is no use the loop closes it: one that ends, or drops it, closes its generators.
             if self._thread.can_wait:
-                self._thread.run(rollouts.aclose())
+                self._thread.run(results.aclose())
 
     def abort(self, request_id: str) -> None:
         """See `AsyncRolloutClient.abort`; call it from another thread."""
         self._thread.run(self._client.abort(request_id))
 
-    def server_info(self) -> dict[str, Any]:
+    def abort_all(self) -> None:
+        """See `AsyncRolloutClient.abort_all`; call it from another thread."""
+        self._thread.run(self._client.abort_all())
+
+    def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """See `AsyncRolloutClient.server_info`."""
-        return self._thread.run(self._client.server_info())
+        return self._thread.run(self._client.server_info(base_url))
 
     def close(self) -> None:
         """Stop what is in flight and close the connections; the client stays usable."""

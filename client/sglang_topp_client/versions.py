@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from sglang_topp.errors import WireError
 from sglang_topp_client.checks import is_text, shown
 
-__all__ = ["WeightSpans", "per_token", "spans_from_json", "spans_to_json"]
+__all__ = ["WeightSpans", "join_spans", "per_token", "spans_from_json", "spans_to_json"]
 
 WeightSpans: TypeAlias = tuple[tuple[str, int], ...]
 """A version and how many tokens came from it, in the order of the tokens."""
@@ -59,6 +59,14 @@ def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
     if position != num_tokens:
         raise WireError(_FIELD, f"tells of {shown(position)} tokens; the output has {num_tokens}")
     return tuple(spans)
+
+
+def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
+    """The spans of the tokens of both, one after the other."""
+    if first and second and first[-1][0] == second[0][0]:
+        (version, count), *rest = second
+        return (*first[:-1], (version, first[-1][1] + count), *rest)
+    return (*first, *second)
 
 
 def per_token(spans: WeightSpans) -> tuple[str, ...]:

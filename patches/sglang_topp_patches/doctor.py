@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 from sglang_topp_patches import mode
 from sglang_topp_patches.budget import budget
+from sglang_topp_patches.package_source import PackageSource
 from sglang_topp_patches.releases import installed
-from sglang_topp_patches.seams import nearest, status
+from sglang_topp_patches.seams import SeamCheck, nearest, status
 
 __all__ = ["report"]
 
@@ -20,10 +24,13 @@ def report() -> tuple[bool, list[str]]:
     checks = found.checks
     if found.sglang_version and not checks:
         name, checks = nearest()
+        holding = sum(not check.problem for check in checks)
         lines.append(f"not a supported release; compared with {name}, the nearest:")
+        lines.append(f"{holding} of its {len(checks)} seams hold")
     for check in checks:
         lines.append(f"  {'FAILS' if check.problem else 'holds'}  {check.seam.target}")
         lines.append(f"         {check.problem or check.seam.purpose}")
+        lines += [f"         that name is at {place}" for place in _elsewhere(check)]
     lines += [f"refused: {feature}: {reason}" for feature, reason in installed()[1].refused.items()]
     problems = [*found.problems, *mode.environment_refusals()]
     lines += [f"problem: {problem}" for problem in problems]
@@ -31,3 +38,12 @@ def report() -> tuple[bool, list[str]]:
     lines += [f"{name}: {limit}" for name, limit in budget().to_dict().items()]
     lines.append("the patch set does NOT hold: requests are refused" if problems else "the patch set holds")
     return not problems, lines
+
+
+def _elsewhere(check: SeamCheck) -> tuple[str, ...]:
+    """Where a function or class may have gone that is not where it was, three places at most."""
+    spec = importlib.util.find_spec("sglang")
+    if not check.problem or spec is None or not spec.submodule_search_locations:
+        return ()
+    source = PackageSource(Path(spec.submodule_search_locations[0]).parent)
+    return () if source.has(check.seam.target) else source.elsewhere(check.seam.target)[:3]

@@ -17,12 +17,8 @@ from types import MappingProxyType
 from sglang_topp_patches import seam_groups as seams
 from sglang_topp_patches.internals.auxiliary_output import (
     AuxiliaryOutput,
-    AuxiliaryOutputSentOnce,
-    SingleAuxiliaryOutput,
 )
-from sglang_topp_patches.internals.customized_info import CustomizedInfo, CustomizedInfoOneNormalizer
 from sglang_topp_patches.internals.interface import Internals
-from sglang_topp_patches.internals.sampler_logprobs import SamplerLogprobs, SamplerLogprobsUnaligned
 from sglang_topp_patches.seam_groups import Seam
 
 __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals", "refused"]
@@ -36,6 +32,7 @@ class Feature(StrEnum):
     PIPELINE = "--pp-size"
     DISAGGREGATION = "--disaggregation-mode"
     HTTP_WORKERS = "--tokenizer-worker-num"
+    RESUMED = "resumed_tokens"
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,7 @@ _BEFORE_0_5_23 = {
     Feature.SAMPLER_SOURCE: _NOT_TRIED,
     Feature.PIPELINE: _NOT_TRIED,
     Feature.DISAGGREGATION: _NOT_TRIED,
+    Feature.RESUMED: _NOT_TRIED,
 }
 _BEFORE_0_5_20 = {
     **_BEFORE_0_5_23,
@@ -119,7 +117,7 @@ _SGLANG_0_5_20 = (
 
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
-        "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.DETOKENIZER)),
+        "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.DETOKENIZER, *seams.RESUMED)),
         "0.5.20": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.19": Release(
             SingleAuxiliaryOutput(),

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches import model, routes
+from sglang_topp.resumable import RESUMED
+from sglang_topp_patches import model, resumed, routes
 from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.mode import refusals, source_refusals, temperature_refusal
 from sglang_topp_patches.payload import (
@@ -49,8 +50,8 @@ def extend_request_class(cls: type[Any]) -> None:
         if name in cls.__annotations__:
             setattr(cls, name, field)
     # `Any`: `check_body` answers bad input in words; pydantic would coerce some of it in silence.
-    cls.__annotations__ |= dict.fromkeys(FIELDS, Any)
-    for name in FIELDS:
+    cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
+    for name in (*FIELDS, RESUMED):
         setattr(cls, name, False if name == BASE64 else None)
     # `dataclasses.dataclass` leaves an `__init__` alone that is there already.
     del cls.__init__
@@ -66,7 +67,9 @@ def check_body(error: str | None, body: Any) -> str | None:
     if error is not None or not isinstance(body, Mapping):
         return error
     try:
-        asked = _Asked.of(body.get, 1 if (count := model.num_prompts(body.get)) is None else count)
+        num_prompts = 1 if (count := model.num_prompts(body.get)) is None else count
+        resumed.check_fields(body.get, num_prompts)
+        asked = _Asked.of(body.get, num_prompts)
         if asked.any:
             model.check_request(body.get)
     except InvalidInputError as problem:
@@ -77,7 +80,8 @@ def check_body(error: str | None, body: Any) -> str | None:
 def normalize(original: Callable[[Any], None], self: Any) -> None:
     """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`."""
     get = vars(self).get
-    raw = {name: get(name) for name in (*FIELDS, "sampling_params", "return_logprob")}
+    names = (*FIELDS, RESUMED, "input_ids", "sampling_params", "return_logprob")
+    raw = {name: get(name) for name in names}
     # Before SGLang repeats the prompts `n` times.
     if _asks(raw.get):
         model.check_request(get)
@@ -85,6 +89,7 @@ def normalize(original: Callable[[Any], None], self: Any) -> None:
     asked = _Asked.of(raw.get, self.batch_size)
     if asked.any and (path := routes.path_without_sets.get()):
         raise InvalidInputError(f"{asked.field}: {path} cannot return candidate sets; ask /generate")
+    resumed.spread(self, raw.get)
     if self.is_single:
         for name, values in asked.fields().items():
             setattr(self, name, values[0])
@@ -106,7 +111,7 @@ def normalize(original: Callable[[Any], None], self: Any) -> None:
 
 def get_item(item: Any, self: Any, i: int) -> Any:
     """AFTER hook on `GenerateReqInput.__getitem__`: the part keeps its own fields."""
-    for name in FIELDS:
+    for name in (*FIELDS, RESUMED):
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)
     if getattr(self, AT_END, False):

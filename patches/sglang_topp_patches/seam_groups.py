@@ -138,7 +138,7 @@ SERVED = (
         f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info",
         ("self", "meta_info", "state", "top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs"),
         "the sets are written into meta_info",
-        (_after("tokenizer_manager.write_meta_info"),),
+        (_after("tokenizer_manager.write_meta_info"), _after("resumed.note_in_meta_info")),
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks",
@@ -239,6 +239,34 @@ OPENAI = (
     ),
 )
 """The routes in OpenAI's form."""
+
+RESUMED = (
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        ("self", "new_accepted_len"),
+        "the token that was drawn when an abort came may end the answer by itself",
+        (_around("resumed.finish_or_abort"),),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.tail_str",
+        ("self", "new_accepted_len"),
+        "stop strings are found across the cut of an answer that is resumed",
+        (_around("resumed.tail_str"),),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.init_incremental_detokenize",
+        ("self",),
+        "so is its text made",
+        (_around("resumed.begin_text"),),
+    ),
+    Seam(
+        f"{_SCHEDULER}.send_abort_output",
+        ("self", "abort_req", "req"),
+        "a request that is aborted while it waits is sent with all of its tokens",
+        (_around("resumed.send_what_is_there"),),
+    ),
+)
+"""Answers that go on with what another request began: 0.5.23."""
 
 GRPC = (
     Seam(

@@ -18,7 +18,7 @@ from sglang_topp_patches.budget import budget_problem
 from sglang_topp_patches.releases import RELEASES, UNLISTED, Release, installed
 from sglang_topp_patches.seam_groups import Seam
 
-__all__ = ["SeamCheck", "Status", "check_seams", "nearest", "status"]
+__all__ = ["SeamCheck", "Status", "check_seams", "difference", "nearest", "status"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,11 @@ def _problem(seam: Seam) -> str:
         names = tuple(inspect.signature(target).parameters)
     except (TypeError, ValueError) as error:
         return f"has no signature to check ({error})"
+    return difference(seam, names)
+
+
+def difference(seam: Seam, names: tuple[str, ...]) -> str:
+    """How what stands at a seam, and takes `names`, differs from what the hooks rely on; or nothing."""
     missing = [name for name in seam.parameters if name not in names]
     if missing:
         return f"takes ({', '.join(names)}), expected {', '.join(missing)} among them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_topp.engine_request import (
@@ -13,9 +14,11 @@ from sglang_topp.engine_request import (
     overlong_text,
 )
 from sglang_topp.errors import BadRequestError, InvalidInputError
+from sglang_topp_client.request import SampleRequest
 from sglang_topp_server.schema import RolloutRequest
+from sglang_topp_server.score_schema import ScoreBody
 
-__all__ = ["check_admissible"]
+__all__ = ["check_admissible", "check_scores"]
 
 
 def check_admissible(request: RolloutRequest, model: Model, *, takes_grammars: bool) -> None:
@@ -31,13 +34,11 @@ def check_admissible(request: RolloutRequest, model: Model, *, takes_grammars: b
         InvalidInputError: 400, with a sentence that names the field, what it got and what it takes.
         BadRequestError: 413, a text is longer than the engine can tokenise while others wait.
     """
-    is_list = len(request.wanted) > 1 or _holds_prompts(request.prompts)
-    for one in request.wanted:
-        name = f"prompts[{one.prompt_index}]" if is_list else "prompts"
-        if isinstance(one.prompt, str):
-            _refuse_long(overlong_text(name, one.prompt, model))
-        else:
-            check_token_ids(name, one.prompt, model.vocab_size)
+    for i, rollout in request.given.items():
+        check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
+        check_token_ids(f"rollouts[{i}].output_ids", rollout.output_ids, model.vocab_size)
+    fresh = [one for one in request.wanted if one.prompt_index not in request.given]
+    _check_prompts("prompts", request.prompts, fresh, model)
     params = request.sampling_params
     each = params if isinstance(params, list) else [params or {}]
     for i, given in enumerate(each):
@@ -49,6 +50,27 @@ def check_admissible(request: RolloutRequest, model: Model, *, takes_grammars: b
                 f"{name}.{key}: got one, expected none: a grammar that leaves no token to draw would end this"
                 " engine; start it with SGLANG_SANITIZE_NAN_LOGITS=1, as `sglang-topp serve` does"
             )
+
+
+def check_scores(request: ScoreBody, model: Model) -> None:
+    """Check a request that `parse_scores` has read against the model that is to score.
+
+    Raises:
+        InvalidInputError: 400, with a sentence that names the field, what it got and what it takes.
+        BadRequestError: 413, a text is longer than the engine can tokenise while others wait.
+    """
+    _check_prompts("sequences", request.sequences, request.wanted, model)
+
+
+def _check_prompts(name: str, given: Any, wanted: Sequence[SampleRequest], model: Model) -> None:
+    """Check each prompt; `name` and `given` are the field's."""
+    is_list = len(wanted) > 1 or _holds_prompts(given)
+    for one in wanted:
+        at = f"{name}[{one.prompt_index}]" if is_list else name
+        if isinstance(one.prompt, str):
+            _refuse_long(overlong_text(at, one.prompt, model))
+        else:
+            check_token_ids(at, one.prompt, model.vocab_size)
 
 
 def _holds_prompts(prompts: Any) -> bool:

@@ -11,13 +11,13 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
-from sglang_topp_client.packed_record import MEDIA_TYPE
-from sglang_topp_server.body import Bodies
+from sglang_topp_server.body import Bodies, HungUpError
 from sglang_topp_server.engine import Engine
-from sglang_topp_server.exchange import RolloutExchange
+from sglang_topp_server.exchange import Exchange
 from sglang_topp_server.flight import Flight
 from sglang_topp_server.forms import NDJSON
 from sglang_topp_server.guard import RequireKey
@@ -26,6 +26,8 @@ from sglang_topp_server.limits import Limits
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.problems import answer_of, as_known_error, headers_of, status_of
 from sglang_topp_server.schema import (
+    AbortAnswer,
+    AbortRequest,
     EngineInfo,
     ErrorAnswer,
     Info,
@@ -34,7 +36,10 @@ from sglang_topp_server.schema import (
     PatchInfo,
     RolloutRequest,
     RolloutsAnswer,
+    parse_abort,
 )
+from sglang_topp_server.score_schema import ScoreBody, ScoresAnswer
+from sglang_topp_server.work import ROLLOUTS, SCORES, Work
 
 __all__ = ["create_app"]
 
@@ -81,14 +86,37 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
     @app.post(
         "/rollouts",
         response_model=None,
-        responses={200: {"model": RolloutsAnswer, "content": _STREAMS}},
-        openapi_extra=_BODY,
+        responses={200: {"model": RolloutsAnswer, "content": _streams(ROLLOUTS, "RolloutRecord")}},
+        openapi_extra=_body(RolloutRequest),
     )
     async def rollouts() -> Response:
         """Samples with their candidate sets: one JSON, or, with `stream`, one message each as they finish,
         and last `{"done": true, "rollouts": N}`. Messages are lines, or frames where `Accept` names that
         media type. Hanging up aborts them."""
-        return RolloutExchange(engine, limits, bodies, flight, held, metrics)
+        return Exchange(ROLLOUTS, engine, limits, bodies, flight, held, metrics)
+
+    @app.post(
+        "/scores",
+        response_model=None,
+        responses={200: {"model": ScoresAnswer, "content": _streams(SCORES, "ScoreRecord")}},
+        openapi_extra=_body(ScoreBody),
+    )
+    async def scores() -> Response:
+        """The log-probs and candidate sets of given sequences: one JSON, or, with `stream`, one message each,
+        as for rollouts, and last `{"done": true, "scores": N}`. Hanging up aborts them."""
+        return Exchange(SCORES, engine, limits, bodies, flight, held, metrics)
+
+    @app.post("/abort", openapi_extra=_body(AbortRequest))
+    async def abort(request: Request) -> AbortAnswer:
+        """Stops a request of `POST /rollouts` in the engine, or all that the engine has. What becomes of each
+        sample is what its request says (`on_abort`). Answers once they have stopped."""
+        try:
+            async with bodies.read(request.headers, request.receive) as body:
+                order = parse_abort(body)
+        except HungUpError:
+            raise BadRequestError("the body: the connection ended before it", status=400) from None
+        await engine.abort(order.request_id)
+        return AbortAnswer()
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -135,16 +163,18 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
     return app
 
 
-_STREAMS: dict[str, Any] = {
-    NDJSON: {"schema": {"type": "string", "description": "With stream: a RolloutRecord on each line."}},
-    MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
-}
-_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": RolloutRequest.model_json_schema()}},
+def _streams(work: Work, record: str) -> dict[str, Any]:
+    """The forms of a stream, for the OpenAPI page."""
+    return {
+        NDJSON: {"schema": {"type": "string", "description": f"With stream: a {record} on each line."}},
+        work.media_type: {"schema": {"type": "string", "format": "binary"}},
     }
-}
+
+
+def _body(kind: type[BaseModel]) -> dict[str, Any]:
+    """The body that a route takes, for the OpenAPI page."""
+    schema = kind.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

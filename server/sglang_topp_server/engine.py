@@ -16,12 +16,14 @@ from sglang_topp.errors import (
     SglangToppError,
     TransportError,
 )
-from sglang_topp_client import AsyncRolloutClient, Rollout
+from sglang_topp_client import AsyncRolloutClient, Rollout, Score
 from sglang_topp_client.request import SampleRequest
+from sglang_topp_client.resuming import OnAbort
+from sglang_topp_client.score_request import ScoreRequest
 from sglang_topp_server.engine_status import EngineProbe, EngineStatus
-from sglang_topp_server.held import Share
+from sglang_topp_server.held import Share, num_bytes_of
 from sglang_topp_server.problems import as_known_error, upstream_error
-from sglang_topp_server.schema import RolloutRequest
+from sglang_topp_server.schema import RolloutRequest, SampleBody
 
 __all__ = ["Engine", "FailedPrompt"]
 
@@ -44,6 +46,13 @@ class _Client(AsyncRolloutClient):
     # Of all callers: what several of these hold while they are taken apart is all that is held beyond
     # finished samples.
     _LONG_LINES_AT_ONCE = 4
+
+    def samples_of(
+        self, wanted: SampleRequest, given: Rollout | None, on_abort: OnAbort, request_id: str | None
+    ) -> AsyncGenerator[Rollout, None]:
+        """The samples of a prompt that was checked; where `given`, it is gone on with."""
+        there = {} if given is None else {wanted.prompt_index: given}
+        return self._stream([wanted], there, on_abort, None, False, request_id)
 
 
 class Engine:
@@ -115,17 +124,18 @@ class Engine:
     # -- what it makes -----------------------------------------------------------------------------
 
     async def samples(
-        self, request: RolloutRequest, share: Share
-    ) -> AsyncGenerator[Rollout | FailedPrompt, None]:
-        """Every sample as it finishes, added to `share`; where a prompt fails, the others go on.
+        self, request: SampleBody, share: Share
+    ) -> AsyncGenerator[Rollout | Score | FailedPrompt, None]:
+        """Every sample as it finishes, or every score, added to `share`; where a prompt fails, the others go
+        on.
 
         Closing the iterator aborts the rest in the engine, and returns when that is done.
         """
-        finished: asyncio.Queue[Rollout | FailedPrompt | None] = asyncio.Queue()
+        finished: asyncio.Queue[Rollout | Score | FailedPrompt | None] = asyncio.Queue()
 
         async def one(wanted: SampleRequest) -> None:
             try:
-                await self._one_prompt(wanted, request.request_id, share, finished)
+                await self._one_prompt(wanted, request, share, finished)
             except Exception as error:
                 finished.put_nowait(FailedPrompt(wanted.prompt_index, as_known_error(error)))
             finished.put_nowait(None)
@@ -151,22 +161,24 @@ class Engine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one_prompt(
-        self, wanted: SampleRequest, request_id: str | None, share: Share, finished: asyncio.Queue[Any]
+        self, wanted: SampleRequest, request: SampleBody, share: Share, finished: asyncio.Queue[Any]
     ) -> None:
-        prompts: Any = [wanted.prompt]
-        stream = self._client.stream(
-            prompts,
-            {**wanted.sampling_params, "n": len(wanted.samples)},
-            top_logprobs_p=wanted.top_logprobs_p,
-            top_logprobs_source=wanted.top_logprobs_source,
-            request_id=request_id,
-            progress=False,
-        )
+        given = request.given.pop(wanted.prompt_index, None) if isinstance(request, RolloutRequest) else None
+        num_given = 0
+        if given is not None:
+            share.add(given)
+            num_given = num_bytes_of(given)
         try:
+            stream = self._stream(wanted, given, request)
+            del given
             async with aclosing(stream) as samples:
                 async for sample in samples:
+                    share.remove(num_given)
                     share.add(sample)
-                    finished.put_nowait(replace(sample, prompt_index=wanted.prompt_index))
+                    if isinstance(sample, Score):
+                        finished.put_nowait(replace(sample, sequence_index=wanted.prompt_index))
+                    else:
+                        finished.put_nowait(sample)
                     del sample
         except SglangToppError as error:
             if isinstance(error, MissingCandidateSetsError):
@@ -175,6 +187,36 @@ class Engine:
                 self._has_been_ready = False
             if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
                 self._in_doubt.set()
+            raise upstream_error(error) from error
+
+    def _stream(
+        self, wanted: SampleRequest, given: Rollout | None, request: SampleBody
+    ) -> AsyncGenerator[Rollout, None] | AsyncGenerator[Score, None]:
+        if isinstance(wanted, ScoreRequest):
+            prompts: Any = [wanted.prompt]
+            return self._client.stream_scores(
+                prompts,
+                top_logprobs_p=wanted.top_logprobs_p,
+                start=wanted.start,
+                request_id=request.request_id,
+                progress=False,
+            )
+        assert isinstance(request, RolloutRequest)
+        return self._client.samples_of(wanted, given, request.on_abort, request.request_id)
+
+    async def abort(self, request_id: str | None) -> None:
+        """Stop a request by the name that its caller, or the engine, has for it; where None, all that the
+        engine has. What becomes of the samples is what their requests say.
+
+        Raises:
+            SglangToppError: the engine does not take the order.
+        """
+        try:
+            if request_id is None:
+                await self._client.abort_all()
+            else:
+                await self._client.abort(request_id)
+        except SglangToppError as error:
             raise upstream_error(error) from error
 
     async def close(self) -> None:

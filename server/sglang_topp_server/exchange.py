@@ -1,4 +1,4 @@
-"""RolloutExchange: one `POST /rollouts`, from its headers to the last byte of its answer.
+"""Exchange: one `POST /rollouts` or `/scores`, from its headers to the last byte of its answer.
 
 It is the response object of the route, and does its own reading and sending: a place in flight is held
 from when the body is there until the answer is out, and a caller that hangs up is heard at any moment
@@ -25,7 +25,6 @@ from sglang_topp.errors import (
     SglangToppError,
     WireError,
 )
-from sglang_topp_server.admission import check_admissible
 from sglang_topp_server.body import Bodies, HungUpError
 from sglang_topp_server.connection import Connection, connection_of
 from sglang_topp_server.engine import Engine, FailedPrompt
@@ -36,9 +35,10 @@ from sglang_topp_server.limits import Limits
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.pieces import Record, in_pieces
 from sglang_topp_server.problems import answer_of, as_known_error, headers_of, status_of
-from sglang_topp_server.schema import RolloutRequest, parse_request
+from sglang_topp_server.schema import SampleBody
+from sglang_topp_server.work import Work, place_of
 
-__all__ = ["RolloutExchange"]
+__all__ = ["Exchange"]
 
 # A body this long takes milliseconds to check; the other connections should not wait for that.
 _OFF_LOOP_BYTES = 1 << 18
@@ -46,10 +46,11 @@ _OFF_LOOP_BYTES = 1 << 18
 _log = logging.getLogger(__name__)
 
 
-class RolloutExchange(Response):
+class Exchange(Response):
     """The whole of one request.
 
     Args:
+        work: what is asked for.
         engine: makes the samples.
         limits: what is accepted.
         bodies: reads its body.
@@ -59,9 +60,17 @@ class RolloutExchange(Response):
     """
 
     def __init__(
-        self, engine: Engine, limits: Limits, bodies: Bodies, flight: Flight, held: Held, metrics: Metrics
+        self,
+        work: Work,
+        engine: Engine,
+        limits: Limits,
+        bodies: Bodies,
+        flight: Flight,
+        held: Held,
+        metrics: Metrics,
     ) -> None:
         super().__init__()
+        self._work = work
         self._engine, self._limits, self._metrics = engine, limits, metrics
         self._bodies, self._flight, self._held = bodies, flight, held
         self._connection: Connection | None = None
@@ -72,7 +81,7 @@ class RolloutExchange(Response):
         """ASGI."""
         start = time.monotonic()
         self._connection = connection_of(scope)
-        self._form = accepted_form(Headers(scope=scope))
+        self._form = accepted_form(Headers(scope=scope), self._work.media_type)
         is_admitted = False
         try:
             async with asyncio.timeout(self._limits.timeout_s):
@@ -83,7 +92,7 @@ class RolloutExchange(Response):
                     model = await self._engine.require_ready()
                     # A check of millions of ids takes milliseconds.
                     takes_grammars = self._engine.status.takes_grammars
-                    await asyncio.to_thread(check_admissible, request, model, takes_grammars=takes_grammars)
+                    await asyncio.to_thread(self._work.check, request, model, takes_grammars)
                     is_admitted = True
                     outcome = await self._answer(request, receive, send)
             error: SglangToppError | None = None
@@ -108,13 +117,13 @@ class RolloutExchange(Response):
         if is_admitted or not isinstance(error, OverloadedError):
             self._metrics.request_seconds.observe(time.monotonic() - start)
 
-    async def _read(self, headers: Headers, receive: Receive) -> RolloutRequest:
+    async def _read(self, headers: Headers, receive: Receive) -> SampleBody:
         async with self._bodies.read(headers, receive) as body:
             if len(body) < _OFF_LOOP_BYTES:
-                return parse_request(body, self._limits)
-            return await asyncio.to_thread(parse_request, body, self._limits)
+                return self._work.parse(body, self._limits)
+            return await asyncio.to_thread(self._work.parse, body, self._limits)
 
-    async def _answer(self, request: RolloutRequest, receive: Receive, send: Send) -> str:
+    async def _answer(self, request: SampleBody, receive: Receive, send: Send) -> str:
         """Returns the outcome that is counted."""
         answer = self._answer_stream if request.stream else self._answer_whole
         with self._held.share() as share:
@@ -143,34 +152,35 @@ class RolloutExchange(Response):
         _log.info("a caller's connection was closed: %s", self._connection.why_cut_off)
         return "slow"
 
-    async def _answer_whole(self, request: RolloutRequest, share: Share, send: Send) -> str:
+    async def _answer_whole(self, request: SampleBody, share: Share, send: Send) -> str:
         """One JSON, in the order of the request: every sample, or an error."""
         records: dict[tuple[int, int], Record] = {}
-        async with _own_time_limit(request):
+        async with self._own_time_limit(request):
             async with aclosing(self._engine.samples(request, share)) as samples:
                 async for sample in samples:
                     if isinstance(sample, FailedPrompt):
                         raise sample.error
-                    records[sample.prompt_index, sample.sample_index] = Record(sample)
+                    records[place_of(sample)] = Record(sample)
                     self._metrics.count_sample(sample)
                     del sample
                     # Samples that finish together must not keep the loop from everything else meanwhile.
                     await asyncio.sleep(0)
             expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
             if sorted(records) != expected:
-                raise WireError("rollouts", f"got {len(records)} samples, expected {len(expected)}")
-            frame = len(b'{"rollouts":[' + b"]}") + len(records) - 1
+                raise WireError(self._work.name, f"got {len(records)}, expected {len(expected)}")
+            opening = f'{{"{self._work.name}":['.encode()
+            frame = len(opening + b"]}") + len(records) - 1
             await self._start(send, "application/json", length=frame + sum(map(len, records.values())))
-            await self._send_chunks(send, _whole(records, expected))
+            await self._send_chunks(send, _whole(opening, records, expected))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         return "ok"
 
-    async def _answer_stream(self, request: RolloutRequest, share: Share, send: Send) -> str:
+    async def _answer_stream(self, request: SampleBody, share: Share, send: Send) -> str:
         """A message each, in the form that the caller accepts. The status waits for the first sample: where
         no prompt succeeds, it is that of the first failure; where one has, failures are messages."""
         failures: list[FailedPrompt] = []
         num_sent = 0
-        async with _own_time_limit(request), aclosing(self._engine.samples(request, share)) as items:
+        async with self._own_time_limit(request), aclosing(self._engine.samples(request, share)) as items:
             async for item in items:
                 if isinstance(item, FailedPrompt):
                     failures.append(item)
@@ -190,9 +200,19 @@ class RolloutExchange(Response):
                 num_sent += 1
             if not self._is_started:
                 raise failures[0].error
-            await self._send_message(send, {"done": True, "rollouts": num_sent})
+            await self._send_message(send, {"done": True, self._work.name: num_sent})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         return "partial" if failures else "ok"
+
+    @asynccontextmanager
+    async def _own_time_limit(self, request: SampleBody) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                yield
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"timeout_s: {request.timeout_s} s passed before every {self._work.one} finished"
+            ) from None
 
     async def _start(self, send: Send, media_type: str, length: int | None = None) -> None:
         headers = [(b"content-type", media_type.encode())]
@@ -213,7 +233,7 @@ class RolloutExchange(Response):
 
     async def _send_failure(self, send: Send, failed: FailedPrompt) -> None:
         self._metrics.count_error(failed.error)
-        await self._send_message(send, {**answer_of(failed.error), "prompt_index": failed.prompt_index})
+        await self._send_message(send, {**answer_of(failed.error), self._work.index: failed.prompt_index})
 
     async def _send_error(self, send: Send, error: SglangToppError) -> None:
         """The error as the answer, or as the last message of a stream, which without its end mark does not
@@ -243,22 +263,12 @@ class RolloutExchange(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def _whole(records: dict[tuple[int, int], Record], order: Iterable[tuple[int, int]]) -> Iterable[bytes]:
+def _whole(
+    opening: bytes, records: dict[tuple[int, int], Record], order: Iterable[tuple[int, int]]
+) -> Iterable[bytes]:
     """The whole JSON; each record is let go of once it is out."""
-    opening = b'{"rollouts":['
     for at in order:
         yield opening
         yield from records.pop(at)
         opening = b","
     yield b"]}"
-
-
-@asynccontextmanager
-async def _own_time_limit(request: RolloutRequest) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(request.timeout_s):
-            yield
-    except TimeoutError:
-        raise RequestTimeoutError(
-            f"timeout_s: {request.timeout_s} s passed before every sample finished"
-        ) from None

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 
-from sglang_topp_client import Rollout
+from sglang_topp_client import Rollout, Score
 from sglang_topp_client.messages import frame_head
-from sglang_topp_client.packed_record import MEDIA_TYPE, PackedRecord
+from sglang_topp_client.packed_frame import PackedFrame
+from sglang_topp_client.packed_record import PackedRecord
+from sglang_topp_client.score_record import PackedScore
 from sglang_topp_server.pieces import Record
 
 __all__ = ["NDJSON", "Form", "Frames", "Lines", "accepted_form", "encode"]
@@ -25,8 +27,8 @@ class Form(Protocol):
 
     media_type: str
 
-    def sample(self, rollout: Rollout) -> Iterable[bytes]:
-        """A finished sample, made piece by piece."""
+    def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
+        """A finished sample, or a score, made piece by piece."""
 
     def other(self, answer: dict[str, Any]) -> bytes:
         """What is no sample."""
@@ -37,9 +39,9 @@ class Lines:
 
     media_type = NDJSON
 
-    def sample(self, rollout: Rollout) -> Iterable[bytes]:
-        """`sglang_topp_client.record`."""
-        return chain(Record(rollout), [b"\n"])
+    def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
+        """`sglang_topp_client.record`, or `score_record`."""
+        return chain(Record(sample), [b"\n"])
 
     def other(self, answer: dict[str, Any]) -> bytes:
         """The same JSON as everywhere."""
@@ -50,16 +52,21 @@ class Frames:
     """A frame each, with its length before it.
 
     Args:
+        media_type: of what they hold.
         logprob_bits: of the candidates' log-probs, 32 or 16.
     """
 
-    def __init__(self, logprob_bits: int) -> None:
-        self.media_type = MEDIA_TYPE if logprob_bits == 32 else f"{MEDIA_TYPE};logprob-bits={logprob_bits}"
+    def __init__(self, media_type: str, logprob_bits: int) -> None:
+        self.media_type = media_type if logprob_bits == 32 else f"{media_type};logprob-bits={logprob_bits}"
         self._logprob_bits = logprob_bits
 
-    def sample(self, rollout: Rollout) -> Iterable[bytes]:
-        """`sglang_topp_client.packed_record`."""
-        record = PackedRecord(rollout, logprob_bits=self._logprob_bits)
+    def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
+        """`sglang_topp_client.packed_record`, or `score_record`."""
+        record: PackedFrame
+        if isinstance(sample, Score):
+            record = PackedScore(sample, logprob_bits=self._logprob_bits)
+        else:
+            record = PackedRecord(sample, logprob_bits=self._logprob_bits)
         return chain([frame_head(len(record))], record)
 
     def other(self, answer: dict[str, Any]) -> bytes:
@@ -68,18 +75,19 @@ class Frames:
         return frame_head(len(raw)) + raw
 
 
-def accepted_form(headers: Headers) -> Form:
-    """Frames where `Accept` names them, and not lines with a higher quality; else lines."""
+def accepted_form(headers: Headers, framed: str) -> Form:
+    """Frames where `Accept` names `framed`, their media type, and not lines with a higher quality; else
+    lines."""
     frames: tuple[float, int] | None = None
     lines = 0.0
     for media_type, parameters, quality in _accepted(",".join(headers.getlist("accept"))):
         if media_type == NDJSON:
             lines = max(lines, quality)
-        elif media_type == MEDIA_TYPE:
+        elif media_type == framed:
             bits = _LOGPROB_BITS.get(parameters.get("logprob-bits", "32"))
             if bits is not None and quality > 0 and (frames is None or quality > frames[0]):
                 frames = quality, bits
-    return Lines() if frames is None or frames[0] < lines else Frames(frames[1])
+    return Lines() if frames is None or frames[0] < lines else Frames(framed, frames[1])
 
 
 def _accepted(header: str) -> Iterator[tuple[str, dict[str, str], float]]:

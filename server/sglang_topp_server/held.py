@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sglang_topp.errors import BadRequestError, OverloadedError, SglangToppError
-from sglang_topp_client import Rollout
+from sglang_topp_client import Rollout, Score
 from sglang_topp_server.metrics import Metrics
 
 __all__ = ["Held", "Share", "num_bytes_of"]
@@ -21,11 +21,14 @@ _BYTES_PER_CANDIDATE = 8
 _BYTES_PER_TOKEN = 12
 
 
-def num_bytes_of(rollout: Rollout) -> int:
-    """What one sample takes while it waits, to within a few per cent."""
-    num_tokens = len(rollout.prompt_ids) + len(rollout.output_ids)
-    num_candidates = 0 if rollout.candidates is None else len(rollout.candidates.token_ids)
-    return num_candidates * _BYTES_PER_CANDIDATE + num_tokens * _BYTES_PER_TOKEN + len(rollout.text)
+def num_bytes_of(sample: Rollout | Score) -> int:
+    """What one sample, or one score, takes while it waits, to within a few per cent."""
+    if isinstance(sample, Score):
+        num_tokens, num_chars = len(sample.token_ids), 0
+    else:
+        num_tokens, num_chars = len(sample.prompt_ids) + len(sample.output_ids), len(sample.text)
+    num_candidates = 0 if sample.candidates is None else len(sample.candidates.token_ids)
+    return num_candidates * _BYTES_PER_CANDIDATE + num_tokens * _BYTES_PER_TOKEN + num_chars
 
 
 class Share:
@@ -41,9 +44,9 @@ class Share:
         self.num_bytes = 0
         self.excess: asyncio.Future[SglangToppError] = asyncio.get_running_loop().create_future()
 
-    def add(self, rollout: Rollout) -> None:
+    def add(self, sample: Rollout | Score) -> None:
         """A sample that has come from the engine."""
-        self._held.change(self, num_bytes_of(rollout))
+        self._held.change(self, num_bytes_of(sample))
 
     def remove(self, num_bytes: int) -> None:
         """Bytes that are sent."""

@@ -11,7 +11,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_client import Rollout
+from sglang_topp_client import Rollout, Score
 from sglang_topp_server.problems import status_of
 
 __all__ = ["Metrics", "SizeHistogram"]
@@ -67,8 +67,10 @@ class Metrics:
         request_seconds: from a request's headers to the last byte of its answer, whatever that is; not of
             those that get a 401 or a 429.
         samples: finished samples.
-        tokens: of finished samples, by kind: `prompt`, `cached` (a part of `prompt`), `completion`.
-        candidates: sizes of candidate sets, one per generated token.
+        scores: scored sequences.
+        tokens: of both, by kind: `prompt` (the whole of a scored sequence), `cached` and `scored` (parts of
+            `prompt`), `completion`.
+        candidates: sizes of candidate sets, one per generated or scored token.
         engine_ready: 1 while the engine answers and is patched.
     """
 
@@ -91,6 +93,7 @@ class Metrics:
             registry=self.registry,
         )
         self.samples = Counter("sglang_topp_samples", "Finished samples", registry=self.registry)
+        self.scores = Counter("sglang_topp_scores", "Scored sequences", registry=self.registry)
         self.tokens = Counter(
             "sglang_topp_tokens", "Tokens of finished samples", ["kind"], registry=self.registry
         )
@@ -101,14 +104,19 @@ class Metrics:
             "sglang_topp_engine_ready", "Whether the engine answers and is patched", registry=self.registry
         )
 
-    def count_sample(self, rollout: Rollout) -> None:
-        """Add one finished sample."""
-        self.samples.inc()
-        self.tokens.labels("prompt").inc(len(rollout.prompt_ids))
-        self.tokens.labels("cached").inc(rollout.cached_tokens)
-        self.tokens.labels("completion").inc(len(rollout.output_ids))
-        if rollout.candidates is not None:
-            self.candidates.observe(rollout.candidates.sizes)
+    def count_sample(self, sample: Rollout | Score) -> None:
+        """Add one finished sample, or one score."""
+        if isinstance(sample, Score):
+            self.scores.inc()
+            self.tokens.labels("prompt").inc(len(sample.token_ids))
+            self.tokens.labels("scored").inc(len(sample.logprobs))
+        else:
+            self.samples.inc()
+            self.tokens.labels("prompt").inc(len(sample.prompt_ids))
+            self.tokens.labels("completion").inc(len(sample.output_ids))
+        self.tokens.labels("cached").inc(sample.cached_tokens)
+        if sample.candidates is not None:
+            self.candidates.observe(sample.candidates.sizes)
 
     def count_error(self, error: SglangToppError) -> None:
         """Add one error that a caller gets to see."""

@@ -13,8 +13,9 @@ import pybase64
 from pydantic_core import to_json
 
 from sglang_topp import wire
-from sglang_topp_client import Rollout
+from sglang_topp_client import Rollout, Score
 from sglang_topp_client.record import to_record
+from sglang_topp_client.score_record import score_to_record
 
 __all__ = ["PIECE_BYTES", "Record", "in_pieces"]
 
@@ -23,22 +24,25 @@ _RAW_BYTES = PIECE_BYTES // 4 * 3
 
 
 class Record:
-    """The JSON of one finished sample, as `sglang_topp_client.record` writes it; its length is known before
-    any of it is made.
+    """The JSON of one finished sample, as `sglang_topp_client.record` writes it, or of one score
+    (`score_record`); its length is known before any of it is made.
 
     Args:
-        rollout: the sample; its candidate sets are kept, the rest is encoded.
+        sample: its candidate sets are kept, the rest is encoded.
     """
 
-    def __init__(self, rollout: Rollout) -> None:
-        record = to_record(replace(rollout, candidates=None))
+    def __init__(self, sample: Rollout | Score) -> None:
+        if isinstance(sample, Score):
+            record = score_to_record(replace(sample, candidates=None))
+        else:
+            record = to_record(replace(sample, candidates=None))
         self._parts: list[bytes | memoryview] = []
-        if rollout.candidates is None:
+        if sample.candidates is None:
             self._head, self._tail = to_json(record), b""
         else:
             del record["candidates"]
             self._head, self._tail = to_json(record)[:-1] + b',"candidates":"', b'"}'
-            self._parts = wire.pack_parts(rollout.candidates)
+            self._parts = wire.pack_parts(sample.candidates)
         num_raw = sum(map(len, self._parts))
         self._length = len(self._head) + (num_raw + 2) // 3 * 4 + len(self._tail)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain, islice
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import pydantic_core
 from pydantic import (
@@ -17,28 +18,43 @@ from pydantic import (
     StrictStr,
     ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 
 from sglang_topp.engine_request import Model
 from sglang_topp.errors import BadRequestError, InvalidInputError
 from sglang_topp_client.checks import MAX_REQUEST_ID, check_request_id
 from sglang_topp_client.request import DISTRIBUTION, SAMPLER, SampleRequest, plan
+from sglang_topp_client.resuming import interruptible, plan_resume
+from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.sidecar_api import SERVICE
+from sglang_topp_server.given import read_resumed_tokens, read_rollouts
 from sglang_topp_server.limits import Limits
 
 __all__ = [
+    "AbortAnswer",
+    "AbortRequest",
     "ErrorAnswer",
     "Info",
+    "Prompts",
+    "RequestId",
     "RolloutRecord",
     "RolloutRequest",
     "RolloutsAnswer",
+    "SampleBody",
+    "Stream",
+    "Threshold",
+    "TimeoutS",
+    "num_prompts",
+    "parse_abort",
     "parse_request",
+    "read_body",
 ]
 
 # The elements are the client's to check (`sglang_topp_client.request`): it does so anyway before it asks
 # the engine, its sentences name the entry at fault, and a batch may hold millions of ids.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_Prompts: TypeAlias = Annotated[
+Prompts: TypeAlias = Annotated[
     Any,
     WithJsonSchema(
         {
@@ -52,7 +68,7 @@ _Prompts: TypeAlias = Annotated[
     ),
 ]
 _PROBABILITY = {"type": "number", "minimum": 0, "maximum": 1}
-_Threshold: TypeAlias = Annotated[
+Threshold: TypeAlias = Annotated[
     Any,
     WithJsonSchema(
         {
@@ -77,25 +93,75 @@ _Source: TypeAlias = Annotated[
         }
     ),
 ]
+_COUNT = {"type": "integer", "minimum": 0}
+_Counts: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _COUNT,
+                {"type": "array", "items": {"anyOf": [_COUNT, {"type": "null"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_Records: TypeAlias = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]})
+]
 
 # Unknown fields of one body that are named; it may hold millions.
-_MAX_UNKNOWN = 6
+_MAX_UNKNOWN = 4
 _MAX_SHOWN_CHARS = 60
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+Stream: TypeAlias = Annotated[StrictBool, Field(description="One line of JSON per sample, as each finishes.")]
+RequestId: TypeAlias = Annotated[
+    StrictStr | None,
+    Field(
+        description="The start of the ids that the engine's log shows: printable, at most"
+        f" {MAX_REQUEST_ID} characters."
+    ),
+]
+TimeoutS: TypeAlias = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None,
+    Field(description="Seconds after which the samples are aborted: 504. The server has a limit of its own."),
+]
+
+
+class SampleBody(Protocol):
+    """What the bodies of all routes that ask the engine for samples have in common."""
+
+    stream: bool
+    request_id: str | None
+    timeout_s: float | None
+
+    @property
+    def wanted(self) -> Sequence[SampleRequest]:
+        """What is asked for, one per prompt."""
 
 
 class RolloutRequest(BaseModel):
     """The body of `POST /rollouts`. A field that is not here is an error: passed over, it would be a wish
     that nobody sees fail."""
 
-    model_config = ConfigDict(extra="forbid")
+    # `rollouts` may stand in place of `prompts`.
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"required": []})
 
-    prompts: _Prompts = Field(description="One text, texts, the token ids of one prompt, or of several.")
+    prompts: Prompts = Field(description="One text, texts, the token ids of one prompt, or of several.")
+    rollouts: _Records = Field(
+        default=None,
+        description="In place of prompts: records, as they came from here, to go on with. The answer's"
+        " prompt_index is the place among them.",
+    )
     # Millions of entries may be wrong, too.
     sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None,
         description="SGLang's names, `n` among them; one object for all prompts, or one per prompt.",
     )
-    top_logprobs_p: _Threshold = Field(
+    top_logprobs_p: Threshold = Field(
         default=None,
         description="The candidate sets' threshold, one for all prompts or one each; 0 or null: no sets.",
     )
@@ -103,22 +169,37 @@ class RolloutRequest(BaseModel):
         default=None,
         description="`sampler`: the sets are what the sampler could draw, in place of a threshold.",
     )
-    stream: StrictBool = Field(default=False, description="One line of JSON per sample, as each finishes.")
-    request_id: StrictStr | None = Field(
-        default=None,
-        description="The start of the ids that the engine's log shows: printable, at most"
-        f" {MAX_REQUEST_ID} characters.",
+    on_abort: Literal["raise", "return", "resume"] = Field(
+        default="raise",
+        description="What becomes of a sample that the engine is told to abort: an error, a record with"
+        " finish_reason `abort`, or it is gone on with.",
     )
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = Field(
+    resumed_tokens: _Counts = Field(
         default=None,
-        description="Seconds after which the samples are aborted: 504. The server has a limit of its own.",
+        description="How many of the last ids of a prompt begin the answer, one for all or one each.",
     )
+    stream: Stream = False
+    request_id: RequestId = None
+    timeout_s: TimeoutS = None
     _wanted: list[SampleRequest] = PrivateAttr(default_factory=list)
+    _given: dict[int, Rollout] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_both(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("rollouts") is not None:
+            given.setdefault("prompts", None)
+        return given
 
     @property
     def wanted(self) -> list[SampleRequest]:
         """What is asked for, one per prompt; `parse_request` fills it."""
         return self._wanted
+
+    @property
+    def given(self) -> dict[int, Rollout]:
+        """What there is to go on with, by prompt index; `parse_request` fills it."""
+        return self._given
 
 
 def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
@@ -129,12 +210,9 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
             where there are more samples than `limits.max_samples`.
         InvalidInputError: the same as 400, from the client's own checks.
     """
-    try:
-        request = RolloutRequest.model_validate(_with_few_unknown(pydantic_core.from_json(body)))
-    except ValidationError as error:
-        raise BadRequestError(_sentence(error), status=400) from None
-    except ValueError as error:
-        raise BadRequestError(f"the body is not JSON: {error}", status=400) from None
+    request = read_body(body, RolloutRequest)
+    if request.rollouts is not None and request.prompts is not None:
+        raise BadRequestError("rollouts: got them and prompts, expected one of both", status=400)
     # Before they are laid out one by one: `n` may be any number.
     if (samples := _num_samples(request)) > limits.max_samples:
         raise BadRequestError(
@@ -144,9 +222,19 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
         )
     if request.request_id is not None:
         check_request_id(request.request_id)
-    request._wanted = plan(
-        request.prompts, request.sampling_params, request.top_logprobs_p, request.top_logprobs_source
-    )
+    asked = request.sampling_params, request.top_logprobs_p, request.top_logprobs_source
+    if request.rollouts is None:
+        request._wanted = read_resumed_tokens(request.resumed_tokens, plan(request.prompts, *asked))
+    else:
+        if request.resumed_tokens is not None:
+            raise InvalidInputError(
+                "resumed_tokens: got it with rollouts, which tell it; expected one of both"
+            )
+        request._wanted, there = plan_resume(read_rollouts(request.rollouts), *asked)
+        request._given = dict(enumerate(there))
+        # As large as what was made of them.
+        request.rollouts = None
+    request._wanted = interruptible(request._wanted, request.on_abort)
     for one in request._wanted:
         custom = one.sampling_params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):
@@ -160,24 +248,74 @@ def parse_request(body: bytes | bytearray, limits: Limits) -> RolloutRequest:
     return request
 
 
-def _with_few_unknown(given: Any) -> Any:
+class AbortRequest(BaseModel):
+    """The body of `POST /abort`: one of the two."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    request_id: StrictStr | None = Field(
+        default=None,
+        description="As its caller named it in `POST /rollouts`, or as the engine's log shows it.",
+    )
+    all: StrictBool = Field(
+        default=False, description="Everything that the engine has, whoever asked for it."
+    )
+
+
+def parse_abort(body: bytes | bytearray) -> AbortRequest:
+    """The order in a body.
+
+    Raises:
+        BadRequestError: 400, with a sentence that names the field, what it got and what it takes.
+        InvalidInputError: the same as 400, from the client's own check.
+    """
+    order = read_body(body, AbortRequest)
+    if (order.request_id is None) != order.all:
+        raise BadRequestError("request_id: got it and all, or neither; expected one of both", status=400)
+    if order.request_id is not None:
+        check_request_id(order.request_id)
+    return order
+
+
+def read_body(body: bytes | bytearray, kind: type[_Body]) -> _Body:
+    """The fields in a body, of which the models check what is theirs to check.
+
+    Raises:
+        BadRequestError: 400, with a sentence that names the field, what it got and what it takes.
+    """
+    try:
+        return kind.model_validate(_with_few_unknown(pydantic_core.from_json(body), kind))
+    except ValidationError as error:
+        raise BadRequestError(_sentence(error, kind), status=400) from None
+    except ValueError as error:
+        raise BadRequestError(f"the body is not JSON: {error}", status=400) from None
+
+
+def _with_few_unknown(given: Any, kind: type[BaseModel]) -> Any:
     """The fields that there are, and some of those that there are not."""
     if not isinstance(given, dict):
         return given
-    known = RolloutRequest.model_fields.keys()
+    known = kind.model_fields.keys()
     unknown = islice((name for name in given if name not in known), _MAX_UNKNOWN)
     return {name: given[name] for name in chain(known & given.keys(), unknown)}
 
 
+def num_prompts(prompts: Any) -> int:
+    """How many prompts a field holds, before they are looked at."""
+    is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int))
+    return 1 if is_one else len(prompts)
+
+
 def _num_samples(request: RolloutRequest) -> int:
     """The sum of `n` over the prompts, at least 1 each."""
-    prompts, params = request.prompts, request.sampling_params
-    is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int))
-    each = params if isinstance(params, list) else [params or {}] * (1 if is_one else len(prompts))
+    params = request.sampling_params
+    if request.rollouts is not None:
+        return len(request.rollouts) if isinstance(request.rollouts, list) else 1
+    each = params if isinstance(params, list) else [params or {}] * num_prompts(request.prompts)
     return sum(max(n, 1) if isinstance(n := one.get("n"), int) else 1 for one in each)
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
     """Every complaint, the field's name first."""
     sentences = []
     for problem in error.errors(include_url=False):
@@ -187,7 +325,7 @@ def _sentence(error: ValidationError) -> str:
         elif problem["type"] == "missing":
             sentences.append(f"{field}: missing, it is required")
         elif problem["type"] == "extra_forbidden":
-            known = ", ".join(RolloutRequest.model_fields)
+            known = ", ".join(kind.model_fields)
             sentences.append(f"{field}: no such field, expected one of {known}")
         else:
             message = problem["msg"][:1].lower() + problem["msg"][1:]
@@ -246,6 +384,12 @@ class RolloutRecord(BaseModel):
     completion_tokens: int
     cached_tokens: int
     timing: Timing
+
+
+class AbortAnswer(BaseModel):
+    """The order was carried out, or there was nothing of that name."""
+
+    status: str = "ok"
 
 
 class RolloutsAnswer(BaseModel):

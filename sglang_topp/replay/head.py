@@ -34,7 +34,7 @@ from sglang_topp.replay.scores import (
 from sglang_topp.replay.support import Shard, Support, check_targets
 from sglang_topp.replay.weight_grad import GradientById, WeightGrad, check_weight_grad
 
-__all__ = ["candidate_logprobs", "check_head"]
+__all__ = ["candidate_logprobs", "check_head", "support_logits"]
 
 _CHUNK_BYTES = 1 << 23  # larger ones leave the cache; more of them are more barriers
 
@@ -127,15 +127,20 @@ def candidate_logprobs(
     temperature = check_temperature(temperature, len(targets))
     shard = Shard.of(len(weight), vocab_start, vocab_size, parallel=tp_group is not None)
     support = Support.of(candidates, targets, shard)
-    dtype = accumulation_dtype(hidden=hidden, weight=weight)
-    check_weight_grad(weight_grad, weight, hidden, dtype)
-    ops, options = _implementation(backend, hidden, weight, dtype, chunk_candidates)
-    logits = _ByPosition.apply(hidden, weight.detach(), support, tp_group, dtype, ops, options)
-    logits = logits + GradientById.apply(
-        weight, bias, hidden.detach(), support, dtype, weight_grad, ops, options
+    logits = support_logits(
+        hidden,
+        weight,
+        bias,
+        support,
+        temperature=temperature,
+        softcap=softcap,
+        tp_group=tp_group,
+        chunk_candidates=chunk_candidates,
+        weight_grad=weight_grad,
+        backend=backend,
     )
     return score_support(
-        adjust_logits(logits, support.positions, temperature, softcap),
+        logits,
         support,
         entropy=entropy,
         per_candidate=per_candidate,
@@ -144,15 +149,43 @@ def candidate_logprobs(
     )
 
 
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
+def support_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    support: Support,
+    *,
+    temperature: float | Tensor,
+    softcap: float | None,
+    tp_group: dist.ProcessGroup | None,
+    chunk_candidates: int | None,
+    weight_grad: WeightGrad,
+    backend: str,
+) -> Tensor:
+    """[m]: the logits of the support's entries and of no other id, differentiable; `z` above.
+
+    `temperature` and `softcap` are checked; the other arguments are those of `candidate_logprobs`.
+    """
+    dtype = accumulation_dtype(hidden=hidden, weight=weight)
+    check_weight_grad(weight_grad, weight, hidden, dtype)
+    ops, options = _implementation(backend, hidden, weight, dtype, chunk_candidates)
+    logits = _ByPosition.apply(hidden, weight.detach(), support, tp_group, dtype, ops, options)
+    logits = logits + GradientById.apply(
+        weight, bias, hidden.detach(), support, dtype, weight_grad, ops, options
+    )
+    return adjust_logits(logits, support.positions, temperature, softcap)
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None = None) -> None:
     """Raise InvalidInputError unless shapes and devices fit each other, and targets are integers."""
-    check_targets(targets)
+    if targets is not None:
+        check_targets(targets)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise InvalidInputError(
             f"hidden and weight: got shapes {tuple(hidden.shape)} and {tuple(weight.shape)},"
             " expected [T, H] and [V, H]"
         )
-    if len(hidden) != len(targets):
+    if targets is not None and len(hidden) != len(targets):
         raise InvalidInputError(f"targets: got {len(targets)} for {len(hidden)} hidden states")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InvalidInputError(f"bias: got shape {tuple(bias.shape)}, expected [{len(weight)}]")

@@ -25,6 +25,7 @@ __all__ = [
     "Scores",
     "accumulation_dtype",
     "adjust_logits",
+    "check_held",
     "check_softcap",
     "check_temperature",
     "score_support",
@@ -179,7 +180,7 @@ class _SupportSoftmax(torch.autograd.Function):
         if other_m is not None:
             sums.append(segment_sum(torch.where(possible_m, weight_m * (shifted_m - other_m), 0.0)))
         total_A, target_A, held_A, *moments = reduce_sum(torch.stack(sums), group).unbind()
-        _check_held(held_A, support)
+        check_held(held_A, support)
 
         log_total_A = total_A.log()
         logprob_m = shifted_m - per_entry(log_total_A)
@@ -260,7 +261,8 @@ def _normalised(logprobs_n: Tensor, support: Support) -> Tensor:
     return shifted_n - per_entry(torch.segment_reduce(shifted_n.exp(), "sum", offsets=offsets).log())
 
 
-def _check_held(held_A: Tensor, support: Support) -> None:
+def check_held(held_A: Tensor, support: Support) -> None:
+    """Raise InvalidCandidateSetsError unless all ranks together hold `held_A` = every candidate once."""
     index = first_true(held_A != support.sizes)
     if index is not None:
         raise InvalidCandidateSetsError(

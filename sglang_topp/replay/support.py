@@ -55,7 +55,8 @@ class Support:
     """Which logits a replay needs: the candidates of every position that had a choice.
 
     A position with one candidate has log-prob 0 whatever the policy, and an empty span is not
-    scored: neither has entries here, so neither costs anything.
+    scored: neither has entries here, so neither costs anything. (Where more can be drawn than the
+    candidates, one of them is a choice too: `smallest` of `of` is 1 there.)
 
     All tensors are int64 (bool for `is_target`), on the device that they were made for.
     """
@@ -92,8 +93,10 @@ class Support:
         return values_A.index_select(0, self.segment)
 
     @classmethod
-    def of(cls, candidates: CandidateSets, targets: Tensor, shard: Shard) -> Support:
+    def of(cls, candidates: CandidateSets, targets: Tensor, shard: Shard, *, smallest: int = 2) -> Support:
         """Check `targets` (integers) against the sets and lay both out on the targets' device.
+
+        Positions with fewer than `smallest` candidates have no entries.
 
         Raises:
             InvalidInputError: there are not T targets, or one is not in its set.
@@ -114,7 +117,7 @@ class Support:
         is_target = token_ids == targets.index_select(0, position)
         _check_membership(candidates, targets, offsets, is_target)
 
-        has_choice = sizes > 1
+        has_choice = sizes >= smallest
         rows = has_choice.nonzero().squeeze(1)
         kept = has_choice.index_select(0, position) & (token_ids >= shard.start) & (token_ids < shard.stop)
         entries = kept.nonzero().squeeze(1)

@@ -18,7 +18,7 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.parallel import first_true, reduce_max, reduce_sum
 from sglang_topp.replay.support import Shard
 
-__all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "to_gradient"]
+__all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "some_rows", "to_gradient"]
 
 # exp of anything below is 0 in float32 and float64, so nothing that counts is cut; and unlike -inf it
 # may be multiplied by that 0.
@@ -42,7 +42,7 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
     return chunk_rows
 
 
-def _some_rows(logits_CV: Tensor) -> list[slice]:
+def some_rows(logits_CV: Tensor) -> list[slice]:
     """The slices of rows whose exponentials are held at one time."""
     row_bytes = logits_CV.shape[1] * logits_CV.itemsize
     return row_parts(
@@ -102,7 +102,7 @@ class RowSums:
         held_C = target_column_C >= 0
         target_C = logits_CV.gather(1, target_column_C.clamp(min=0)[:, None]).squeeze(1)
         self.target_T[part] = torch.where(held_C, target_C, 0.0)
-        for rows in _some_rows(logits_CV):
+        for rows in some_rows(logits_CV):
             here = slice(part.start + rows.start, part.start + rows.stop)
             self.peak_T[here] = logits_CV[rows].amax(dim=1)
             shifted = logits_CV[rows].sub_(self.subtracted_T[here, None])
@@ -153,7 +153,7 @@ def to_gradient(
     """
     if logits_CV.shape[1] == 0:
         return logits_CV
-    for rows in _some_rows(logits_CV):
+    for rows in some_rows(logits_CV):
         here = slice(part.start + rows.start, part.start + rows.stop)
         values = logits_CV[rows].sub_(log_total_T[here, None])
         probability = values.exp()

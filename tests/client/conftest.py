@@ -15,10 +15,11 @@ import pytest
 import uvicorn
 
 from sglang_topp import CandidateSets, wire
-from sglang_topp_client import Rollout, retry
+from sglang_topp_client import Rollout, Score, retry
 from sglang_topp_client.messages import frame_head
 from sglang_topp_client.packed_record import PackedRecord
 from sglang_topp_client.record import to_record
+from sglang_topp_client.score_record import PackedScore, score_to_record
 from sglang_topp_client.versions import spans_to_json
 
 NUM_TOKENS = 3
@@ -215,9 +216,77 @@ def chunk(
     }
 
 
+def score(sequence: Any, start: int = 1) -> Score:
+    """What the fake servers make of a sequence: every position's set holds its token."""
+    token_ids = np.array(list(sequence.encode()) if isinstance(sequence, str) else sequence, np.int32)
+    made = sample(token_ids.tolist(), 0, len(token_ids))
+    # The set of each position, with the sequence's token in the place of the one that was drawn.
+    sets = made.candidates[start:]
+    scored = token_ids[start:]
+    ids = sets.token_ids + 1000
+    at = np.repeat(np.arange(len(sets)), sets.sizes)
+    is_drawn = sets.token_ids == sets.sampled_ids[at]
+    ids[is_drawn] = scored
+    return Score(
+        sequence_index=0,
+        request_id=f"engine-{token_ids.tolist()}",
+        token_ids=token_ids,
+        start=start,
+        logprobs=made.logprobs[start:],
+        candidates=_in_order(ids, sets.logprobs, sets.offsets, scored),
+        weight_version="step-7",
+        cached_tokens=1,
+    )
+
+
+def _in_order(ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> CandidateSets:
+    order = np.lexsort((ids, -logprobs, np.repeat(np.arange(len(sampled_ids)), np.diff(offsets))))
+    return CandidateSets(ids[order], logprobs[order], offsets, sampled_ids)
+
+
+def score_chunk(made: Score) -> dict[str, Any]:
+    """SGLang's chunk of it: the position before the first comes without a distribution."""
+    assert made.candidates is not None
+    lengths = [wire.NO_DISTRIBUTION, *made.candidates.sizes.tolist()]
+    scored = zip(made.logprobs.tolist(), made.token_ids[made.start :].tolist(), strict=True)
+    return {
+        "text": "",
+        "output_ids": [],
+        "prompt_token_ids": made.token_ids.tolist(),
+        "meta_info": {
+            "id": made.request_id,
+            "finish_reason": {"type": "length", "length": 0},
+            "prompt_tokens": len(made.token_ids),
+            "completion_tokens": 0,
+            "cached_tokens": made.cached_tokens,
+            "weight_version": made.weight_version,
+            "e2e_latency": 0.5,
+            "input_token_logprobs": [
+                [None, int(made.token_ids[made.start - 1]), None],
+                *([logprob, token, None] for logprob, token in scored),
+            ],
+            "output_token_logprobs": [],
+            **wire.encode_sets("input", made.candidates.token_ids, made.candidates.logprobs, lengths),
+        },
+    }
+
+
+async def answer_score(asked: Asked, reply: Reply) -> None:
+    """What a patched engine would do."""
+    body = asked.body
+    assert body["sampling_params"]["max_new_tokens"] == 0
+    made = score(body.get("text") or body["input_ids"], body["logprob_start_len"] + 1)
+    await reply.start()
+    await reply.event(score_chunk(made))
+    await reply.write(b"data: [DONE]\n\n")
+    await reply.end()
+
+
 async def answer_generate(asked: Asked, reply: Reply) -> None:
     """What a patched engine would do: first tokens, then whole samples, the last one first."""
     body = asked.body
+    if "logprob_start_len" in body:
+        return await answer_score(asked, reply)
     n = body["sampling_params"]["n"]
     made = [sample(body.get("text") or body["input_ids"], index) for index in range(n)]
     await reply.start()
@@ -237,6 +306,32 @@ async def answer_rollouts(asked: Asked, reply: Reply) -> None:
         await reply.line(record)
         count += 1
     await reply.line({"done": True, "rollouts": count})
+    await reply.end()
+
+
+def scores(body: Any) -> Iterator[Score]:
+    for index, (sequence, start) in enumerate(zip(body["sequences"], body["start"], strict=True)):
+        yield replace(score(sequence, start), sequence_index=index)
+
+
+async def answer_scores(asked: Asked, reply: Reply) -> None:
+    """What a sidecar would do, in lines."""
+    await reply.start(content_type="application/x-ndjson")
+    made = list(scores(asked.body))
+    for one in made:
+        await reply.line(score_to_record(one))
+    await reply.line({"done": True, "scores": len(made)})
+    await reply.end()
+
+
+async def answer_score_frames(asked: Asked, reply: Reply) -> None:
+    """And in frames."""
+    accepted = asked.headers["accept"].partition(",")[0]
+    await reply.start(content_type=accepted)
+    bits = 16 if accepted.endswith("logprob-bits=16") else 32
+    made = [framed(b"".join(PackedScore(one, logprob_bits=bits))) for one in scores(asked.body)]
+    for frame in [*made, framed(json.dumps({"done": True, "scores": len(made)}).encode())]:
+        await reply.write(frame)
     await reply.end()
 
 
@@ -298,7 +393,8 @@ def sidecar() -> Iterator[FakeServer]:
     async def info(asked: Asked, reply: Reply) -> None:
         await reply.json({"service": "sglang-topp", "ready": True})
 
-    server = FakeServer("/rollouts", {"/rollouts": answer_rollouts, "/info": info})
+    paths = {"/rollouts": answer_rollouts, "/scores": answer_score_frames, "/info": info}
+    server = FakeServer("/rollouts", paths)
     with _Uvicorn(server.app) as server.url:
         yield server
 
@@ -358,5 +454,11 @@ class _Fakes:
     answer_generate = staticmethod(answer_generate)
     answer_rollouts = staticmethod(answer_rollouts)
     answer_frames = staticmethod(answer_frames)
+    score = staticmethod(score)
+    scores = staticmethod(scores)
+    score_chunk = staticmethod(score_chunk)
+    score_line = staticmethod(score_to_record)
+    answer_scores = staticmethod(answer_scores)
+    answer_score_frames = staticmethod(answer_score_frames)
     framed_samples = staticmethod(framed_samples)
     framed = staticmethod(framed)

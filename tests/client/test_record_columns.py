@@ -105,7 +105,9 @@ def test_every_bit_comes_back_from_a_row_group(rollouts, start):
 
 def test_every_field_has_a_column():
     named = {"candidates": "candidate_ids", "weight_spans": "weight_versions"}
-    expected = {named.get(field.name, field.name) for field in fields(Rollout)}
+    # Where a cache may still be warm says nothing about the sample.
+    kept = {field.name for field in fields(Rollout)} - {"routing_key"}
+    expected = {named.get(name, name) for name in kept}
     assert set(schema().names) == expected | {"candidate_logprobs", "candidate_sampled_ids"}
 
 

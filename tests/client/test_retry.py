@@ -35,7 +35,9 @@ def test_what_would_fail_again_is_not(error):
     assert not retry.is_retryable(error)
 
 
-@pytest.mark.parametrize(("number", "longest_s"), [(1, 0.5), (2, 1), (3, 2), (4, 4), (5, 8), (6, 8), (60, 8)])
+@pytest.mark.parametrize(
+    ("number", "longest_s"), [(1, 0.5), (2, 1), (3, 2), (4, 4), (5, 8), (6, 8), (60, 8), (10**6, 8)]
+)
 def test_delays_grow_up_to_a_limit_and_vary(number, longest_s):
     delays = [retry.delay_s(number, errors.TransportError("x")) for _ in range(200)]
     assert longest_s / 2 <= min(delays) < max(delays) <= longest_s

@@ -30,7 +30,7 @@ def until(condition):
 
 
 def test_the_same_arguments_as_the_asynchronous_one():
-    for name in ("__init__", "generate", "stream", "abort", "server_info", "close"):
+    for name in ("__init__", "generate", "stream", "resume", "abort", "abort_all", "server_info", "close"):
         mine = inspect.signature(getattr(RolloutClient, name))
         other = inspect.signature(getattr(AsyncRolloutClient, name))
         assert list(mine.parameters.values()) == list(other.parameters.values()), name

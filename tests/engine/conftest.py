@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from tests.engine.running import Engine, run_engine
 from tests.engine.weights import make_weights
 
 VOCAB_SIZE = 512
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +51,12 @@ def reference_models(weight_folders: dict[str, Path]) -> dict[str, Any]:
         version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for version, folder in weight_folders.items()
     }
+
+
+@pytest.fixture
+def load_example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports an example by its name; it finds those beside it, as when it is run."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module
+    for path in EXAMPLES.glob("*.py"):
+        sys.modules.pop(path.stem, None)

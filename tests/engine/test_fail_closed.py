@@ -19,12 +19,28 @@ original = metadata.version
 metadata.version = lambda name: "0.5.99" if name == "sglang" else original(name)
 """
 
+# And ours was written for a release that has one function elsewhere, and another with a parameter more.
+MOVED_AND_CHANGED = """
+from dataclasses import replace
+from types import MappingProxyType
+from sglang_topp_patches import releases
+
+batch = "sglang.srt.managers.schedule_batch."
+new = {
+    batch + "FINISH_ABORT": {"target": batch + "no_longer_here.FINISH_ABORT"},
+    batch + "Req.set_finish_with_abort": {"parameters": ("self", "error_msg", "cause")},
+}
+release = releases.RELEASES[original("sglang")]
+seams = tuple(replace(seam, **new.get(seam.target, {})) for seam in release.seams)
+releases.RELEASES = MappingProxyType({"0.5.23": replace(release, seams=seams)})
+"""
+
 
 @pytest.fixture
 def another_release(tmp_path: Path) -> dict[str, str]:
     """An environment in which SGLang is of a release that the patch set does not know."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_RELEASE)
-    return {"PYTHONPATH": str(tmp_path)}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
 
 
 def _sglang_topp(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -92,3 +108,20 @@ def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
     for seam in installed()[1].seams:
         assert f"holds  {seam.target}" in ended.stdout
     assert "FAILS" not in ended.stdout
+
+
+def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_path: Path) -> None:
+    """The installed SGLang has a class of the scheduler's elsewhere, and a method takes one thing less."""
+    with (tmp_path / "sitecustomize.py").open("a") as changed:
+        changed.write(MOVED_AND_CHANGED)
+    ended = _sglang_topp("doctor", env=another_release)
+    assert ended.returncode == 1
+    lines = [line.strip() for line in ended.stdout.splitlines()]
+    moved = lines.index("FAILS  sglang.srt.managers.schedule_batch.no_longer_here.FINISH_ABORT")
+    assert lines[moved + 1].startswith("not found (")
+    assert lines[moved + 2] == "that name is at sglang.srt.managers.schedule_batch.FINISH_ABORT"
+    changed_to = lines.index("FAILS  sglang.srt.managers.schedule_batch.Req.set_finish_with_abort")
+    assert lines[changed_to + 1].startswith("takes (self, error_msg")
+    assert lines[changed_to + 1].endswith("), expected cause among them")
+    assert f"{len(installed()[1].seams) - 2} of its {len(installed()[1].seams)} seams hold" in lines
+    assert lines[-1] == "the patch set does NOT hold: requests are refused"

@@ -102,15 +102,17 @@ async def test_many_rollouts_as_they_finish(served: Served, where: str) -> None:
         assert seen == set(range(48))
 
 
-def test_the_readmes_rollout_loop(served: Served) -> None:
+def test_the_readmes_rollout_loop_and_what_goes_on_from_it(served: Served) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    program, *_ = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    assert "http://127.0.0.1:30010" in program
+    programs = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {}
-    exec(program.replace("http://127.0.0.1:30010", served.sidecar), names)
+    for part in ("client.generate(", "client.resume(", "teacher.score("):
+        program = next(program for program in programs if part in program)
+        assert "http://127.0.0.1:30010" in program
+        exec(program.replace("http://127.0.0.1:30010", served.sidecar), names)
     rollouts = names["rollouts"]
     assert isinstance(rollouts, list)
-    assert len(rollouts) == 8
+    assert len(rollouts) == 2
 
 
 def test_info_and_readiness(served: Served) -> None:

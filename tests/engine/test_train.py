@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.engine.conftest import EXAMPLES
 from tests.engine.running import Engine
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))  # it imports the example beside it, as when it is run
-    spec = importlib.util.spec_from_file_location("train", EXAMPLES / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.delitem(sys.modules, "rollout_loop")
-    return module
+def example(load_example: Callable[[str], ModuleType]) -> ModuleType:
+    return load_example("train")
 
 
 def test_the_readme_shows_its_lines() -> None:

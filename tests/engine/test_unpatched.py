@@ -99,6 +99,15 @@ def test_the_client_refuses_an_answer_without_the_sets(unpatched: Engine) -> Non
     assert isinstance(caught.value, SglangToppError)
 
 
+def test_the_client_refuses_scores_without_the_sets(unpatched: Engine) -> None:
+    with RolloutClient(unpatched.url, kind="sglang") as client:
+        with pytest.raises(MissingCandidateSetsError):
+            client.score("hello", top_logprobs_p=0.9)
+        # Log-probs are SGLang's own.
+        (score,) = client.score("hello")
+        assert len(score.logprobs) == len(score.token_ids) - 1
+
+
 def test_server_info_does_not_claim_the_patch_set(unpatched: Engine) -> None:
     assert "sglang_topp" not in unpatched.http.get("/server_info").json()
 

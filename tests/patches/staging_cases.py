@@ -197,7 +197,7 @@ def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     next_ids = torch.arange(9) * 7
     with gpu():
         there, ids = logits.to("cuda"), next_ids.to("cuda")
-        expected = prefill._logprobs(PROCESSOR, there).cpu()
+        expected = internals().input_logprobs(PROCESSOR, there).cpu()
         if chunk >= 5:
             with no_waits():
                 output = prompt_pass(there, ids, [4, 5], (0.9, 0.7), chunk=chunk).copy_to_host(on_host)

@@ -2,20 +2,63 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
 import pkgutil
+import sys
 import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from sglang_topp_patches import cpu_platform
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    from sglang_topp_patches import cpu_platform, kernel_stand_ins
 
 
 def _accelerator(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
     found = None if device is None else torch.device(device)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
+
+
+def _before_0_5_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has no CPU platform of its own."""
+    find = importlib.util.find_spec
+    own = "sglang.srt.platforms.cpu"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == own else find(name))
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The targets of the hooks that are registered from here on."""
+    targets: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: targets.append(target))
+    return targets
+
+
+@pytest.fixture
+def _imports_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without stand-ins, which an older release may have had from the start; afterwards all is as it was."""
+    kept = {name: module for name, module in sys.modules.items() if _is_stood_in_for(name)}
+    for name in kept:
+        del sys.modules[name]
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, kernel_stand_ins._Finder)]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    yield
+    for name in [name for name in sys.modules if _is_stood_in_for(name)]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+
+
+def _is_stood_in_for(name: str) -> bool:
+    return name.partition(".")[0] in ("sgl_kernel", "vllm")
 
 
 def test_it_serves_where_no_accelerator_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,13 +69,98 @@ def test_it_serves_where_no_accelerator_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert pkgutil.resolve_name(path) is cpu_platform.TorchCpuPlatform
 
 
+@pytest.mark.usefixtures("_imports_as_before")
 @pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
-def test_it_stands_aside_for_an_accelerator(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_it_stands_aside_for_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, registered: list[str], device: str
+) -> None:
     _accelerator(monkeypatch, device)
+    _before_0_5_14(monkeypatch)
+    finders = list(sys.meta_path)
     assert cpu_platform.activate() is None
+    cpu_platform.register()
+    assert registered == []
+    assert sys.meta_path == finders
+    assert not any(_is_stood_in_for(name) for name in sys.modules)
+    with pytest.raises(ImportError):  # there is none, and none is made up
+        importlib.import_module("vllm._custom_ops")
 
 
-def test_it_stands_aside_for_sglangs_own_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stands_aside_for_sglangs_own_cpu_engine(
+    monkeypatch: pytest.MonkeyPatch, registered: list[str]
+) -> None:
     _accelerator(monkeypatch, None)
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert cpu_platform.activate() is None
+    cpu_platform.register()
+    assert registered == []
+
+
+@pytest.mark.usefixtures("_imports_as_before")
+def test_releases_with_a_cpu_platform_of_their_own_get_no_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    _accelerator(monkeypatch, None)
+    finders = list(sys.meta_path)
+    own = importlib.util.find_spec("sglang.srt.platforms.cpu")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: own or object())
+    assert cpu_platform.activate() is not None
+    assert sys.meta_path == finders
+
+
+@pytest.mark.usefixtures("_imports_as_before")
+def test_older_ones_import_kernels_that_nobody_can_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    _accelerator(monkeypatch, None)
+    _before_0_5_14(monkeypatch)
+    finders = len(sys.meta_path)
+    assert cpu_platform.activate() == cpu_platform.activate() is not None
+    assert len(sys.meta_path) == finders + 1
+    kernels: Any = importlib.import_module("sgl_kernel.scalar_type")
+    assert kernels.scalar_types.uint4 is not None
+    rotary_embedding = importlib.import_module("vllm._custom_ops").rotary_embedding
+    with pytest.raises(RuntimeError, match=r"vllm\._custom_ops\.rotary_embedding needs an accelerator"):
+        rotary_embedding(1, key=2)
+    with pytest.raises(ImportError):
+        importlib.import_module("vllm.distributed")
+    # What looks a module over finds nothing that is not there.
+    assert not hasattr(kernels, "__file__")
+    assert not hasattr(kernels.scalar_types, "__len__")
+
+
+def test_sglang_need_not_be_told_the_device() -> None:
+    given = SimpleNamespace(device=None)
+    cpu_platform._name_device(given)
+    assert given.device == "cpu"
+    given = SimpleNamespace(device="cuda:1")
+    cpu_platform._name_device(given)
+    assert given.device == "cuda:1"
+
+
+def test_it_answers_whatever_this_release_may_ask() -> None:
+    """Nothing is left to a method of SGLang's that only raises NotImplementedError."""
+    platform = cpu_platform.TorchCpuPlatform()
+    left = [
+        name
+        for name, method in inspect.getmembers(SRTPlatform, inspect.isfunction)
+        if "raise NotImplementedError" in inspect.getsource(method)
+        and getattr(type(platform), name) is method
+    ]
+    assert set(left) <= _NEVER_ASKED
+    assert platform.get_default_attention_backend() == "torch_native"
+    assert platform.is_pin_memory_available() is False
+    free, total = platform.get_available_memory()
+    assert 0 < free <= total == platform.get_device_total_memory()
+    assert 0 < platform.get_current_memory_usage() < total
+    assert platform.get_mha_kv_pool_cls().__name__ == "MHATokenToKVPool"
+    assert platform.get_mla_kv_pool_cls().__name__ == "MLATokenToKVPool"
+    assert platform.get_kv_pool_cls(kind="mha") is None
+    assert platform.get_paged_allocator_cls().__name__ == "PagedTokenToKVPoolAllocator"
+
+
+# Graphs are off, and neither sparse attention nor speculative decoding runs without CUDA kernels.
+_NEVER_ASKED = {
+    "get_default_speculative_draft_attention_backend",
+    "get_dsa_kv_pool_cls",
+    "get_nsa_kv_pool_cls",
+    "get_piecewise_backend_cls",
+}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from distillation_oracle import teacher_sets
 from replay_oracle import random_sets, targets_of
 from test_weight_grad import SIZES, V, inputs
 
-from sglang_topp.replay import candidate_logprobs
+from sglang_topp.replay import candidate_logprobs, distillation_loss
+
+# The compiler looks at it, and hides that itself.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it, and hides that itself
 @pytest.mark.parametrize("way", ["dense", "buffer"])
 def test_within_a_compiled_function(way):
     """There it is a break in the graph."""
@@ -29,6 +32,26 @@ def test_within_a_compiled_function(way):
 
         value(hidden).backward()
         return [hidden.grad, buffer if way == "buffer" else weight.grad]
+
+    compiled = gradients(torch.compile(backend="aot_eager"))
+    assert all(map(torch.equal, compiled, gradients(lambda function: function)))
+
+
+@pytest.mark.parametrize("outside", ["tail", "renormalised"])
+def test_distillation_within_a_compiled_function(outside):
+    sets = teacher_sets(
+        3 * torch.randn(len(SIZES), V, generator=torch.Generator().manual_seed(0)), 0.8, [0] * len(SIZES)
+    )
+
+    def gradients(transform) -> list[torch.Tensor]:
+        hidden, weight = inputs()
+
+        @transform
+        def value(states: torch.Tensor) -> torch.Tensor:
+            return distillation_loss(states, weight, sets, direction="reverse", outside=outside).mean() * 2
+
+        value(hidden).backward()
+        return [hidden.grad, weight.grad]
 
     compiled = gradients(torch.compile(backend="aot_eager"))
     assert all(map(torch.equal, compiled, gradients(lambda function: function)))

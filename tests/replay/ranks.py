@@ -15,12 +15,15 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from distillation_oracle import teacher_sets
 from replay_oracle import EMPTY, SINGLE, error, leaves, mixed, random_sets, targets_of
 
+from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import (
     Layout,
     candidate_logprobs,
+    distillation_loss,
     full_logprobs,
     head_logprobs,
     masked_logprobs,
@@ -33,6 +36,7 @@ H = 19
 SIZES = [3, SINGLE, 7, EMPTY, 5, 2, SINGLE, EMPTY, 5, 4, 2]
 T = len(SIZES)
 VALUES = ("logprobs", "entropy", "candidate_logprobs", "kl", "full_logprobs", "full_entropy")
+FORMS = [(direction, outside) for direction in ("forward", "reverse") for outside in ("tail", "renormalised")]
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -44,7 +48,7 @@ def worst(pairs) -> float:
 
 
 def values_of(result) -> dict[str, torch.Tensor]:
-    return {name: getattr(result, name) for name in VALUES if getattr(result, name) is not None}
+    return {name: getattr(result, name) for name in VALUES if getattr(result, name, None) is not None}
 
 
 def both(function, whole: dict, shared: tuple[str, ...], cut, vocab: int, group, **options) -> float:
@@ -108,6 +112,32 @@ def tensor_parallel(group) -> dict[str, float]:
     sets = random_sets(SIZES, 61)
     plain = {"targets": targets_of(sets), "candidates": sets, "entropy": True}
     out["bfloat16 head"] = head_case(candidate_logprobs, group, 61, dtype=torch.bfloat16, **plain)
+    return out
+
+
+def distilled(group) -> dict[str, float]:
+    """A tail that is spread over the ranks, and sets of the whole vocabulary, which have none."""
+    out = {}
+    adjust = {"temperature": torch.linspace(0.3, 1.7, T, dtype=torch.float64), "softcap": 2.5}
+    for vocab, vocab_size in ((61, None), (9, 8)):
+        teacher = 2 * draw(T, vocab_size or vocab)
+        usual = teacher_sets(teacher, 0.8, [1] * T, empty=(3,))
+        whole = teacher_sets(teacher, 1.0, [1] * T)
+        sets = CandidateSets.concat([usual[:-2], whole[-2:]])
+        for direction, outside in FORMS:
+            asked = {
+                "teacher_sets": sets,
+                "direction": direction,
+                "outside": outside,
+                "loss_mask": [0] + [1] * (T - 1),
+                "vocab_size": vocab_size,
+                "chunk_rows": 3,
+            }
+            name = f"distillation, {direction}, {outside}, vocab {vocab}"
+            out[name] = head_case(distillation_loss, group, vocab, **asked, **adjust)
+    sets = teacher_sets(2 * draw(T, 61), 0.8, [1] * T)
+    asked = {"teacher_sets": sets, "direction": "forward", "outside": "tail"}
+    out["bfloat16 distillation"] = head_case(distillation_loss, group, 61, dtype=torch.bfloat16, **asked)
     return out
 
 
@@ -309,7 +339,7 @@ def main() -> None:
     )
     world = dist.group.WORLD
     results = tensor_parallel(world) | ruled_out_on_one_rank(world) | raised_everywhere(world)
-    results |= weight_grads(world) | context_parallel(world)
+    results |= distilled(world) | weight_grads(world) | context_parallel(world)
     if ranks == 2:
         results |= data_parallel(world)
     if ranks == 4:

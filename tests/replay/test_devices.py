@@ -5,6 +5,7 @@ Values are those of the same calls on the CPU.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -13,15 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from distillation_oracle import teacher_sets
 from replay_oracle import EMPTY, SINGLE, error, random_sets, targets_of
 from torch import Tensor
 
+from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import (
+    DistillationLoss,
     Layout,
     Scores,
     candidate_logprobs,
     dense_mask,
+    distillation_loss,
     full_logprobs,
     head_logprobs,
     mask_logits,
@@ -40,6 +45,13 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+# One position without a set, one with the whole vocabulary.
+TEACHER_SETS = CandidateSets.concat(
+    [
+        teacher_sets(2 * draw(6, V), 0.8, [0] * 6, empty=(3,)),
+        teacher_sets(draw(1, V), 1.0, [0]),
+    ]
+)
 TEMPERATURE = 0.5 + draw(len(SETS)).abs()
 
 
@@ -78,6 +90,30 @@ def full_head(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) -> Scor
     )
 
 
+def distilled(outside: str, direction: str, device: str, *inputs: Tensor) -> DistillationLoss:
+    hidden, weight, bias = inputs
+    return distillation_loss(
+        hidden,
+        weight,
+        TEACHER_SETS,
+        direction=direction,
+        outside=outside,
+        loss_mask=torch.tensor([1, 1, 1, 1, 1, 0, 1], device=device),
+        bias=bias,
+        temperature=TEMPERATURE.to(device),
+        softcap=5.0,
+        chunk_rows=3,
+        backend="torch",
+    )
+
+
+DISTILLED = [
+    functools.partial(distilled, outside, direction)
+    for outside in ("tail", "renormalised")
+    for direction in ("forward", "reverse")
+]
+
+
 def from_logits(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) -> Scores:
     logits = hidden @ weight.t() + bias
     return masked_logprobs(
@@ -95,11 +131,17 @@ def full_from_logits(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) 
     return full_logprobs(hidden @ weight.t() + bias, TARGETS.to(device), temperature=0.7, chunk_rows=3)
 
 
-def values_and_gradients(score: Callable[..., Scores], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def values_and_gradients(
+    score: Callable[..., Scores | DistillationLoss], device: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
     inputs = {"hidden": draw(len(SETS), H), "weight": draw(V, H), "bias": draw(V)}
     leaves = {name: value.to(device, dtype).requires_grad_() for name, value in inputs.items()}
     scores = score(device, *leaves.values())
-    values = {name: value for name, value in vars(scores).items() if value is not None}
+    values = {
+        name: value
+        for name, value in vars(scores).items()
+        if value is not None and value.dtype.is_floating_point
+    }
     weighted = [(value * torch.arange(1.0, len(value) + 1, device=device)).sum() for value in values.values()]
     sum(weighted).backward()
     return values | {f"grad of {name}": leaf.grad for name, leaf in leaves.items()}
@@ -107,7 +149,7 @@ def values_and_gradients(score: Callable[..., Scores], device: str, dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "score", [candidate_head, head_into_weight_grad, full_head, from_logits, full_from_logits]
+    "score", [candidate_head, head_into_weight_grad, full_head, from_logits, full_from_logits, *DISTILLED]
 )
 def test_scores_and_gradients(score, dtype):
     with gpu():

@@ -10,12 +10,14 @@ import sglang_topp.replay
 
 def test_exported_names():
     assert sglang_topp.replay.__all__ == [
+        "DistillationLoss",
         "Layout",
         "ReplayMetrics",
         "Rows",
         "Scores",
         "candidate_logprobs",
         "dense_mask",
+        "distillation_loss",
         "full_logprobs",
         "head_logprobs",
         "mask_logits",

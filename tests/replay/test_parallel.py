@@ -45,7 +45,7 @@ def test_equals_one_process(ranks, tmp_path):
 
     for rank, ((stdout, _), _) in enumerate(ends):
         results = json.loads(stdout.splitlines()[-1])
-        assert len(results) == (30 if ranks == 2 else 33)
+        assert len(results) == (39 if ranks == 2 else 42)
         for case, difference in results.items():
             # bfloat16: the ranks' float32 parts are summed before they are rounded, once.
             assert difference <= (2**-8 if "bfloat16" in case else 1e-12), f"rank {rank}: {case}"

@@ -87,6 +87,9 @@ class Sidecar:
         fields.setdefault("top_logprobs_p", 0.9)
         return self.http.post("/rollouts", json={"prompts": prompts, "sampling_params": params, **fields})
 
+    def scores(self, sequences: Any, **fields: Any) -> httpx.Response:
+        return self.http.post("/scores", json={"sequences": sequences, "top_logprobs_p": 0.9, **fields})
+
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample in /metrics; 0 where it is not there."""
         wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}" if labels else "")

@@ -112,14 +112,19 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
     schema = operation["requestBody"]["content"]["application/json"]["schema"]
     assert set(schema["properties"]) == {
         "prompts",
+        "rollouts",
         "sampling_params",
         "top_logprobs_p",
         "top_logprobs_source",
+        "on_abort",
+        "resumed_tokens",
         "stream",
         "request_id",
         "timeout_s",
     }
     assert "RolloutRecord" in page["components"]["schemas"]
+    order = page["paths"]["/abort"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert set(order["properties"]) == {"request_id", "all"}
     assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, MEDIA_TYPE}
 
 

@@ -35,7 +35,7 @@ def test_the_engines_errors_arrive_with_their_cause(sidecar, stream, fault, stat
 
 
 def test_a_full_engine_is_429_with_its_own_retry_after(sidecar, monkeypatch, stream):
-    monkeypatch.setattr("sglang_topp_client.client.delay_s", lambda *_: 0.0)
+    monkeypatch.setattr("sglang_topp_client.servers.delay_s", lambda *_: 0.0)
 
     answer = sidecar.rollouts("a", fault="full", stream=stream)
 

@@ -44,12 +44,12 @@ FRAMES, ROUNDED = MEDIA_TYPE, f"{MEDIA_TYPE};logprob-bits=16"
     ],
 )
 def test_what_is_accepted(accept, form):
-    assert accepted_form(Headers({} if accept is None else {"accept": accept})).media_type == form
+    assert accepted_form(Headers({} if accept is None else {"accept": accept}), MEDIA_TYPE).media_type == form
 
 
 def test_several_headers_are_one():
     raw = [(b"accept", NDJSON.encode() + b";q=0.5"), (b"accept", FRAMES.encode())]
-    assert accepted_form(Headers(raw=raw)).media_type == FRAMES
+    assert accepted_form(Headers(raw=raw), MEDIA_TYPE).media_type == FRAMES
 
 
 def messages_of(raw):

@@ -67,7 +67,7 @@ class FakeEngine:
             )
         body = await _read(receive)
         if path == "/abort_request":
-            self.aborted.append(body["rid"])
+            self.aborted.append("all" if body.get("abort_all") else body["rid"])
             return await _answer(send, 200, None)
         assert path == "/generate", path
         (self.probes if body["rid"].startswith("sglang-topp-probe") else self.bodies).append(body)
@@ -96,6 +96,9 @@ class FakeEngine:
         if fault == "full":
             return await _answer(send, 429, {"error": {"message": "the queue is full"}}, {"retry-after": "7"})
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        if "logprob_start_len" in body:
+            await self._score(body, send)
+            return
         if fault == "exit":
             os._exit(9)
         if fault == "cut":
@@ -110,6 +113,40 @@ class FakeEngine:
                 await _event(send, self._chunk(body, index, {"type": "abort", "message": "by hand"}, 0))
                 continue
             await _event(send, self._chunk(body, index, {"type": "length"}, NUM_TOKENS))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _score(self, body: dict[str, Any], send: Any) -> None:
+        """What goes wrong is asked for by the sequence's last token."""
+        ids = body.get("input_ids") or list(body["text"].encode())
+        fault = {500: "hang", 501: "no-sets", 502: "wrong-sets", 503: "give-up", 504: "large"}.get(ids[-1])
+        while fault == "hang" and not self.is_released:
+            await asyncio.sleep(0.01)
+        size = 1 << 16 if fault == "large" else SET_SIZE
+        mass = np.linspace(0.4, 0.1, size, dtype=np.float32)
+        row = np.log(mass / max(mass.sum(), np.float32(1)))
+        start = body["logprob_start_len"]
+        finish = {"type": "abort", "message": "by hand"} if fault == "give-up" else {"type": "length"}
+        scored = ids[start + 1 :]
+        meta: dict[str, Any] = {
+            "id": body["rid"],
+            "finish_reason": finish,
+            "prompt_tokens": len(ids),
+            "completion_tokens": 0,
+            "cached_tokens": 1,
+            "weight_version": "7",
+            "input_token_logprobs": [
+                [None, ids[start], None] if start < len(ids) else [],
+                *([float(row[0]), token, None] for token in scored),
+            ],
+            "output_token_logprobs": [],
+        }
+        if "top_logprobs_p" in body and fault != "no-sets":
+            sets = [np.array([token, *range(1000, 999 + size)], np.int32) for token in scored]
+            if fault == "wrong-sets":
+                sets[0][0] = 99
+            flat = np.concatenate(sets or [np.empty(0, np.int32)])
+            meta |= encode_sets("input", flat, np.tile(row, len(scored)), [-1] + [size] * len(scored))
+        await _event(send, {"text": "", "output_ids": [], "prompt_token_ids": ids, "meta_info": meta})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     def _chunk(self, body: dict[str, Any], index: int, finish: Any, tokens: int) -> dict[str, Any]:
@@ -131,6 +168,8 @@ class FakeEngine:
             "e2e_latency": 0.25,
             "output_token_logprobs": [[float(row[0]), token, None] for token in sampled],
         }
+        if "resumed_tokens" in body:
+            meta["resumed_tokens"] = body["resumed_tokens"]
         if "top_logprobs_p" in body and params.get("fault") != "no-sets":
             ids = np.concatenate([np.array([s, *range(100, 99 + size)], np.int32) for s in sampled] or [[]])
             if params.get("fault") == "wrong-sets":

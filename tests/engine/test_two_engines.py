@@ -1,8 +1,10 @@
-"""The gateway `smg` before two patched engines: clients straight, and through the sidecar."""
+"""Two patched engines: one client of both; and the gateway `smg` before them, straight and by the sidecar."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,3 +94,44 @@ def test_a_client_that_hangs_up_aborts_in_the_engines(
 
     asyncio.run(hang_up())
     wait_until(lambda: sum(map(num_running, engines)) == 0)
+
+
+# -- one client of both ----------------------------------------------------------------------------
+
+
+def test_both_are_asked_and_every_answer_has_its_sets(engines: tuple[Engine, Engine]) -> None:
+    before = [num_generated(engine) for engine in engines]
+    with RolloutClient([engine.url for engine in engines]) as client:
+        rollouts = client.generate(
+            ["x" * (1 + i) for i in range(16)], {**SAMPLING, "n": 2}, top_logprobs_p=0.9
+        )
+        for rollout in rollouts:
+            check_rollout(rollout, 0.9)
+    assert len(rollouts) == 32
+    made = [num_generated(engine) - count for engine, count in zip(engines, before, strict=True)]
+    assert sum(made) == 16
+    assert min(made) > 0
+
+
+def test_an_engine_that_is_killed_in_mid_batch_loses_no_sample(engines: tuple[Engine, Engine]) -> None:
+    """The last test here: the second engine is gone after it."""
+
+    async def kill_meanwhile() -> None:
+        prompts = ["y" * (1 + i) for i in range(24)]
+        options = {**SAMPLING, "max_new_tokens": 150, "n": 2}
+        async with AsyncRolloutClient([engine.url for engine in engines]) as client:
+            batch = asyncio.create_task(client.generate(prompts, options, top_logprobs_p=0.9, timeout_s=300))
+            await asyncio.to_thread(wait_until, lambda: num_running(engines[1]) >= 4)
+            os.killpg(engines[1].process.pid, signal.SIGKILL)
+            rollouts = await batch
+            assert [(r.prompt_index, r.sample_index) for r in rollouts] == [
+                (i, j) for i in range(len(prompts)) for j in range(2)
+            ]
+            for rollout in rollouts:
+                assert len(rollout.output_ids) == 150
+                check_rollout(rollout, 0.9)
+            # And goes on without it.
+            (rollout,) = await client.generate("hello", SAMPLING, top_logprobs_p=0.9)
+            check_rollout(rollout, 0.9)
+
+    asyncio.run(kill_meanwhile())

@@ -1,0 +1,136 @@
+"""`make matrix`: the engine's tests, the oracles and doctor on every SGLang release, one after the other.
+
+    python -m tests.matrix run [RELEASE ...]      what has no result of the present code yet
+    python -m tests.matrix pin [RELEASE ...]      each release's packages anew, with hashes
+    python -m tests.matrix seams [RELEASE ...]    only whether the patch set's seams are in its package
+    python -m tests.matrix table                  the README's table, from the results
+
+Every release is left as `releases/RELEASE.json` when it is done, so a run that was ended goes on with the
+next one; remove the file to have it run again. The exit status is 1 where something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sglang_topp_patches.releases import RELEASES as SERVED
+from tests.matrix import results
+from tests.matrix.environment import ROOT, environment, pin
+from tests.matrix.releases import RELEASES, Release, chosen
+from tests.matrix.results import Result, Suite
+from tests.matrix.seams import problems
+
+_VERSIONS = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("run", "pin", "seams", "table"))
+    parser.add_argument("release", nargs="*", help=f"some of {', '.join(RELEASES)}; those that are served")
+    args = parser.parse_args(argv)
+    try:
+        releases = chosen(args.release)
+    except ValueError as error:
+        parser.error(str(error))
+    if not args.release and args.what != "pin":
+        releases = [release for release in releases if release.version in SERVED]
+    # What is interrupted removes its environment on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if args.what == "pin":
+        for release in releases:
+            pin(release)
+            print(f"pinned: {release.lock.relative_to(ROOT)}", flush=True)
+        return 0
+    if args.what == "seams":
+        return _look(releases)
+    if args.what == "run":
+        for release in releases:
+            _run(release)
+    print(results.table(results.read()))
+    versions = [release.version for release in releases]
+    found = {result.release: result for result in results.read()}
+    return 0 if all(version in found and found[version].is_served for version in versions) else 1
+
+
+def _look(releases: Sequence[Release]) -> int:
+    failed = 0
+    for release in releases:
+        start = time.monotonic()
+        found = problems(release)
+        failed += bool(found)
+        verdict = "FAILS" if found else "holds"
+        print(f"{release.version:<14}{verdict}  in {time.monotonic() - start:.1f} s", flush=True)
+        for problem in found:
+            print(f"  {problem}")
+    return 1 if failed else 0
+
+
+def _run(release: Release) -> None:
+    done = {result.release: result for result in results.read()}.get(release.version)
+    code = results.digest(release)
+    if done is not None and done.code == code:
+        print(f"{release.version}: done, {done.state}", flush=True)
+        return
+    print(f"{release.version}: installing, Python {release.python}", flush=True)
+    start = time.monotonic()
+    with environment(release) as executables, tempfile.TemporaryDirectory() as folder:
+        python, torch = json.loads(_output(executables / "python", "-c", _VERSIONS))
+        doctor = subprocess.run([executables / "sglang-topp", "doctor"], cwd=folder, env=_environment())
+        junit = Path(folder) / "junit.xml"
+        command = [executables / "python", "-m", "pytest", "-q", *release.tests, f"--junitxml={junit}"]
+        ended = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, env=_environment())
+        if ended.returncode not in (0, 1):  # interrupted, or pytest itself failed: that is no result
+            raise SystemExit(f"{release.version}: pytest ended with status {ended.returncode}")
+        suite = Suite.of(junit)
+    counts = {
+        "passed": suite.passed,
+        "failed": len(suite.failures),
+        "skipped": sum(suite.skipped.values()),
+    }
+    result = Result(
+        release=release.version,
+        python=python,
+        torch=torch,
+        set="whole" if release.whole else "short",
+        code=code,
+        doctor=doctor.returncode == 0,
+        tests=counts,
+        failures=suite.failures,
+        skipped=suite.skipped,
+        refused=_refused(release),
+    )
+    results.write(replace(result, commit=_output("git", "rev-parse", "--short=10", "HEAD").strip()))
+    minutes = (time.monotonic() - start) / 60
+    print(f"{release.version}: {result.state}, {counts}, {minutes:.0f} minutes", flush=True)
+
+
+def _refused(release: Release) -> dict[str, str]:
+    """What is not served on it, and why, as the patch set has it."""
+    served = SERVED.get(release.version)
+    return {} if served is None else {str(what): why for what, why in served.refused.items()}
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what would lead a release's Python to the packages of this one."""
+    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_PLUGINS")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run(
+        command, cwd=ROOT, env=_environment(), check=True, capture_output=True, text=True
+    ).stdout
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
