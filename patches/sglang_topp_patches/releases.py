@@ -32,7 +32,6 @@ class Feature(StrEnum):
     PIPELINE = "--pp-size"
     DISAGGREGATION = "--disaggregation-mode"
     HTTP_WORKERS = "--tokenizer-worker-num"
-    GRPC = "gRPC"
     RESUMED = "resumed_tokens"
 
 
@@ -81,15 +80,23 @@ _WITH_PROCESSORS = (
 _NO_PLUGINS_IN_WORKERS = {
     Feature.HTTP_WORKERS: "SGLang's HTTP workers load no plugins, and their application cannot be chosen"
 }
-_NO_WEIGHTS = {
+_NOT_TRIED = "was not tried on this release"
+_BEFORE_0_5_23 = {
+    **_NO_PLUGINS_IN_WORKERS,
+    Feature.SAMPLER_SOURCE: _NOT_TRIED,
+    Feature.PIPELINE: _NOT_TRIED,
+    Feature.DISAGGREGATION: _NOT_TRIED,
+    Feature.RESUMED: _NOT_TRIED,
+}
+_BEFORE_0_5_20 = {
+    **_BEFORE_0_5_23,
     Feature.SAMPLER_SOURCE: "SGLang's sampler does not hand out what it drew from",
 }
-_NOT_HANDED_ON = {
+_BEFORE_0_5_19 = {
+    **_BEFORE_0_5_20,
     Feature.PIPELINE: "SGLang hands nothing of an extension's on from stage to stage",
-    Feature.DISAGGREGATION: "was never tried on this release",
     Feature.WEIGHT_VERSIONS: "SGLang's scheduler is not told the name of its weights",
 }
-_BEFORE_0_5_19 = {**_NO_PLUGINS_IN_WORKERS, **_NO_WEIGHTS, **_NOT_HANDED_ON}
 
 _SGLANG_0_5_22 = (
     *_WITH_AUXILIARY_OUTPUT,
@@ -111,6 +118,17 @@ _SGLANG_0_5_20 = (
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.DETOKENIZER, *seams.RESUMED)),
+        "0.5.20": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
+        "0.5.19": Release(
+            SingleAuxiliaryOutput(),
+            (*_WITH_AUXILIARY_OUTPUT, *seams.HTTP_ADDITIONS, *seams.PROMPT_ROWS),
+            _BEFORE_0_5_20,
+        ),
+        "0.5.15.post1": Release(
+            SamplerLogprobs(),
+            (*_BEFORE_AUXILIARY_OUTPUT, *seams.GRPC, *seams.COMMITTED_BY_US, *seams.SAMPLER_LOGPROBS),
+            _BEFORE_0_5_19,
+        ),
     }
 )
 """SGLang version to what it has, the newest first."""

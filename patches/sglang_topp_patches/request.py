@@ -7,7 +7,6 @@ callers that can only set those may write the same names there themselves.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -45,10 +44,11 @@ def extend_request_class(cls: type[Any]) -> None:
     """Give the dataclass `cls` (`GenerateReqInput`) the fields, in place.
 
     `dataclasses.dataclass` replaces each `field(...)` by its default; they are put back first, so
-    that keyword-only fields and default factories survive the second pass.
+    that keyword-only fields and default factories survive the second pass. Those of a base class stay there.
     """
     for name, field in cls.__dataclass_fields__.items():
-        setattr(cls, name, field)
+        if name in cls.__annotations__:
+            setattr(cls, name, field)
     # `Any`: `check_body` answers bad input in words; pydantic would coerce some of it in silence.
     cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
     for name in (*FIELDS, RESUMED):
@@ -79,7 +79,7 @@ def check_body(error: str | None, body: Any) -> str | None:
 
 def normalize(original: Callable[[Any], None], self: Any) -> None:
     """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`."""
-    get = functools.partial(getattr, self)
+    get = vars(self).get
     names = (*FIELDS, RESUMED, "input_ids", "sampling_params", "return_logprob")
     raw = {name: get(name) for name in names}
     # Before SGLang repeats the prompts `n` times.

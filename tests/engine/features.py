@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
 
 from sglang_topp_patches.releases import Feature, refused
 
-__all__ = ["needs", "needs_native_masks", "skip_without"]
+__all__ = ["needs", "needs_grammars", "needs_native_masks", "skip_without"]
 
 
 def needs(feature: Feature) -> pytest.MarkDecorator:
@@ -25,6 +26,22 @@ def needs_native_masks() -> pytest.MarkDecorator:
 
     has_masks = "return_sampling_mask" in GenerateReqInput.__dataclass_fields__
     return pytest.mark.skipif(not has_masks, reason="this SGLang has no return_sampling_mask")
+
+
+def needs_grammars() -> pytest.MarkDecorator:
+    """Skip a test that constrains what is generated where SGLang cannot do so without an accelerator: its
+    scheduler ends there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+    reason = ""
+    if not torch.cuda.is_available():
+        try:
+            XGrammarGrammar.apply_vocab_mask(None, torch.zeros(1, 32), torch.ones(1, 1, dtype=torch.int32))
+        except RuntimeError as error:
+            reason = f"this SGLang has no grammars here: {error}"
+    return pytest.mark.skipif(bool(reason), reason=reason)
 
 
 def skip_without(feature: Feature) -> None:

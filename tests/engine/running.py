@@ -59,10 +59,13 @@ class Engine:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """SGLang may take another one, 10,000 above it."""
+    while True:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port: int = listener.getsockname()[1]
+        if port < 55_000:
+            return port
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:

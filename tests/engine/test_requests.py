@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from sglang_topp import CandidateSets, wire
+from sglang_topp_patches.releases import Feature, installed, refused
 from tests.engine.checks import checked_sets
+from tests.engine.features import needs_grammars
 from tests.engine.running import Engine
 
 PROMPT = "The quick brown fox"
@@ -141,6 +143,7 @@ def test_stop_token(engine: Engine) -> None:
     checked_sets(answer, 0.8)
 
 
+@needs_grammars()
 def test_json_schema_keeps_forbidden_tokens_out(engine: Engine) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     answer = engine.generate(
@@ -297,7 +300,9 @@ def test_a_route_that_builds_the_request_itself(engine: Engine) -> None:
         json={"instances": [{"text": PROMPT}], "parameters": {"sampling_params": SAMPLING, **WANTED}},
     )
     assert answer.status_code == 200, answer.text
-    (prediction,) = answer.json()["predictions"]
+    parsed = answer.json()
+    # Older releases answer as /generate does, without the name.
+    (prediction,) = parsed["predictions"] if isinstance(parsed, dict) else parsed
     checked_sets(prediction, 0.8)
 
 
@@ -318,6 +323,19 @@ def test_server_info_says_that_the_patch_set_holds(engine: Engine) -> None:
     assert report["active"] is True
     assert report["problems"] == []
     assert set(report["seams"].values()) == {"holds"}
+
+
+def test_what_this_release_is_refused_is_said(engine: Engine) -> None:
+    report = engine.http.get("/server_info").json()["sglang_topp"]
+    assert report["refused"] == dict(installed()[1].refused)
+    body = {"text": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
+    if reason := refused(Feature.SAMPLER_SOURCE):
+        for stream in (False, True):
+            answer = engine.post(**body, top_logprobs_source="sampler", stream=stream)
+            assert answer.status_code == 400
+            assert answer.json()["error"].endswith(f"candidate sets are not served here: {reason}")
+    answer = engine.generate(**body, top_logprobs_p=0.9)
+    assert ("weight_versions" in answer["meta_info"]) == (not refused(Feature.WEIGHT_VERSIONS))
 
 
 def test_sets_of_a_client_side_concatenation(engine: Engine) -> None:

@@ -113,8 +113,12 @@ def test_a_prompts_rows_go_out_whole_and_once() -> None:
     rows = SentOnce()
     rows += ["a", "b", "c"]
     assert rows[1] == "b"
-    assert rows[2:3] == ["a", "b", "c"]
+    sent = rows[2:3]
     assert rows[0:9] == []
+    # A request without prompt rows arrives with what SGLang fills in: None for each of its tokens.
+    columns = {PROMPT_KEY: [[None] * 14, sent, []], "theirs": [[1], [2], [3]]}
+    arrived = SamplerLogprobsUnaligned().take_customized_info(SimpleNamespace(customized_info=columns))
+    assert arrived == {PROMPT_KEY: [[], ["a", "b", "c"], []], "theirs": [[1], [2], [3]]}
 
 
 def test_entries_of_some_requests_arrive_with_those_requests() -> None:

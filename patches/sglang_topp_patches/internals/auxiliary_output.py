@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from sglang_topp_patches.payload import PROMPT_KEY
+
 __all__ = ["AuxiliaryOutput", "AuxiliaryOutputSentOnce", "Outputs", "SentOnce", "SingleAuxiliaryOutput"]
 
 
@@ -101,7 +103,8 @@ class SentOnce(list[Any]):
             return super().__getitem__(part)
         whole = list(self)
         self.clear()
-        return whole
+        # As one entry: where another request has none, SGLang fills in None for each of its tokens.
+        return [whole] if whole else []
 
 
 class AuxiliaryOutputSentOnce(AuxiliaryOutput):
@@ -110,6 +113,19 @@ class AuxiliaryOutputSentOnce(AuxiliaryOutput):
     def prompt_rows(self) -> list[Any]:
         """A list that is empty once SGLang has taken a part of it."""
         return SentOnce()
+
+    def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
+        """With each request's prompt rows out of their one entry."""
+        info = self._arrived(recv_obj)
+        if PROMPT_KEY in info:
+            info[PROMPT_KEY] = [
+                [row for whole in entries if whole is not None for row in whole]
+                for entries in info[PROMPT_KEY]
+            ]
+        return info
+
+    def _arrived(self, recv_obj: Any) -> dict[str, Any]:
+        return super().take_customized_info(recv_obj)
 
 
 class SingleAuxiliaryOutput(AuxiliaryOutputSentOnce):

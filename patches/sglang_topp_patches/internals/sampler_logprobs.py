@@ -46,6 +46,6 @@ class SamplerLogprobsUnaligned(SamplerLogprobs):
             for key in keys:
                 info.setdefault(key, [])
 
-    def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """It is the message's own."""
+    def _arrived(self, recv_obj: Any) -> dict[str, Any]:
+        # Not pickled: the message's own.
         return getattr(recv_obj, "customized_info", None) or {}
