@@ -17,8 +17,11 @@ from types import MappingProxyType
 from sglang_topp_patches import seam_groups as seams
 from sglang_topp_patches.internals.auxiliary_output import (
     AuxiliaryOutput,
+    AuxiliaryOutputSentOnce,
+    SingleAuxiliaryOutput,
 )
 from sglang_topp_patches.internals.interface import Internals
+from sglang_topp_patches.internals.sampler_logprobs import SamplerLogprobs
 from sglang_topp_patches.seam_groups import Seam
 
 __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals", "refused"]
