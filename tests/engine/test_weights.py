@@ -113,7 +113,8 @@ async def test_each_token_comes_from_the_weights_that_are_named(
                     weight_folders[version], version, flush_cache=flush, status=400 if flush else 200
                 )
             await requests.go_on()
-            await requests.move("form-0", 4)
+            # Time for those that were retracted to be prefilled again and to draw a token of these weights.
+            await requests.move("form-0", 16)
         answers = await requests.answers()
 
     for name, answer in answers.items():
