@@ -61,6 +61,13 @@ PROMPTS = [[i + 1, 7] for i in range(30)]
 
 
 async def test_calls_are_spread_evenly_and_a_prompts_samples_stay_together(engines, fakes):
+    async def once_all_are_asked(asked, reply):
+        while sum(len(engine.calls) for engine in engines) < len(PROMPTS):
+            await asyncio.sleep(0.005)
+        await fakes.answer_generate(asked, reply)
+
+    for engine in engines:  # one that answers at once would be the least busy one again
+        engine.paths["/generate"] = once_all_are_asked
     async with client_of(engines) as client:
         rollouts = await client.generate(PROMPTS, {"n": 4}, top_logprobs_p=0.9)
     assert_whole(rollouts, fakes, PROMPTS, n=4)
