@@ -20,8 +20,9 @@ from sglang_topp_patches.internals.auxiliary_output import (
     AuxiliaryOutputSentOnce,
     SingleAuxiliaryOutput,
 )
+from sglang_topp_patches.internals.customized_info import CustomizedInfo, CustomizedInfoOneNormalizer
 from sglang_topp_patches.internals.interface import Internals
-from sglang_topp_patches.internals.sampler_logprobs import SamplerLogprobs
+from sglang_topp_patches.internals.sampler_logprobs import SamplerLogprobs, SamplerLogprobsUnaligned
 from sglang_topp_patches.seam_groups import Seam
 
 __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals", "refused"]
@@ -117,21 +118,31 @@ _SGLANG_0_5_20 = (
     *seams.SAMPLER_SOURCE,
     *seams.PROMPT_ROWS,
 )
+_SGLANG_0_5_13 = (*_BEFORE_AUXILIARY_OUTPUT, *seams.COMMITTED_BY_US, *seams.SAMPLER_LOGPROBS)
+_SGLANG_0_5_14 = (*_SGLANG_0_5_13, *seams.GRPC)
+_SGLANG_0_5_12 = (*_BEFORE_AUXILIARY_OUTPUT, *seams.COMMITTED_IN_MIXIN, *seams.SAMPLER_LOGPROBS)
 
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.DETOKENIZER, *seams.RESUMED)),
+        "0.5.22": Release(AuxiliaryOutput(), _SGLANG_0_5_22, _BEFORE_0_5_23),
+        "0.5.21": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.20": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.19": Release(
             SingleAuxiliaryOutput(),
             (*_WITH_AUXILIARY_OUTPUT, *seams.HTTP_ADDITIONS, *seams.PROMPT_ROWS),
             _BEFORE_0_5_20,
         ),
-        "0.5.15.post1": Release(
-            SamplerLogprobs(),
-            (*_BEFORE_AUXILIARY_OUTPUT, *seams.GRPC, *seams.COMMITTED_BY_US, *seams.SAMPLER_LOGPROBS),
-            _BEFORE_0_5_19,
-        ),
+        "0.5.18": Release(CustomizedInfo(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19),
+        "0.5.17": Release(CustomizedInfoOneNormalizer(), _WITH_PROCESSORS, _BEFORE_0_5_19),
+        "0.5.16": Release(CustomizedInfoOneNormalizer(), _WITH_PROCESSORS, _BEFORE_0_5_19),
+        "0.5.15.post1": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
+        "0.5.15": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
+        "0.5.14": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
+        "0.5.13.post1": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_13, _BEFORE_0_5_19),
+        "0.5.13": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_13, _BEFORE_0_5_19),
+        "0.5.12.post1": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_12, _BEFORE_0_5_19),
+        "0.5.12": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_12, _BEFORE_0_5_19),
     }
 )
 """SGLang version to what it has, the newest first."""

@@ -93,6 +93,8 @@ NO_PROMPT = frozenset(
         *("/hicache/storage-backend", "/hicache/storage-backend/clear", "/get_hicache_l3_cache_layout"),
         *("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/pd_role_switch"),
         *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
+        # Gone since 0.5.19.
+        *("/weight_version", "/get_weight_version", "/get_load", "/clear_hicache_storage_backend"),
         *("/start_profile", "/stop_profile", "/set_trace_level", "/start_expert_distribution_record"),
         *("/stop_expert_distribution_record", "/dump_expert_distribution_record"),
         os.environ.get("SGLANG_OLLAMA_TAGS_ROUTE", "/api/tags"),

@@ -27,9 +27,9 @@ from sglang_topp import CandidateSets, wire
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_rollout, checked_sets
-from tests.engine.features import skip_without
 from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 from tests.engine.running import Engine, free_port, run_engine, run_gateway
+from tests.features import skip_without
 
 skip_without(Feature.DISAGGREGATION)
 

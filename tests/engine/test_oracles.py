@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.checks import checked_sets
-from tests.engine.features import needs_native_masks
 from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 from tests.engine.running import Engine
+from tests.features import needs_native_masks
 
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
 SAMPLING = {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True}

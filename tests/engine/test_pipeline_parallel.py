@@ -21,8 +21,8 @@ from sglang_topp import wire
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_whole, checked_sets
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.features import skip_without
 from tests.engine.running import Engine, run_engine
+from tests.features import skip_without
 
 skip_without(Feature.PIPELINE)
 

@@ -14,8 +14,8 @@ import pytest
 from sglang_topp import CandidateSets, wire
 from sglang_topp_patches.releases import Feature, installed, refused
 from tests.engine.checks import checked_sets
-from tests.engine.features import needs_grammars
 from tests.engine.running import Engine
+from tests.features import needs_grammars
 
 PROMPT = "The quick brown fox"
 WANTED = {"return_logprob": True, "top_logprobs_p": 0.8, "return_logprobs_in_base64": True}

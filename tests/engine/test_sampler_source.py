@@ -20,8 +20,8 @@ from sglang_topp_client import RolloutClient
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import checked_sets
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.features import skip_without
 from tests.engine.running import Engine, run_sidecar
+from tests.features import skip_without
 
 skip_without(Feature.SAMPLER_SOURCE)
 

@@ -20,10 +20,10 @@ from sglang_topp import wire
 from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_rollout, checked_sets
-from tests.engine.features import skip_without
 from tests.engine.in_flight import InFlight
 from tests.engine.running import Engine, run_sidecar
 from tests.engine.weights import check_answer, check_sets, versions_of
+from tests.features import skip_without
 
 skip_without(Feature.WEIGHT_VERSIONS)
 

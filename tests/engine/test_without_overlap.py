@@ -17,10 +17,10 @@ import pytest
 from sglang_topp import CandidateSets, wire
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import checked_sets
-from tests.engine.features import needs
 from tests.engine.in_flight import InFlight
 from tests.engine.running import Engine, run_engine
 from tests.engine.weights import check_answer, versions_of
+from tests.features import needs
 
 WANTED = {"return_logprob": True, "top_logprobs_p": 0.9}
 BOTH_FORMS = pytest.mark.parametrize("base64", [True, False], ids=["base64", "list"])

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from torch import Tensor
 
 from sglang_topp import nucleus
@@ -134,7 +133,7 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             # SGLang reads its own tensors there; it asks for no more than they are.
             sampler.compute_logprobs(
                 lambda self, logprobs, *_: logprobs.clamp_(min=torch.finfo(torch.float32).min),
-                OutputLogprobProcessor(),
+                None,
                 there,
                 [0] * 4,
                 [None] * 4,

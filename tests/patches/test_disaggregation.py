@@ -18,7 +18,11 @@ from sglang_topp_patches.budget import is_refused
 from sglang_topp_patches.handover import First, Kept
 from sglang_topp_patches.payload import KEY, Entry, span
 from sglang_topp_patches.received import Received
+from sglang_topp_patches.releases import Feature
 from tests.engine.running import free_port
+from tests.features import skip_without
+
+skip_without(Feature.DISAGGREGATION)
 
 TOKEN, LOGPROB = 3, np.float32(-0.25)
 OBJ = SimpleNamespace(

@@ -17,8 +17,10 @@ from sglang_topp_patches.budget import Budget, InFlight
 from sglang_topp_patches.extract import extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, join
 from sglang_topp_patches.prefill import PromptSets, Taken, forget_rows
+from sglang_topp_patches.releases import Feature, internals
 from sglang_topp_patches.rows import Rows
 from sglang_topp_patches.sampler import GeneratedSets, let_go_of_what_was_sent
+from tests.features import needs
 
 VOCAB = 32
 
@@ -165,7 +167,8 @@ class Answer:
         obj = SimpleNamespace(
             rid="a", top_logprobs_p=0.9, return_logprobs_in_base64=True, stream=False, **fields
         )
-        self.manager = SimpleNamespace(incremental_streaming_output=False, abort_request=str)
+        streaming = SimpleNamespace(incremental_streaming_output=False)
+        self.manager = SimpleNamespace(**vars(streaming), server_args=streaming, abort_request=str)
         self.tokens = tokens
         self.state = SimpleNamespace(
             obj=obj,
@@ -183,7 +186,9 @@ class Answer:
         if entries is not None:
             info[KEY] = [entries]
         if prompt:
-            info[PROMPT_KEY] = [prompt]
+            rows = internals().prompt_rows()
+            rows.extend(prompt)
+            info[PROMPT_KEY] = [rows[:]]  # the part that SGLang sends
         recv_obj = SimpleNamespace(rids=["a"], output_ids=[self.tokens], customized_info=info)
         tokenizer_manager.receive_entries(self.manager, recv_obj)
         assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
@@ -222,6 +227,7 @@ def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
     assert len(CandidateSets.from_meta_info(meta_info, sampled)) == 3
 
 
+@needs(Feature.WEIGHT_VERSIONS)
 def test_versions_are_those_of_the_entries_whatever_sglang_tells(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
     entries = entries_of(logprobs, sampled)

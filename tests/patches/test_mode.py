@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_topp_patches import mode
+from sglang_topp_patches.releases import Feature
+from tests.features import needs
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,7 @@ def test_modes_without_exact_sets_refuse(
     assert words in reason
 
 
+@needs(Feature.DISAGGREGATION)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_disaggregated_servers_serve_but_in_some_modes(role: str) -> None:
     def reasons(**args: Any) -> tuple[str, ...]:
@@ -65,6 +68,7 @@ def test_logprobs_before_temperature_refuse_other_temperatures(monkeypatch: pyte
     assert "temperature other than 1" in note
 
 
+@needs(Feature.SAMPLER_SOURCE)
 @pytest.mark.parametrize(
     ("backend", "target", "words"),
     [
@@ -87,5 +91,6 @@ def test_what_the_sampler_could_draw_is_known_of_some_backends(
     assert all(word in reason for word, reason in zip(words, found, strict=True))
 
 
+@needs(Feature.SAMPLER_SOURCE)
 def test_a_process_that_does_not_know_the_backend_says_so() -> None:
     assert "is not known here" in mode.source_refusals()[0]

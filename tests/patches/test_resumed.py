@@ -15,7 +15,11 @@ from transformers import AutoTokenizer
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.resumable import BEGINS_ANEW, HOLDS, INTERNAL, RESUMED, cut_problem
 from sglang_topp_patches import resumed
+from sglang_topp_patches.releases import Feature
 from sglang_topp_server.tiny_model import make_tiny_model
+from tests.features import skip_without
+
+skip_without(Feature.RESUMED)
 
 END = 0
 

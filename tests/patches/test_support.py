@@ -10,7 +10,11 @@ import pytest
 import torch
 from sglang.srt.layers import sampler as sglang_sampler
 
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.support import Drawing, capture, sample_from_probs, sample_of_the_highest
+from tests.features import skip_without
+
+skip_without(Feature.SAMPLER_SOURCE)
 
 VOCAB = 40
 TOP_KS, TOP_PS, MIN_PS = [5, 40, 1, 9], [0.9, 0.5, 1.0, 0.95], [0.0, 0.1, 0.0, 0.3]

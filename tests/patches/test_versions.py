@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sglang.srt.utils.weight_versions import WeightVersionSpan, add_weight_versions_to_meta_info
 
+from sglang_topp_patches.releases import Feature, refused
 from sglang_topp_patches.versions import Versions
+
+if reason := refused(Feature.WEIGHT_VERSIONS):
+    pytest.skip(f"refused on this SGLang: {reason}", allow_module_level=True)
+
+from sglang.srt.utils.weight_versions import WeightVersionSpan, add_weight_versions_to_meta_info
 
 
 @pytest.mark.parametrize("names", ["a", "aaa", "aab", "abba", "abcabc"])
