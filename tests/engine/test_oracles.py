@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.checks import checked_sets
 from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
@@ -30,22 +30,21 @@ def reference_model(model_path: Path) -> Any:
 
 @pytest.mark.parametrize(("p", "temperature"), [(0.8, 1.0), (0.95, 1.0), (0.5, 0.7), (0.99, 1.0)])
 def test_sets_equal_the_definition_on_transformers_logprobs(
-    engine: Engine, reference_model: Any, p: float, temperature: float
+    engine: Engine, model_path: Path, reference_model: Any, p: float, temperature: float
 ) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     answers = engine.generate(
-        text=PROMPTS,
+        input_ids=prompts,
         sampling_params={**SAMPLING, "temperature": temperature, "top_p": 0.9},
         return_logprob=True,
-        return_prompt_token_ids=True,
         top_logprobs_p=p,
         return_logprobs_in_base64=True,
     )
     compared = total = 0
-    for answer in answers:
+    for prompt_ids, answer in zip(prompts, answers, strict=True):
         sets = checked_sets(answer, p)
-        expected = reference_logprobs(
-            reference_model, answer["prompt_token_ids"], answer["output_ids"], temperature
-        )
+        expected = reference_logprobs(reference_model, prompt_ids, answer["output_ids"], temperature)
         for t, (token_ids, logprobs) in enumerate(sets):
             np.testing.assert_allclose(logprobs, expected[t, token_ids], atol=MODEL_TOLERANCE)
             total += 1

@@ -21,12 +21,13 @@ LENGTH = 64
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_sets_stay_exact_over_pauses(engine: Engine, mode: str) -> None:
     forms = list(itertools.product((True, False), (True, False), (True, False)))
+    # Longer than a chunk of the prefill: a retracted request is prefilled in several passes.
+    prompts = [[97 + (i + j) % 26 for j in range(150)] for i in range(len(forms))]
     async with InFlight.at(engine.url) as requests:
         for i, (stream, base64, greedy) in enumerate(forms):
             requests.send(
                 f"form-{i}",
-                # Longer than a chunk of the prefill: a retracted request is prefilled in several passes.
-                input_ids=[97 + (i + j) % 26 for j in range(150)],
+                input_ids=prompts[i],
                 sampling_params={
                     "max_new_tokens": LENGTH,
                     "temperature": 0.0 if greedy else 1.0,
@@ -51,7 +52,7 @@ async def test_sets_stay_exact_over_pauses(engine: Engine, mode: str) -> None:
     for i in range(len(forms)):
         answer = answers[f"form-{i}"]
         # What is aborted while it waits may end without its prompt's.
-        scored = answer["prompt_token_ids"] if i % 2 and i != 5 else None
+        scored = prompts[i] if i % 2 and i != 5 else None
         sets = check_whole(answer, P, scored)
         if i == 5:
             assert answer["meta_info"]["finish_reason"]["type"] == "abort"
