@@ -180,7 +180,7 @@ class StreamedExchange(ABC, Generic[_Result]):
     def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
         """The prompt as the engine saw it; `last` is the last chunk of a sample."""
         if isinstance(self._wanted.prompt, str):
-            prompt_ids = token_ids_of("prompt_token_ids", field_of(last, "prompt_token_ids", list))
+            prompt_ids = _text_prompt_ids(last)
         else:
             prompt_ids = np.array(self._wanted.prompt, np.int32)
         if (count := field_of(last["meta_info"], "prompt_tokens", int)) != len(prompt_ids):
@@ -256,13 +256,22 @@ def _check_resumed(wanted: SampleRequest, meta_info: Mapping[str, Any]) -> None:
         )
 
 
+def _text_prompt_ids(chunk: Mapping[str, Any]) -> NDArray[np.int32]:
+    name = "prompt_token_ids"
+    if name not in chunk:
+        raise WireError(
+            name,
+            "got nothing for a prompt of text: SGLang before 0.5.13 does not tell its ids; give token ids",
+        )
+    return token_ids_of(name, field_of(chunk, name, list))
+
+
 def _waiting(wanted: SampleRequest, sample: int, chunk: Mapping[str, Any]) -> Rollout:
     """A sample that was aborted while it waited for its first token: SGLang tells little of it."""
     if chunk["output_ids"]:
         raise WireError("output_ids", f"got {len(chunk['output_ids'])} ids, completion_tokens is 0")
     if isinstance(wanted.prompt, str):
-        prompt = token_ids_of("prompt_token_ids", field_of(chunk, "prompt_token_ids", list)).tolist()
-        wanted = replace(wanted, prompt=prompt)
+        wanted = replace(wanted, prompt=_text_prompt_ids(chunk).tolist())
     rollout = nothing_generated(wanted, sample, chunk["meta_info"]["id"])
     assert rollout is not None
     return replace(rollout, weight_version=weight_version_of(chunk["meta_info"]))

@@ -14,6 +14,7 @@ import gc
 import importlib.util
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -21,8 +22,11 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 from sglang_topp_patches import kernel_stand_ins
+from sglang_topp_patches.package_source import PackageSource
 
 __all__ = ["TorchCpuPlatform", "activate", "register"]
+
+_LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
 
 
 def activate() -> str | None:
@@ -45,6 +49,11 @@ def register() -> None:
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
+    # 0.5.12 pins memory there without asking the platform; what has the second method does.
+    pins = [f"{_LOGITS}._get_pruned_states", f"{_LOGITS}._expand_metadata_for_logprobs"]
+    if PackageSource.installed().has(pins[-1]):
+        for target in pins:
+            HookRegistry.register(target, _without_pinned_memory, HookType.AROUND)
 
 
 def _is_needed() -> bool:
@@ -57,6 +66,19 @@ def _is_needed() -> bool:
 def _name_device(server_args: Any) -> None:
     if server_args.device is None:
         server_args.device = "cpu"
+
+
+def _without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    pinning = torch.tensor
+
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return pinning(*args, **kwargs)
+
+    torch.tensor = tensor
+    try:
+        return original(*args, **kwargs)
+    finally:
+        torch.tensor = pinning
 
 
 class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no types

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 from sglang_topp_patches import mode
 from sglang_topp_patches.budget import budget
 from sglang_topp_patches.package_source import PackageSource
@@ -42,8 +39,10 @@ def report() -> tuple[bool, list[str]]:
 
 def _elsewhere(check: SeamCheck) -> tuple[str, ...]:
     """Where a function or class may have gone that is not where it was, three places at most."""
-    spec = importlib.util.find_spec("sglang")
-    if not check.problem or spec is None or not spec.submodule_search_locations:
+    if not check.problem:
         return ()
-    source = PackageSource(Path(spec.submodule_search_locations[0]).parent)
+    try:
+        source = PackageSource.installed()
+    except LookupError:
+        return ()
     return () if source.has(check.seam.target) else source.elsewhere(check.seam.target)[:3]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,18 @@ class PackageSource:
     def __init__(self, root: Path, name: str = "sglang") -> None:
         self._root = root
         self._name = name
+
+    @classmethod
+    def installed(cls, name: str = "sglang") -> PackageSource:
+        """That of an installed package.
+
+        Raises:
+            LookupError: it is not installed.
+        """
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            raise LookupError(f"{name} is not installed")
+        return cls(Path(spec.submodule_search_locations[0]).parent, name)
 
     def parameters(self, target: str) -> tuple[str, ...]:
         """The names of what `module.function`, `module.Class` or `module.Class.method` takes, in order.

@@ -37,6 +37,7 @@ class Feature(StrEnum):
     DISAGGREGATION = "--disaggregation-mode"
     HTTP_WORKERS = "--tokenizer-worker-num"
     RESUMED = "resumed_tokens"
+    PROMPT_IDS = "return_prompt_token_ids"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,11 @@ _SGLANG_0_5_20 = (
     *seams.SAMPLER_SOURCE,
     *seams.PROMPT_ROWS,
 )
+_BEFORE_0_5_13 = {
+    **_BEFORE_0_5_19,
+    Feature.PROMPT_IDS: "SGLang does not have it: the client takes prompts as token ids alone",
+}
+
 _SGLANG_0_5_13 = (*_BEFORE_AUXILIARY_OUTPUT, *seams.COMMITTED_BY_US, *seams.SAMPLER_LOGPROBS)
 _SGLANG_0_5_14 = (*_SGLANG_0_5_13, *seams.GRPC)
 _SGLANG_0_5_12 = (*_BEFORE_AUXILIARY_OUTPUT, *seams.COMMITTED_IN_MIXIN, *seams.SAMPLER_LOGPROBS)
@@ -141,8 +147,8 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.14": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
         "0.5.13.post1": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_13, _BEFORE_0_5_19),
         "0.5.13": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_13, _BEFORE_0_5_19),
-        "0.5.12.post1": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_12, _BEFORE_0_5_19),
-        "0.5.12": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_12, _BEFORE_0_5_19),
+        "0.5.12.post1": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_12, _BEFORE_0_5_13),
+        "0.5.12": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_12, _BEFORE_0_5_13),
     }
 )
 """SGLang version to what it has, the newest first."""

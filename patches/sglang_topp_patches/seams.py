@@ -53,7 +53,7 @@ class Status:
             "version": version("sglang-topp"),
             "active": self.active,
             "seams": {check.seam.target: check.problem or "holds" for check in self.checks},
-            "refused": dict(installed()[1].refused),
+            "refused": {str(feature): reason for feature, reason in installed()[1].refused.items()},
             "problems": list(self.problems),
         }
 

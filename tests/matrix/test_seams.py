@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 from dataclasses import replace
@@ -21,10 +20,7 @@ NEWEST = next(iter(RELEASES))
 @pytest.fixture(scope="module")
 def source() -> PackageSource:
     """Of the installed SGLang."""
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    return PackageSource(Path(spec.submodule_search_locations[0]).parent)
+    return PackageSource.installed()
 
 
 def test_the_installed_release_has_all_of_it(source: PackageSource) -> None:

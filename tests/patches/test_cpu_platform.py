@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from sglang.srt.platforms.interface import SRTPlatform
 
     from sglang_topp_patches import cpu_platform, kernel_stand_ins
+    from sglang_topp_patches.package_source import PackageSource
 
 
 def _accelerator(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
@@ -134,6 +135,29 @@ def test_sglang_need_not_be_told_the_device() -> None:
     given = SimpleNamespace(device="cuda:1")
     cpu_platform._name_device(given)
     assert given.device == "cuda:1"
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_memory_is_not_pinned_where_the_platform_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, registered: list[str], pins: bool
+) -> None:
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    _accelerator(monkeypatch, None)
+    monkeypatch.setattr(PackageSource, "has", lambda self, name: pins)
+    cpu_platform.register()
+    assert sum("logits_processor" in target for target in registered) == (2 if pins else 0)
+
+    before = torch.tensor
+    made = cpu_platform._without_pinned_memory(lambda given: torch.tensor(given, pin_memory=True), [1, 2])
+    assert made.tolist() == [1, 2]
+    assert not made.is_pinned()
+    with pytest.raises(ValueError, match="given"):
+        cpu_platform._without_pinned_memory(_fail)
+    assert torch.tensor is before
+
+
+def _fail() -> None:
+    raise ValueError("given")
 
 
 def test_it_answers_whatever_this_release_may_ask() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import pkgutil
 import warnings
@@ -123,12 +122,14 @@ def test_where_else_a_name_is_defined(source: PackageSource) -> None:
     assert source.elsewhere("pkg.old.unheard_of") == ()
 
 
+def test_one_that_is_not_installed_is_named() -> None:
+    with pytest.raises(LookupError, match="no_such_package is not installed"):
+        PackageSource.installed("no_such_package")
+
+
 def test_every_seam_reads_as_python_has_it() -> None:
     """The installed SGLang, once imported and once read."""
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    source = PackageSource(Path(spec.submodule_search_locations[0]).parent)
+    source = PackageSource.installed()
     seams = RELEASES[version("sglang")].seams
     assert len(seams) > 30
     for seam in seams:
