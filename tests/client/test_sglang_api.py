@@ -60,6 +60,14 @@ def test_the_sampler_as_source(fakes):
         exchange().read(event(chunk))
 
 
+def test_a_release_that_does_not_tell_a_texts_ids_is_an_error(fakes):
+    one = exchange(prompt="text")
+    chunk = fakes.chunk(fakes.sample([5, 6], 0))
+    del chunk["prompt_token_ids"]
+    with pytest.raises(errors.WireError, match=r"SGLang before 0\.5\.13 does not tell its ids; give token ids"):
+        one.read(event(chunk))
+
+
 def test_ids_are_fresh_and_none_is_the_start_of_another():
     rids = [exchange().body()["rid"] for _ in range(50)]
     assert len(set(rids)) == 50
