@@ -498,48 +498,34 @@ COPIED_BY_US = (
 )
 """Before auxiliary outputs."""
 
-COMMITTED_BY_US = (
-    Seam(
-        f"{_RESULTS}.process_batch_result_prefill",
-        ("self", "batch", "result"),
-        "which tokens became visible in a step",
-        (_around("lifecycle.process"),),
-    ),
-    Seam(
-        f"{_RESULTS}.process_batch_result_decode",
-        ("self", "batch", "result"),
-        "so in a decoding step",
-        (_around("lifecycle.process"),),
-    ),
-    Seam(
-        f"{_STREAMER}.stream_output",
-        ("self", "reqs", "return_logprob"),
-        "the sets join their requests; those that were sent are let go of",
-        (_before("lifecycle.commit"), _after("sampler.let_go_of_what_was_sent")),
-    ),
-)
+
+def _committed_by_us(results: str, streamer: str) -> tuple[Seam, ...]:
+    return (
+        Seam(
+            f"{results}.process_batch_result_prefill",
+            ("self", "batch", "result"),
+            "which tokens became visible in a step",
+            (_around("lifecycle.process"),),
+        ),
+        Seam(
+            f"{results}.process_batch_result_decode",
+            ("self", "batch", "result"),
+            "so in a decoding step",
+            (_around("lifecycle.process"),),
+        ),
+        Seam(
+            f"{streamer}.stream_output",
+            ("self", "reqs", "return_logprob"),
+            "the sets join their requests; those that were sent are let go of",
+            (_before("lifecycle.commit"), _after("sampler.let_go_of_what_was_sent")),
+        ),
+    )
+
+
+COMMITTED_BY_US = _committed_by_us(_RESULTS, _STREAMER)
 """Before auxiliary outputs, 0.5.13 to 0.5.18."""
 
-COMMITTED_IN_MIXIN = (
-    Seam(
-        f"{_RESULTS_MIXIN}.process_batch_result_prefill",
-        ("self", "batch", "result"),
-        "which tokens became visible in a step",
-        (_around("lifecycle.process"),),
-    ),
-    Seam(
-        f"{_RESULTS_MIXIN}.process_batch_result_decode",
-        ("self", "batch", "result"),
-        "so in a decoding step",
-        (_around("lifecycle.process"),),
-    ),
-    Seam(
-        f"{_RESULTS_MIXIN}.stream_output",
-        ("self", "reqs", "return_logprob"),
-        "the sets join their requests; those that were sent are let go of",
-        (_before("lifecycle.commit"), _after("sampler.let_go_of_what_was_sent")),
-    ),
-)
+COMMITTED_IN_MIXIN = _committed_by_us(_RESULTS_MIXIN, _RESULTS_MIXIN)
 """The same where the scheduler does it by itself, in 0.5.12."""
 
 SAMPLER_LOGPROBS = (

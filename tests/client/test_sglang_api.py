@@ -64,7 +64,9 @@ def test_a_release_that_does_not_tell_a_texts_ids_is_an_error(fakes):
     one = exchange(prompt="text")
     chunk = fakes.chunk(fakes.sample([5, 6], 0))
     del chunk["prompt_token_ids"]
-    with pytest.raises(errors.WireError, match=r"SGLang before 0\.5\.13 does not tell its ids; give token ids"):
+    with pytest.raises(
+        errors.WireError, match=r"SGLang before 0\.5\.13 does not tell its ids; give token ids"
+    ):
         one.read(event(chunk))
 
 
