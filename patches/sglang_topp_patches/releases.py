@@ -91,7 +91,7 @@ _BEFORE_0_5_23 = {
     Feature.SAMPLER_SOURCE: _NOT_TRIED,
     Feature.PIPELINE: _NOT_TRIED,
     Feature.DISAGGREGATION: _NOT_TRIED,
-    Feature.RESUMED: _NOT_TRIED,
+    Feature.RESUMED: "SGLang has no function that sends a request which is aborted while it waits",
 }
 _BEFORE_0_5_20 = {
     **_BEFORE_0_5_23,
@@ -111,6 +111,7 @@ _SGLANG_0_5_22 = (
     *seams.HIGHEST,
     *seams.SCORED_ON_HOST,
     *seams.ONCE_PER_REQUEST,
+    *seams.DETOKENIZER,
 )
 _SGLANG_0_5_20 = (
     *_WITH_AUXILIARY_OUTPUT,
@@ -130,7 +131,7 @@ _SGLANG_0_5_12 = (*_BEFORE_AUXILIARY_OUTPUT, *seams.COMMITTED_IN_MIXIN, *seams.S
 
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
-        "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.DETOKENIZER, *seams.RESUMED)),
+        "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.RESUMED)),
         "0.5.22": Release(AuxiliaryOutput(), _SGLANG_0_5_22, _BEFORE_0_5_23),
         "0.5.21": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.20": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),

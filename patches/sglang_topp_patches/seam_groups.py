@@ -477,7 +477,7 @@ DETOKENIZER = (
         (_after("heap.trim_after_batch"),),
     ),
 )
-"""The detokenizer loads plugins, from 0.5.23 on."""
+"""The detokenizer loads plugins, from 0.5.22 on."""
 
 PROMPT_ROWS = (
     Seam(
