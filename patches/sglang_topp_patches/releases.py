@@ -22,7 +22,11 @@ from sglang_topp_patches.internals.auxiliary_output import (
 )
 from sglang_topp_patches.internals.customized_info import CustomizedInfo, CustomizedInfoOneNormalizer
 from sglang_topp_patches.internals.interface import Internals
-from sglang_topp_patches.internals.sampler_logprobs import SamplerLogprobs, SamplerLogprobsUnaligned
+from sglang_topp_patches.internals.sampler_logprobs import (
+    SamplerLogprobs,
+    SamplerLogprobsOfWorkerBatch,
+    SamplerLogprobsUnaligned,
+)
 from sglang_topp_patches.seam_groups import Seam
 
 __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals", "refused"]
@@ -148,8 +152,8 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.14": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
         "0.5.13.post1": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_13, _BEFORE_0_5_19),
         "0.5.13": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_13, _BEFORE_0_5_19),
-        "0.5.12.post1": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_12, _BEFORE_0_5_13),
-        "0.5.12": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_12, _BEFORE_0_5_13),
+        "0.5.12.post1": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
+        "0.5.12": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
     }
 )
 """SGLang version to what it has, the newest first."""

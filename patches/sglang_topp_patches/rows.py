@@ -61,7 +61,7 @@ def note_rows(forward_batch: Any, cls: type[Any], batch: Any, *args: Any, **kwar
         greedy = frozenset(row for row in drawn if batch.reqs[row].sampling_params.top_k == 1)
         nums = _TopLogprobsNums(forward_batch.top_logprobs_nums)
         nums.rows = Rows(tuple(req.rid for req in batch.reqs), thresholds, drawn, greedy, answers)
-        forward_batch.top_logprobs_nums = nums
+        internals().carry(nums, batch, forward_batch)
     return forward_batch
 
 

@@ -17,6 +17,10 @@ __all__ = ["AuxiliaryOutput", "AuxiliaryOutputSentOnce", "Outputs", "SentOnce", 
 class AuxiliaryOutput:
     """`Internals` of 0.5.20 and later."""
 
+    def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
+        """All that SGLang calls with a pass has the `ForwardBatch`."""
+        forward_batch.top_logprobs_nums = top_logprobs_nums
+
     def begin_pass(self, logits_output: Any) -> None:
         """SGLang does it."""
 

@@ -15,6 +15,15 @@ class Internals(Protocol):
 
     # -- in the scheduler
 
+    def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
+        """Have a pass carry a list in place of its own.
+
+        Args:
+            top_logprobs_nums: equal to what is there.
+            batch: what SGLang made the `ForwardBatch` from.
+            forward_batch: that one.
+        """
+
     def begin_pass(self, logits_output: Any) -> None:
         """Let nothing of an earlier pass stay on the output of this one."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from sglang_topp_patches.internals.customized_info import CustomizedInfoOneNormalizer
 from sglang_topp_patches.payload import KEY, PROMPT_KEY
 
-__all__ = ["SamplerLogprobs", "SamplerLogprobsUnaligned"]
+__all__ = ["SamplerLogprobs", "SamplerLogprobsOfWorkerBatch", "SamplerLogprobsUnaligned"]
 
 
 class SamplerLogprobs(CustomizedInfoOneNormalizer):
@@ -25,7 +25,7 @@ class SamplerLogprobs(CustomizedInfoOneNormalizer):
 
 
 class SamplerLogprobsUnaligned(SamplerLogprobs):
-    """`Internals` of 0.5.12 to 0.5.13.post1, which have no runtime context, and send `customized_info` of
+    """`Internals` of 0.5.13 and 0.5.13.post1, which have no runtime context, and send `customized_info` of
     those requests alone that have some."""
 
     def answers_requests(self) -> bool:
@@ -49,3 +49,12 @@ class SamplerLogprobsUnaligned(SamplerLogprobs):
     def _arrived(self, recv_obj: Any) -> dict[str, Any]:
         # Not pickled: the message's own.
         return getattr(recv_obj, "customized_info", None) or {}
+
+
+class SamplerLogprobsOfWorkerBatch(SamplerLogprobsUnaligned):
+    """`Internals` of 0.5.12 and 0.5.12.post1, where a pass that only scores has no `ForwardBatch`."""
+
+    def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
+        """By the `ModelWorkerBatch` too, which is made for one pass."""
+        super().carry(top_logprobs_nums, batch, forward_batch)
+        batch.top_logprobs_nums = top_logprobs_nums
