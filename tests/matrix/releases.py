@@ -20,6 +20,7 @@ SHORT_SET = (
     "tests/engine/test_oracles.py::test_sets_equal_the_definition_on_transformers_logprobs",
     "tests/engine/test_requests.py",
     "tests/engine/test_concurrency.py",
+    "tests/engine/test_retraction.py",
     "tests/engine/test_fail_closed.py::test_doctor_holds_here",
     "tests/patches",
 )
