@@ -28,9 +28,9 @@ class Score:
             the full vocabulary, for `t` from `start` on.
         candidates: the candidate set of each of these positions, L - start of them, with `token_ids[t]` as
             its sampled token; None when the request did not ask for them.
-        weight_version: the engine's name for its weights when it had scored the sequence. (Of one that was
-            being scored while weights were pushed into an `in_place` pause, positions in chunks before that
-            come from the weights before; SGLang does not tell which.)
+        weight_version: the engine's name for the weights that every position comes from. (Without candidate
+            sets, and on SGLang 0.5.15.post1, that is its name when it had scored the sequence: where weights
+            were pushed into an `in_place` pause meanwhile, positions before that come from the ones before.)
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """
 

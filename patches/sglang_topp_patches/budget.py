@@ -33,6 +33,7 @@ __all__ = [
     "charge",
     "in_flight",
     "is_refused",
+    "refuse",
     "refuse_prompt",
 ]
 
@@ -204,12 +205,11 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
     if account is None:
         held_by = ref(req)
         account = req.sglang_topp_account = in_flight().open(
-            lambda reason: _end(held_by(), reason, busy=True)
+            lambda reason: refuse(held_by(), reason, HTTPStatus.TOO_MANY_REQUESTS)
         )
     account.add(candidates * custom_params(req).get(KEY, 1), positions)
     if problem := _per_sample_refusal(account.candidates, account.positions):
-        account.close()
-        _end(req, problem, busy=False)
+        refuse(req, problem, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     if req.finished():
         account.close()
 
@@ -222,11 +222,11 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
         if is_busy
         else (limits.max_candidates_per_sample, _PER_SAMPLE)
     )
-    _end(
+    refuse(
         req,
         f"the sets of the prompt's positions, with all that is held beside them, are beyond {limit}"
         f" candidates ({name}); ask for fewer positions (logprob_start_len) or smaller sets",
-        busy=is_busy,
+        HTTPStatus.TOO_MANY_REQUESTS if is_busy else HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     )
 
 
@@ -235,14 +235,21 @@ def is_refused(req: Any) -> bool:
     return getattr(req, "sglang_topp_refused", False)
 
 
-def _end(req: Any, reason: str, *, busy: bool) -> None:
+def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     """Take no more sets for a request, let go of those it has, and leave word for the HTTP process to end it.
 
     Not here: this is known to one rank alone, and a request has to end on all of them at the same step.
+
+    Args:
+        req: SGLang's `Req`, or None where it is gone.
+        reason: why, as a sentence.
+        status: of the error; not 500.
     """
     if req is None:
         return
-    status = HTTPStatus.TOO_MANY_REQUESTS if busy else HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    account: Account | None = getattr(req, "sglang_topp_account", None)
+    if account is not None:
+        account.close()
     word = Entry(None, reason, status)
     req.sglang_topp_refused = True
     info = req.customized_info = req.customized_info or {}

@@ -68,8 +68,8 @@ KEY = "sglang_topp"
 """The key of the generated tokens' entries, one per token."""
 
 PROMPT_KEY = "sglang_topp_prompt"
-"""The key of the prompt's rows, one per row that SGLang scored, or of one `Entry` that says why there are
-none; it goes out once per request."""
+"""The key of the prompt's rows, one per row that SGLang scored, behind an `Entry` that names the weights that
+all of them came from; or of one `Entry` that says why there are none. It goes out once per request."""
 
 AT_END = "sglang_topp_at_end"
 """An attribute of a request in the HTTP process: its sets are written once, when it has ended."""
@@ -86,7 +86,8 @@ class Entry:
     """What became of one generated token's set.
 
     Attributes:
-        candidates: its set; None where there is none, and then `problem` says why.
+        candidates: its set; None where there is none, and then `problem` says why. (None before a prompt's
+            rows too.)
         status: of the error that comes of it. Other than 500, the scheduler takes no more sets for the
             request, and leaves it to the HTTP process to end it.
         weight_version: the weights that it came from.

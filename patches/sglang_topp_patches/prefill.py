@@ -2,7 +2,7 @@
 
 SGLang scores a prompt chunk by chunk, from logits that it asks a function for; the hooks listen to that
 function. Row `k` is the distribution of the token after it. Over chunked prefill the rows of one request
-arrive in several passes.
+arrive in several passes; where weights were pushed between two of them, the request ends as an error.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_topp_patches.budget import budget, charge, in_flight, is_refused, refuse_prompt
+from sglang_topp_patches.budget import budget, charge, in_flight, is_refused, refuse, refuse_prompt
 from sglang_topp_patches.extract import Sets, extract
-from sglang_topp_patches.payload import KEY, PROMPT_KEY, Span
+from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, Span
 from sglang_topp_patches.pipeline import PassSets
 from sglang_topp_patches.releases import internals
 from sglang_topp_patches.row_sets import RowSets
@@ -139,7 +140,12 @@ class _Listener:
         """Note what was taken on the pass's rows."""
         rows, taken = self._rows, self._taken
         rows.prompt = PromptSets(
-            rows.request_ids, rows.thresholds, tuple(self._counts), tuple(taken.chunks), taken.refused
+            rows.request_ids,
+            rows.thresholds,
+            tuple(self._counts),
+            tuple(taken.chunks),
+            internals().weight_version(),
+            taken.refused,
         )
 
 
@@ -242,7 +248,7 @@ def forget_rows(result: None, self: Any) -> None:
     Once a token is visible the prompt's rows are whole, and stay.
     """
     if self.customized_info and not self.customized_info.get(KEY) and not is_refused(self):
-        rows = self.customized_info.pop(PROMPT_KEY, [])
+        rows = list(self.customized_info.pop(PROMPT_KEY, ()))[1:]
         charge(self, -_num_candidates(rows), -len(rows))
 
 
@@ -255,6 +261,7 @@ class PromptSets:
         thresholds: each row's threshold, 0 where its request asks for no sets.
         counts: how many scored rows each of them has.
         chunks: the sets of all scored rows, in order.
+        weight_version: the weights that the pass ran with.
         refused: see `Taken`.
     """
 
@@ -262,6 +269,7 @@ class PromptSets:
     thresholds: tuple[float, ...]
     counts: tuple[int, ...]
     chunks: tuple[Sets, ...]
+    weight_version: str
     refused: Mapping[int, bool] = field(default_factory=dict)
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
@@ -291,9 +299,22 @@ class PromptSets:
                 continue
             info = req.customized_info = req.customized_info or {}
             # After a retraction the prompt is scored again, but its rows are here already.
-            if not info.get(KEY):
-                info.setdefault(PROMPT_KEY, internals().prompt_rows()).extend(own)
-                charge(req, _num_candidates(own), len(own))
+            if info.get(KEY):
+                continue
+            there = info.setdefault(PROMPT_KEY, internals().prompt_rows())
+            if not there:
+                there.append(Entry(None, weight_version=self.weight_version))
+            version = there[0].weight_version
+            if version != self.weight_version:
+                refuse(
+                    req,
+                    f"weights were pushed while the prompt was scored: {len(there) - 1} of its positions come"
+                    f" from {version!r}, the next from {self.weight_version!r}; send it again",
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                )
+                continue
+            there.extend(own)
+            charge(req, _num_candidates(own), len(own))
 
 
 def _num_candidates(spans: Sequence[Span | None]) -> int:

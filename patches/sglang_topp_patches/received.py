@@ -29,7 +29,7 @@ class Received:
         first_token_id: the first of them; None before.
         generated: the set of each; None where there is none, or it was sent for good.
         prompt: the set of each scored prompt position, None at the first.
-        versions: the weights that each token came from.
+        versions: the weights that each token, and the prompt's positions, came from.
         problem: why a token has no set; empty while all have one.
         refusal: the scheduler's word that it takes no more sets, and the request is to be ended.
         lacks_first: the first token is visible, and its set still on the server that drew it.
@@ -73,7 +73,12 @@ class Received:
                 self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
             self.generated.append(entry.candidates if entry else None)
             self.versions.add(entry.weight_version if entry else "")
-        rows = [row for row in prompt_rows if not isinstance(row, Entry)]
+        rows = []
+        for row in prompt_rows:
+            if isinstance(row, Entry):
+                self.versions.prompt = row.weight_version
+            else:
+                rows.append(row)
         if rows:
             # A row is the distribution of the next token: the first position has none, and from the
             # last row the first generated token was drawn.

@@ -205,7 +205,7 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, received: Received) 
         meta_info["output_token_logprobs"] = meta_info["output_token_logprobs"][: max(stop, 1)]
     target = meta_info.setdefault(SETS, {"output_ids": state.output_ids[:stop]}) if at_end else meta_info
     target[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
-    if stop and not refused(Feature.WEIGHT_VERSIONS):
+    if (stop or received.prompt) and not refused(Feature.WEIGHT_VERSIONS):
         target.update(received.versions.meta_info(stop))
     sides: list[tuple[wire.Side, Positions]] = [("output", join(islice(received.generated, start, stop)))]
     if received.prompt:
@@ -290,5 +290,11 @@ def _fail(meta_info: dict[str, Any], message: str, refusal: Entry | None) -> Non
         "type": "abort",
         "message": message,
         "status_code": refusal.status if refusal else HTTPStatus.INTERNAL_SERVER_ERROR,
-        "err_type": "BudgetExceeded" if refusal else "InternalServerError",
+        "err_type": _error_type(refusal),
     }
+
+
+def _error_type(refusal: Entry | None) -> str:
+    if refusal is None:
+        return "InternalServerError"
+    return "WeightsChanged" if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE else "BudgetExceeded"

@@ -14,9 +14,15 @@ __all__ = ["Versions"]
 
 
 class Versions:
-    """The versions of one sample's tokens, from the first one on."""
+    """The versions of one sample's tokens, from the first one on.
+
+    Attributes:
+        prompt: that of its prompt's positions. (They are scored in one version or not at all, and the pass
+            that scored the last one drew the first token.)
+    """
 
     def __init__(self) -> None:
+        self.prompt = ""
         self._spans: list[tuple[str, int]] = []  # a version, and where its tokens end
 
     def add(self, version: str) -> None:
@@ -35,12 +41,15 @@ class Versions:
         self._spans = rest
 
     def meta_info(self, num_tokens: int) -> dict[str, Any]:
-        """SGLang's two fields for the first `num_tokens` tokens, at least one.
+        """SGLang's two fields for the first `num_tokens` tokens.
 
         `weight_version` is the last token's; `weight_versions` holds
-        `{"version": name, "start": first token, "end": the one after the last}` in order.
+        `{"version": name, "start": first token, "end": the one after the last}` in order. Without a token it
+        is the prompt's, and its one span ends at 0.
         """
         spans: list[dict[str, Any]] = []
+        if not num_tokens:
+            spans.append({"version": self.prompt, "start": 0, "end": 0})
         start = 0
         for version, end in self._spans:
             if start >= num_tokens:

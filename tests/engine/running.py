@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ __all__ = [
     "START_LIMIT_S",
     "Engine",
     "free_port",
+    "num_prefilled",
     "run_engine",
     "run_gateway",
     "run_sidecar",
@@ -56,6 +58,12 @@ class Engine:
                 if line.startswith("data: ") and line != "data: [DONE]":
                     chunks.append(json.loads(line.removeprefix("data: ")))
         return chunks
+
+
+def num_prefilled(engine: Engine) -> int:
+    """Tokens that the engine has computed of prompts, by its log."""
+    found = re.findall(r"Prefill batch.*?#new-token: (\d+)", engine.log.read_text(errors="replace"))
+    return sum(map(int, found))
 
 
 def free_port() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from sglang_topp.errors import BadRequestError, RequestTimeoutError
 from sglang_topp_client import AsyncRolloutClient, RolloutClient, Score
 from tests.engine.checks import check_nucleus
 from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
-from tests.engine.running import Engine, run_sidecar
+from tests.engine.running import Engine, num_prefilled, run_sidecar
 
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
 SAMPLING = {"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True}
@@ -52,12 +51,6 @@ def client(request: pytest.FixtureRequest, engine: Engine) -> Iterator[RolloutCl
 def ids_of(length: int, seed: int = 0) -> list[int]:
     ids: list[int] = np.random.default_rng(seed).integers(0, 512, length).tolist()
     return ids
-
-
-def num_prefilled(engine: Engine) -> int:
-    """Tokens that the engine has computed of prompts, by its log."""
-    found = re.findall(r"Prefill batch.*?#new-token: (\d+)", engine.log.read_text(errors="replace"))
-    return sum(map(int, found))
 
 
 def check_score(score: Score, p: float) -> CandidateSets:

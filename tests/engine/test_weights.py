@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_rollout, checked_sets
 from tests.engine.in_flight import InFlight
-from tests.engine.running import Engine, run_sidecar
+from tests.engine.running import Engine, num_prefilled, run_sidecar
 from tests.engine.weights import check_answer, check_sets, versions_of
 from tests.features import skip_without
 
@@ -98,8 +100,10 @@ async def test_each_token_comes_from_the_weights_that_are_named(
         await requests.arrive()
         await requests.move("form-0", 4)
         for i, version in enumerate(pushed):
-            # Under way in the middle of its prompt, or waiting, when generation stops.
-            requests.send(f"early-{i}", **asking(f"{i} " * 300, 12, logprob_start_len=0))
+            # Under way in the middle of its prompt, or waiting, when generation stops. Where the cache stays,
+            # what was scored of it until then does too, and is not of one version with the rest.
+            start = 0 if mode == "retract" else -1
+            requests.send(f"early-{i}", **asking(f"{i} " * 300, 12, logprob_start_len=start))
             await requests.pause(mode)
             requests.send(f"late-{i}", **asking(PROMPTS[i], 12))
             if mode == "retract":
@@ -219,6 +223,113 @@ async def test_aborts_while_generation_is_paused(
         for chunk in requests.chunks.get(name, ()):
             checked_sets(chunk, P)
             assert versions_of(chunk) == versions[: len(chunk["output_ids"])]
+
+
+class Scoring:
+    """One long prompt at a time, whose scoring a pause meets in the middle, by what the engine says it has
+    prefilled."""
+
+    LENGTH = 4000
+
+    def __init__(self, engine: Engine, requests: InFlight) -> None:
+        self.engine, self.requests = engine, requests
+        self._seed = 0
+
+    def ids(self) -> list[int]:
+        """Those of a prompt of which nothing is cached. (SGLang reports the vocabulary's last id as 0.)"""
+        self._seed += 1
+        ids: list[int] = np.random.default_rng(self._seed).integers(0, 511, self.LENGTH).tolist()
+        return ids
+
+    async def meets_it(self, mode: str, asking: asyncio.Task[Any]) -> bool:
+        """Pause while it is scored; returns whether that was in the middle, after which it is paused."""
+        before = num_prefilled(self.engine)
+        while num_prefilled(self.engine) == before:
+            await asyncio.sleep(0.01)
+        await self.requests.pause(mode)
+        if before < num_prefilled(self.engine) < before + self.LENGTH:
+            return True
+        await self.requests.go_on()
+        await asking
+        return False
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("max_new_tokens", [0, 3])
+async def test_a_prompt_that_two_weights_scored_is_an_error_that_passes(
+    engine: Engine, weight_folders: dict[str, Path], max_new_tokens: int, stream: bool
+) -> None:
+    async with InFlight.at(engine.url) as requests:
+        scoring = Scoring(engine, requests)
+        for _ in range(20):
+            sampling = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "ignore_eos": True}
+            body = {
+                **asking("", stream=stream, logprob_start_len=0, sampling_params=sampling),
+                "input_ids": scoring.ids(),
+            }
+            del body["text"]
+            answering = asyncio.create_task(requests.http.post("/generate", json=body))
+            if await scoring.meets_it("in_place", answering):
+                break
+        else:
+            pytest.fail("no pause met a prompt while it was scored")
+        # What is scored in the place of the error, and behind it, is of one version.
+        asked_again = asyncio.create_task(
+            requests.http.post("/generate", json={**body, "stream": False, "input_ids": scoring.ids()})
+        )
+        await requests.push(weight_folders["head-1"], "head-1", flush_cache=False)
+        await requests.go_on()
+        answer, again = await answering, await asked_again
+    if stream:
+        assert answer.status_code == 200
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        (last,) = map(json.loads, events)
+        reason = last["meta_info"]["finish_reason"]
+        assert (reason["type"], reason["status_code"]) == ("abort", 503)
+        assert not any("top_p" in name for name in last["meta_info"])
+        words = reason["message"]
+    else:
+        assert answer.status_code == 503
+        words = answer.text
+    assert "weights were pushed while the prompt was scored" in words
+    assert "come from 'default', the next from 'head-1'" in words
+    assert again.status_code == 200
+    assert again.json()["meta_info"]["weight_versions"] == [
+        {"version": "head-1", "start": 0, "end": max_new_tokens}
+    ]
+    check_prompt(again.json())
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("through", ["engine", "sidecar"])
+async def test_a_score_is_of_the_weights_that_it_names(
+    engine: Engine, weight_folders: dict[str, Path], reference_models: dict[str, Any], mode: str, through: str
+) -> None:
+    """One that a push met is asked for again, and nobody sees it."""
+    async with AsyncExitStack() as stack:
+        url = engine.url if through == "engine" else stack.enter_context(run_sidecar(engine.url))
+        requests = await stack.enter_async_context(InFlight.at(engine.url))
+        client = await stack.enter_async_context(AsyncRolloutClient(url))
+        await client.generate(["a"], {"max_new_tokens": 1}, top_logprobs_p=P)
+        scoring = Scoring(engine, requests)
+        for _ in range(20):
+            ids = scoring.ids()
+            work = asyncio.create_task(client.score([ids], top_logprobs_p=P))
+            if await scoring.meets_it(mode, work):
+                break
+        else:
+            pytest.fail("no pause met a sequence while it was scored")
+        before = num_prefilled(engine)
+        await requests.push(weight_folders["head-1"], "head-1", flush_cache=mode == "retract")
+        await requests.go_on()
+        (score,) = await work
+        # Retracted, it begins anew; else the rest of it, and then all but its first rows' cache again.
+        assert num_prefilled(engine) > before
+    assert score.weight_version == "head-1"
+    assert score.candidates is not None
+    versions = ["head-1"] * (len(ids) - 1)
+    check_sets(score.candidates, P, versions, ids[:1], ids[1:], reference_models)
 
 
 async def test_a_rollout_says_which_weights_each_token_came_from(

@@ -192,6 +192,7 @@ def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Up to two chunks wait for nothing; of more, two at most keep their log-probs."""
     monkeypatch.setattr(prefill, "charge", lambda *args: None)
     monkeypatch.setattr(prefill, "is_refused", lambda req: False)
+    monkeypatch.setattr(type(internals()), "weight_version", lambda self: "7")
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(3))
     next_ids = torch.arange(9) * 7
     with gpu():
@@ -206,7 +207,7 @@ def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
         assert len(under_way) == min(2, -(-9 // chunk))
         requests = [request(rid) for rid in "ab"]
         output.consume(SimpleNamespace(reqs=requests), [None, None])
-    found = [span for req in requests for span in req.customized_info[PROMPT_KEY]]
+    found = [span for req in requests for span in req.customized_info[PROMPT_KEY][1:]]
     assert len(found) == 9
     for row, got in enumerate(found):
         assert [got] == by_the_cpu(expected[row], 0.9 if row < 4 else 0.7, 7 * row)

@@ -13,7 +13,7 @@ import torch
 
 from sglang_topp import CandidateSets
 from sglang_topp_patches import prefill, routes, tokenizer_manager
-from sglang_topp_patches.budget import Budget, InFlight
+from sglang_topp_patches.budget import Budget, InFlight, is_refused
 from sglang_topp_patches.extract import extract
 from sglang_topp_patches.payload import KEY, PROMPT_KEY, Entry, join
 from sglang_topp_patches.prefill import PromptSets, Taken, forget_rows
@@ -44,6 +44,13 @@ class Req:
 
 def commit(index: int, *token_ids: int) -> SimpleNamespace:
     return SimpleNamespace(output_index=index, token_ids=token_ids)
+
+
+def rows_of(req: Req) -> list[Any]:
+    """The prompt's, behind the entry that names their weights."""
+    head, *rows = req.customized_info[PROMPT_KEY]
+    assert (head.candidates, head.weight_version) == (None, "7")
+    return rows
 
 
 def generated(logprobs: torch.Tensor, sampled: list[int]) -> GeneratedSets:
@@ -96,12 +103,12 @@ def test_sampling_without_logprobs_is_told() -> None:
 
 
 def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch.Tensor) -> None:
-    sets = PromptSets(("a",), (0.9,), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),))
+    sets = PromptSets(("a",), (0.9,), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), "7")
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
     req.customized_info[KEY] = [Entry((b"", b""))]
     sets.consume(SimpleNamespace(reqs=[req]), [None])
-    assert len(req.customized_info[PROMPT_KEY]) == 3
+    assert len(rows_of(req)) == 3
 
 
 def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
@@ -115,7 +122,7 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
         taken.add(extract(part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
     assert taken.refused == {0: False}
     assert taken.thresholds.tolist() == [0, 0, 0, 0.9, 0.9]
-    sets = PromptSets(("a", "b"), (1.0, 0.9), (3, 2), tuple(taken.chunks), taken.refused)
+    sets = PromptSets(("a", "b"), (1.0, 0.9), (3, 2), tuple(taken.chunks), "7", taken.refused)
     first, second = Req("a"), Req("b")
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
     (word,) = first.customized_info[PROMPT_KEY]
@@ -125,8 +132,8 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
     forget_rows(None, first)
     assert first.customized_info[PROMPT_KEY] == [word]
-    assert len(second.customized_info[PROMPT_KEY]) == 4
-    assert all(len(ids) > 0 for ids, _ in second.customized_info[PROMPT_KEY])
+    assert len(rows_of(second)) == 4
+    assert all(len(ids) > 0 for ids, _ in rows_of(second))
 
 
 def test_prompts_that_are_too_much_together_are_told_to_come_back(
@@ -139,7 +146,7 @@ def test_prompts_that_are_too_much_together_are_told_to_come_back(
 
 
 def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
-    sets = PromptSets(("a",), (0.9,), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),))
+    sets = PromptSets(("a",), (0.9,), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), "7")
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
     forget_rows(None, req)
@@ -148,7 +155,38 @@ def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tenso
     sets.consume(SimpleNamespace(reqs=[req]), [None])
     req.is_retracted = False
     sets.consume(SimpleNamespace(reqs=[req]), [None])
-    assert len(req.customized_info[PROMPT_KEY]) == 3
+    assert len(rows_of(req)) == 3
+
+
+def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(logprobs: torch.Tensor) -> None:
+    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    before, after = (PromptSets(("a", "b"), (0.9, 0.0), (3, 0), chunk, version) for version in "78")
+    req, other = Req("a"), Req("b")
+    for sets in (before, before, after, after):
+        sets.consume(SimpleNamespace(reqs=[req, other]), [None, None])
+        if sets is before:
+            assert not is_refused(req)
+    (*_, word) = {*req.customized_info[PROMPT_KEY], *req.customized_info[KEY]}
+    assert word.status == 503
+    assert "6 of its positions come from '7', the next from '8'" in word.problem
+    assert req.sglang_topp_account.is_closed
+    assert other.customized_info is None
+
+    answer = Answer([], prompt_tokens=9)
+    reason = answer.receive(req.customized_info[KEY], req.customized_info[PROMPT_KEY])["finish_reason"]
+    assert (reason["type"], reason["status_code"], reason["err_type"]) == ("abort", 503, "WeightsChanged")
+    assert word.problem in reason["message"]
+
+
+def test_a_prompt_scored_again_by_other_weights_comes_from_them_alone(logprobs: torch.Tensor) -> None:
+    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    req = Req("a")
+    for version in "87":
+        PromptSets(("a",), (0.9,), (3,), chunk, version).consume(SimpleNamespace(reqs=[req]), [None])
+        if version == "8":
+            forget_rows(None, req)
+    assert len(rows_of(req)) == 3
+    assert req.sglang_topp_account.positions == 3
 
 
 def test_a_request_that_starts_over_has_the_sets_of_its_last_run(logprobs: torch.Tensor) -> None:
@@ -317,6 +355,16 @@ def test_what_is_missing_is_an_error(logprobs: torch.Tensor, change: Any, words:
     reason = meta_info["finish_reason"]
     assert (reason["type"], reason["status_code"]) == ("abort", 500)
     assert words in reason["message"]
+
+
+def test_where_no_token_was_asked_for_the_version_is_the_prompts(logprobs: torch.Tensor) -> None:
+    spans = [entry.candidates for entry in entries_of(logprobs, logprobs.argmax(1).tolist())]
+    answer = Answer([], prompt_tokens=3)
+    answer.meta_info["weight_version"] = "8"
+    meta_info = answer.receive(None, [Entry(None, weight_version="7"), *spans])
+    assert meta_info["input_top_p_logprobs_lengths"][0] == -1
+    assert meta_info["weight_version"] == "7"
+    assert meta_info["weight_versions"] == [{"version": "7", "start": 0, "end": 0}]
 
 
 def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:

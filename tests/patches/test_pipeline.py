@@ -38,7 +38,7 @@ def sets() -> PassSets:
     chunks = tuple(
         extract(logprobs[rows], [0.9] * len(ids[rows]), ids[rows]) for rows in (slice(0, 2), slice(2, 5))
     )
-    prompt = PromptSets(("a", "b", "c"), (0.9, 0.9, 0.0), (3, 2, 0), chunks, {1: True})
+    prompt = PromptSets(("a", "b", "c"), (0.9, 0.9, 0.0), (3, 2, 0), chunks, "7", {1: True})
     thresholds = (0.9, 0.9, 0.0)
     generated = extract(logprobs[5:], thresholds, ids[5:])
     assert list(generated.problems) == [1]
