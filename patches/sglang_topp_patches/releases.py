@@ -92,7 +92,6 @@ _NO_PLUGINS_IN_WORKERS = {
 _NOT_TRIED = "was not tried on this release"
 _BEFORE_0_5_23 = {
     **_NO_PLUGINS_IN_WORKERS,
-    Feature.SAMPLER_SOURCE: _NOT_TRIED,
     Feature.PIPELINE: _NOT_TRIED,
     Feature.DISAGGREGATION: _NOT_TRIED,
     Feature.RESUMED: "SGLang has no function that sends a request which is aborted while it waits",
