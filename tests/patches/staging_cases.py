@@ -207,7 +207,7 @@ def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
         assert len(under_way) == min(2, -(-9 // chunk))
         requests = [request(rid) for rid in "ab"]
         output.consume(SimpleNamespace(reqs=requests), [None, None])
-    found = [span for req in requests for span in req.customized_info[PROMPT_KEY][1:]]
+    found = [span for req in requests for span in list(req.customized_info[PROMPT_KEY])[1:]]
     assert len(found) == 9
     for row, got in enumerate(found):
         assert [got] == by_the_cpu(expected[row], 0.9 if row < 4 else 0.7, 7 * row)

@@ -357,6 +357,7 @@ def test_what_is_missing_is_an_error(logprobs: torch.Tensor, change: Any, words:
     assert words in reason["message"]
 
 
+@needs(Feature.WEIGHT_VERSIONS)
 def test_where_no_token_was_asked_for_the_version_is_the_prompts(logprobs: torch.Tensor) -> None:
     spans = [entry.candidates for entry in entries_of(logprobs, logprobs.argmax(1).tolist())]
     answer = Answer([], prompt_tokens=3)
