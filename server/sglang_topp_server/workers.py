@@ -13,6 +13,7 @@ import pickle
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from contextlib import suppress
 from typing import Any
 
 from sglang_topp.errors import ServerError
@@ -43,6 +44,11 @@ class _Worker:
         self.open = 0
         self.turn = 0
         self.engine: tuple[Phase, str] | None = None
+
+    def kill(self) -> None:
+        """End it now, where it has not ended."""
+        with suppress(ProcessLookupError):
+            self.process.kill()
 
 
 class Workers:
@@ -110,7 +116,7 @@ class Workers:
         """Have them end once what is in flight has; a second time: now."""
         for worker in self._workers.values():
             if self._stopping.is_set():
-                worker.process.kill()
+                worker.kill()
             else:
                 worker.channel.send({"stop": True})
         self._stopping.set()
@@ -129,7 +135,7 @@ class Workers:
             try:
                 status = await self._end_of(worker)
             except BaseException:
-                worker.process.kill()
+                worker.kill()
                 await worker.process.wait()
                 raise
             finally:
@@ -174,7 +180,7 @@ class Workers:
             await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({ended}, timeout=self._settings.grace_s + _LATE_S)
             if not ended.done():
-                worker.process.kill()
+                worker.kill()
             return await ended
         finally:
             ended.cancel()
