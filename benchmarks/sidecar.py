@@ -29,26 +29,27 @@ TOKEN_S = 0.02
 PROMPT_TOKENS = 64
 TARGET = 0.97
 SHORT, LONG = 32, 512
-STRAIGHT, SIDECAR = "straight to the engine", "through the sidecar"
+STRAIGHT, TWO, SIDECAR = "straight to the engine", "through it with --workers 2", "through the sidecar"
 
 
 def run() -> None:
-    with run_stand_in() as engine, _run_sidecar(engine) as (sidecar, pid):
+    cores = f"{os.cpu_count()} cores for all processes"
+    with _servers() as (engine, sidecar, two, pid):
         for tokens in (SHORT, LONG):
             compare(
                 f"sidecar: an engine that takes no time, {IN_FLIGHT} in flight, {SAMPLES} samples x {tokens}"
-                f" tokens, mean set {MEAN_SET}",
-                {STRAIGHT: _all(engine, tokens), SIDECAR: _all(sidecar, tokens)},
+                f" tokens, mean set {MEAN_SET}, {cores}",
+                {STRAIGHT: _all(engine, tokens), TWO: _all(two, tokens), SIDECAR: _all(sidecar, tokens)},
                 rounds=5,
                 picture="sidecar",
             )
         _show_cost(engine, sidecar, pid)
     tokens = 128
-    with run_stand_in(token_s=TOKEN_S) as engine, _run_sidecar(engine) as (sidecar, _):
+    with _servers(token_s=TOKEN_S) as (engine, sidecar, two, _):
         compare(
             f"sidecar: an engine of {TOKEN_S * 1e3:.0f} ms a token, {IN_FLIGHT} in flight, {SAMPLES} samples"
-            f" x {tokens} tokens ({IN_FLIGHT / TOKEN_S:,.0f} tokens/s), mean set {MEAN_SET}",
-            {STRAIGHT: _all(engine, tokens), SIDECAR: _all(sidecar, tokens)},
+            f" x {tokens} tokens ({IN_FLIGHT / TOKEN_S:,.0f} tokens/s), mean set {MEAN_SET}, {cores}",
+            {STRAIGHT: _all(engine, tokens), TWO: _all(two, tokens), SIDECAR: _all(sidecar, tokens)},
             rounds=5,
             target=TARGET,
             picture="sidecar",
@@ -94,9 +95,20 @@ def _all(url: str, tokens: int) -> Callable[[], object]:
 
 
 @contextmanager
-def _run_sidecar(engine: str) -> Iterator[tuple[str, int]]:
+def _servers(*, token_s: float = 0.0) -> Iterator[tuple[str, str, str, int]]:
+    """The addresses of an engine, a sidecar and one of two workers before it; the first sidecar's process."""
+    with (
+        run_stand_in(token_s=token_s) as engine,
+        _run_sidecar(engine) as (sidecar, pid),
+        _run_sidecar(engine, "--workers", "2") as (two, _),
+    ):
+        yield engine, sidecar, two, pid
+
+
+@contextmanager
+def _run_sidecar(engine: str, *options: str) -> Iterator[tuple[str, int]]:
     """Its address and its process."""
-    command = [sys.executable, "-m", "sglang_topp_server.cli", "sidecar", "--port", "0"]
+    command = [sys.executable, "-m", "sglang_topp_server.cli", "sidecar", "--port", "0", *options]
     process = subprocess.Popen([*command, "--engine-url", engine], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

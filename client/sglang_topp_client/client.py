@@ -368,14 +368,18 @@ class AsyncRolloutClient:
         (an engine's as in `Rollout.request_id`, a sidecar's as its caller named it), each of several.
         """
         check_request_id(request_id)
+        if not await self._abort_here(request_id):
+            await self._here().servers.tell_all(lambda link: link.stop(request_id))
+
+    async def _abort_here(self, request_id: str) -> bool:
+        """Stop what is in flight on this event loop under that name; whether there was any."""
         here = self._here()
         workers = [worker for worker, name in here.running.items() if name == request_id]
         if workers:
             await _interrupt(here, workers)
             await _stop([worker for worker in workers if worker not in here.interruptions])
             await here.servers.aborted(request_id)
-        else:
-            await here.servers.tell_all(lambda link: link.stop(request_id))
+        return bool(workers)
 
     async def abort_all(self) -> None:
         """Stop everything that the engine has in flight, or every engine, whoever asked for it.

@@ -42,6 +42,7 @@ __all__ = ["Connections", "Server"]
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_ERROR_BYTES = 1 << 16
+_USER_AGENT = "sglang-topp"
 _FRAMED = (packed_record.MEDIA_TYPE, score_record.MEDIA_TYPE)
 
 _log = logging.getLogger(__name__)
@@ -104,20 +105,15 @@ class Connections:
     """
 
     def __init__(self, server: Server, long_lines_at_once: int) -> None:
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": _USER_AGENT}
         if server.api_key is not None:
             headers["Authorization"] = f"Bearer {server.api_key}"
         self._base_url = server.base_url.rstrip("/")
         self._max_line_bytes = server.max_line_bytes
         self._turns = Turns(long_lines_at_once)
-        self._client = httpx.AsyncClient(
-            base_url=self._base_url,
-            headers=headers,
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            # A redirect would carry the key to wherever the answer points.
-            follow_redirects=False,
-            transport=Lanes(_SOCKET_OPTIONS),
-        )
+        self._headers = headers
+        self._urls: dict[str, httpx.URL] = {}
+        self._lanes = Lanes(_SOCKET_OPTIONS)
         self._closer: AsyncGenerator[None, None] | None = None
 
     async def aclose(self) -> None:
@@ -129,7 +125,7 @@ class Connections:
         try:
             yield
         finally:
-            await self._client.aclose()
+            await self._lanes.aclose()
 
     async def _ready(self) -> None:
         if self._closer is None:
@@ -160,7 +156,7 @@ class Connections:
         content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         headers = {"Content-Type": "application/json", **(headers or {})}
         with _transport_errors(self._base_url + path):
-            async with self._client.stream("POST", path, content=content, headers=headers) as response:
+            async with self._sent("POST", path, content, headers) as response:
                 if response.status_code != 200:
                     raise await _response_error(response)
                 media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -185,9 +181,7 @@ class Connections:
         try:
             async with asyncio.timeout(timeout_s):
                 with _transport_errors(url):
-                    async with self._client.stream(
-                        method, path, content=content, headers=headers, extensions={"is_urgent": True}
-                    ) as response:
+                    async with self._sent(method, path, content, headers, is_urgent=True) as response:
                         if not response.is_success:
                             raise await _response_error(response)
                         answer = await messages.whole(response, self._max_line_bytes)
@@ -199,6 +193,34 @@ class Connections:
             return json.loads(answer)
         except (ValueError, RecursionError) as error:
             raise WireError(path, f"the answer is no JSON: {error}") from None
+
+    @asynccontextmanager
+    async def _sent(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: Mapping[str, str],
+        *,
+        is_urgent: bool = False,
+    ) -> AsyncGenerator[httpx.Response, None]:
+        """The answer from its headers on. (What httpx's client does beyond this takes as long as sending a
+        request does: redirects, which would carry the key to wherever they point, and cookies.)"""
+        if (url := self._urls.get(path)) is None:
+            url = self._urls[path] = httpx.URL(self._base_url + path)
+        request = httpx.Request(
+            method,
+            url,
+            headers={**self._headers, **headers},
+            content=content,
+            extensions={"timeout": {"connect": _CONNECT_TIMEOUT_S}, "is_urgent": is_urgent},
+        )
+        response = await self._lanes.handle_async_request(request)
+        response.request = request
+        try:
+            yield response
+        finally:
+            await response.aclose()
 
 
 @contextmanager

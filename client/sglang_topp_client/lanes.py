@@ -1,4 +1,7 @@
-"""The connections of one event loop: as many as there are requests at once and files for them."""
+"""The connections of one event loop: as many as there are requests at once and files for them.
+
+They are httpcore's, which has the protocol, without its pool, which costs as much as a small request does.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import asyncio
 import functools
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
+import httpcore
 import httpx
 
 from sglang_topp_client import files
@@ -23,10 +28,10 @@ _LOOK_AGAIN_S = 0.05
 
 
 class Lanes(httpx.AsyncBaseTransport):
-    """As many connections as there are requests at once, each in a pool of its own, the last used first.
+    """As many connections to one server as there are requests at once, the last used first.
 
-    One pool for all would be simpler, but httpcore's compares every idle connection with every other
-    whenever a request starts or ends: with hundreds, the event loop does little else.
+    httpcore's pool would be simpler, but it compares every idle connection with every other whenever a
+    request starts or ends: with hundreds, the event loop does little else.
 
     Where the process has no file left for another connection a request waits for one of those that
     are there; those with the extension `is_urgent` go first, and may use the last files.
@@ -51,18 +56,15 @@ class Lanes(httpx.AsyncBaseTransport):
         while True:
             lane = await self._take(is_urgent)
             try:
-                response = await lane.handle(request)
+                answer = await lane.handle(request)
             except BaseException as error:
                 self._drop(lane)
                 # Where the pool has others, one of them will be free.
                 if not (isinstance(error, httpx.ConnectError) and self._lanes and files.shortage(error)):
                     raise
             else:
-                assert isinstance(response.stream, httpx.AsyncByteStream)
-                stays = "close" not in response.headers.get("Connection", "").lower()
-                give_back = functools.partial(self._give_back, lane)
-                response.stream = _Body(response.stream, give_back, stays)
-                return response
+                body = _Body(answer, functools.partial(self._give_back, lane))
+                return httpx.Response(answer.status, headers=answer.headers, stream=body)
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def aclose(self) -> None:
@@ -174,27 +176,49 @@ class Lanes(httpx.AsyncBaseTransport):
 
 
 class _Lane:
-    """A pool of one connection."""
+    """One connection, opened anew where the server has closed it while nobody used it."""
 
     def __init__(self, share: files.Share, socket_options: list[tuple[int, int, int]]) -> None:
-        self._share = share
-        limits = httpx.Limits(max_keepalive_connections=1, keepalive_expiry=_KEEPALIVE_EXPIRY_S)
-        self._transport = httpx.AsyncHTTPTransport(
-            verify=_ssl_context(), limits=limits, socket_options=socket_options
-        )
+        self._share, self._socket_options = share, socket_options
+        self._connection: httpcore.AsyncHTTPConnection | None = None
         share.begin()
         self._is_opening = True
 
-    async def handle(self, request: httpx.Request) -> httpx.Response:
-        request.extensions = {**request.extensions, "trace": self._trace}
+    async def handle(self, request: httpx.Request) -> httpcore.Response:
+        url = request.url
+        target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+        extensions = request.extensions
+        if self._connection is not None and self._connection.has_expired():
+            await self._connection.aclose()
+            self._connection = None
+        if self._connection is None:
+            self._connection = httpcore.AsyncHTTPConnection(
+                target.origin,
+                ssl_context=_ssl_context(),
+                keepalive_expiry=_KEEPALIVE_EXPIRY_S,
+                socket_options=self._socket_options,
+            )
+        if self._is_opening:
+            extensions = {**extensions, "trace": self._trace}
         try:
-            return await self._transport.handle_async_request(request)
+            with _as_httpx():
+                return await self._connection.handle_async_request(
+                    httpcore.Request(
+                        request.method,
+                        target,
+                        headers=request.headers.raw,
+                        content=request.stream,
+                        extensions=extensions,
+                    )
+                )
         finally:
             self._opened()
 
     async def aclose(self) -> None:
         self._opened()
-        await self._transport.aclose()
+        if self._connection is not None:
+            with _as_httpx():
+                await self._connection.aclose()
 
     async def _trace(self, event: str, _: dict[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
@@ -213,30 +237,43 @@ class _Body(httpx.AsyncByteStream):
     """An answer's body, which gives its connection back when it is closed: usable where it was read to its
     end and the server keeps it open."""
 
-    def __init__(
-        self, stream: httpx.AsyncByteStream, give_back: Callable[..., None], stays_open: bool
-    ) -> None:
-        self._stream, self._give_back, self._stays_open = stream, give_back, stays_open
+    def __init__(self, answer: httpcore.Response, give_back: Callable[..., None]) -> None:
+        self._answer, self._give_back = answer, give_back
+        self._stays_open = not any(
+            name.lower() == b"connection" and b"close" in value.lower() for name, value in answer.headers
+        )
         self._is_read = False
         self._data: AsyncIterator[bytes] | None = None
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        self._data = aiter(self._stream)
+        self._data = self._answer.aiter_stream()
         return self
 
     async def __anext__(self) -> bytes:
         assert self._data is not None
         try:
-            return await anext(self._data)
+            with _as_httpx():
+                return await anext(self._data)
         except StopAsyncIteration:
             self._is_read = True
             raise
 
     async def aclose(self) -> None:
         try:
-            await self._stream.aclose()
+            with _as_httpx():
+                await self._answer.aclose()
         finally:
             self._give_back(is_usable=self._is_read and self._stays_open)
+
+
+@contextmanager
+def _as_httpx() -> Generator[None, None, None]:
+    """Turns httpcore's exceptions into those of the same name that everything else here knows."""
+    try:
+        yield
+    except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
+        kind: type[httpx.TransportError] = getattr(httpx, type(error).__name__)
+        raise kind(str(error)) from error
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -23,7 +23,7 @@ from sglang_topp_server.forms import NDJSON
 from sglang_topp_server.guard import RequireKey
 from sglang_topp_server.held import Held
 from sglang_topp_server.limits import Limits
-from sglang_topp_server.metrics import Metrics
+from sglang_topp_server.metrics import Families, Metrics
 from sglang_topp_server.problems import answer_of, as_known_error, headers_of, status_of
 from sglang_topp_server.schema import (
     AbortAnswer,
@@ -41,21 +41,42 @@ from sglang_topp_server.schema import (
 from sglang_topp_server.score_schema import ScoreBody, ScoresAnswer
 from sglang_topp_server.work import ROLLOUTS, SCORES, Work
 
-__all__ = ["create_app"]
+__all__ = ["Siblings", "create_app"]
 
 _ABORTS_TIMEOUT_S = 5.0
 
 
-def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | None = None) -> FastAPI:
+class Siblings(Protocol):
+    """Other processes that serve at the same address, before the same engine."""
+
+    async def abort(self, request_id: str | None) -> bool:
+        """`Engine.abort_here` in each of them; whether one had it."""
+
+    async def families(self) -> list[Families]:
+        """`Metrics.families` of each."""
+
+
+def create_app(
+    engine: Engine,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    metrics: Metrics | None = None,
+    siblings: Siblings | None = None,
+) -> FastAPI:
     """The sidecar before one engine.
 
     Args:
         engine: used, watched and closed by the app, within the event loop that serves it.
         limits: what is accepted; the defaults where None.
         api_key: the bearer key that callers need (not on `/healthz` and `/readyz`); None needs none.
+        metrics: where it counts; None makes some.
+        siblings: what else serves the same callers; None where nothing does.
     """
     limits = limits or Limits()
-    metrics = Metrics()
+    metrics = metrics or Metrics()
+    # Whoever is asked for what all processes count does not ask here.
+    metrics.engine_ready.set_function(lambda: engine.status.phase == "ready")
     flight = Flight(limits.max_in_flight, metrics)
     bodies, held = Bodies(limits), Held(limits.max_held_bytes, metrics)
 
@@ -115,7 +136,11 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
                 order = parse_abort(body)
         except HungUpError:
             raise BadRequestError("the body: the connection ended before it", status=400) from None
-        await engine.abort(order.request_id)
+        orders = [engine.abort_here(order.request_id)]
+        if siblings is not None:
+            orders.append(siblings.abort(order.request_id))
+        if not any(await asyncio.gather(*orders)):
+            await engine.abort(order.request_id)
         return AbortAnswer()
 
     @app.get("/healthz")
@@ -157,8 +182,8 @@ def create_app(engine: Engine, *, limits: Limits | None = None, api_key: str | N
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
         """For Prometheus."""
-        metrics.engine_ready.set(engine.status.phase == "ready")
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        others = [] if siblings is None else await siblings.families()
+        return Response(metrics.text(others), media_type=CONTENT_TYPE_LATEST)
 
     return app
 

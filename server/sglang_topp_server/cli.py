@@ -21,7 +21,7 @@ from sglang_topp_server.limits import Limits
 from sglang_topp_server.start_sglang import KEY_VARIABLE as _ENGINE_KEY
 
 if TYPE_CHECKING:
-    from sglang_topp_server import launch
+    from sglang_topp_server.serving import Settings
 
 __all__ = ["main"]
 
@@ -117,6 +117,13 @@ def _add_sidecar_options(parser: argparse.ArgumentParser) -> None:
     limits = Limits()
     parser.add_argument("--host", default="127.0.0.1", help="where the sidecar listens (%(default)s)")
     parser.add_argument("--port", type=_port, default=30010, help="%(default)s; 0: a free one")
+    parser.add_argument(
+        "--workers",
+        type=_count,
+        default=1,
+        help="processes that serve there, where one event loop is not enough; --max-in-flight and"
+        " --max-held-bytes are of all together, and each has its share (%(default)s)",
+    )
     for name, kind, default, what in (
         ("--max-in-flight", _count, limits.max_in_flight, "requests at once; one more gets a 429"),
         ("--max-samples", _count, limits.max_samples, "prompts x n of one request"),
@@ -211,10 +218,16 @@ def _rollouts(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace, engine_url: str, **others: float) -> launch.Settings:
-    from sglang_topp_server import launch
+def _settings(args: argparse.Namespace, engine_url: str, **others: float) -> Settings:
+    from sglang_topp_server.serving import Settings
 
-    return launch.Settings(
+    for name in ("max_in_flight", "max_held_bytes"):
+        if getattr(args, name) < args.workers:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidInputError(
+                f"{option}: got {getattr(args, name)} for {args.workers} workers, expected at least one each"
+            )
+    return Settings(
         host=args.host,
         port=args.port,
         engine_url=engine_url,
@@ -222,6 +235,7 @@ def _settings(args: argparse.Namespace, engine_url: str, **others: float) -> lau
         engine_api_key=_key(_ENGINE_KEY),
         limits=Limits(**{one.name: getattr(args, one.name) for one in fields(Limits)}),
         grace_s=args.grace_s,
+        workers=args.workers,
         **others,
     )
 

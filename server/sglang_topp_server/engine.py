@@ -54,6 +54,10 @@ class _Client(AsyncRolloutClient):
         there = {} if given is None else {wanted.prompt_index: given}
         return self._stream([wanted], there, on_abort, None, False, request_id)
 
+    async def abort_here(self, request_id: str) -> bool:
+        """Stop what is in flight here under that name; whether there was any."""
+        return await self._abort_here(request_id)
+
 
 class Engine:
     """One engine. To be used within one event loop, and closed there.
@@ -204,17 +208,32 @@ class Engine:
         assert isinstance(request, RolloutRequest)
         return self._client.samples_of(wanted, given, request.on_abort, request.request_id)
 
-    async def abort(self, request_id: str | None) -> None:
-        """Stop a request by the name that its caller, or the engine, has for it; where None, all that the
-        engine has. What becomes of the samples is what their requests say.
+    async def abort_here(self, request_id: str | None) -> bool:
+        """Stop what callers of this process have in flight by the name that they have for it; where None,
+        all that the engine has. What becomes of the samples is what their requests say.
+
+        Returns:
+            Whether there was any.
 
         Raises:
             SglangToppError: the engine does not take the order.
         """
         try:
-            if request_id is None:
-                await self._client.abort_all()
-            else:
+            if request_id is not None:
+                return await self._client.abort_here(request_id)
+            await self._client.abort_all()
+        except SglangToppError as error:
+            raise upstream_error(error) from error
+        return True
+
+    async def abort(self, request_id: str | None) -> None:
+        """The same by the name that the engine has for it, where no caller here has it.
+
+        Raises:
+            SglangToppError: the engine does not take the order.
+        """
+        try:
+            if not await self.abort_here(request_id) and request_id is not None:
                 await self._client.abort(request_id)
         except SglangToppError as error:
             raise upstream_error(error) from error

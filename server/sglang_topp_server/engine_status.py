@@ -13,14 +13,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import httpx
 
 from sglang_topp.engine_request import Model
 from sglang_topp.errors import AuthenticationError, BadRequestError, SglangToppError, WireError
 
-__all__ = ["EngineProbe", "EngineStatus"]
+__all__ = ["EngineProbe", "EngineStatus", "Phase"]
+
+Phase: TypeAlias = Literal["unreachable", "starting", "unpatched", "ready"]
+"""See `EngineStatus`."""
 
 # SGLang's /health waits 20 s for its token.
 _TIMEOUT_S = 30.0
@@ -43,7 +46,7 @@ class EngineStatus:
         model: what requests are checked against; None where it was never reported.
     """
 
-    phase: Literal["unreachable", "starting", "unpatched", "ready"]
+    phase: Phase
     reason: str = ""
     model_path: str | None = None
     sglang_version: str | None = None

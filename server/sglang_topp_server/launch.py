@@ -8,63 +8,23 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-
-import uvicorn
+from collections.abc import Mapping, Sequence
 
 from sglang_topp.errors import InvalidInputError, PatchError, ServerError, TransportError
-from sglang_topp_server.app import create_app
-from sglang_topp_server.connection import http_protocol
-from sglang_topp_server.engine import Engine
-from sglang_topp_server.heap import return_large_blocks
-from sglang_topp_server.limits import Limits
+from sglang_topp_server.engine_status import Phase
+from sglang_topp_server.serving import Server, Settings
 from sglang_topp_server.start_sglang import KEY_VARIABLE
+from sglang_topp_server.workers import Workers
 
-__all__ = ["Settings", "check_free", "engine_command", "engine_environment", "run", "url_of"]
+__all__ = ["check_free", "engine_command", "engine_environment", "run", "url_of"]
 
 _POLL_S = 0.1
-# Longer than clients and load balancers keep idle connections, so that they are the ones to close them.
-_KEEP_ALIVE_S = 75
 # What the keeper needs beyond the engine's grace: to kill, reap and exit.
 _KEEPER_S = 30.0
 _STDERR = 2
 # When one of its processes has died, SGLang first sleeps for 5 s, and where others of them still run it waits
 # for a minute more, to collect diagnostics; until then its callers wait with it.
 _DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to serve.
-
-    Attributes:
-        host, port: where the sidecar listens; port 0 takes a free one.
-        engine_url: where the engine answers.
-        api_key: what callers of the sidecar need; None: nothing.
-        engine_api_key: what the engine needs; None: nothing.
-        limits: what the sidecar accepts.
-        ready_timeout_s: how long an engine that is started here may take until it is ready.
-        grace_s: how long requests in flight may go on after a signal, and the engine after them.
-    """
-
-    host: str
-    port: int
-    engine_url: str
-    api_key: str | None = field(default=None, repr=False)
-    engine_api_key: str | None = field(default=None, repr=False)
-    limits: Limits = field(default_factory=Limits)
-    ready_timeout_s: float = 1800.0
-    grace_s: float = 20.0
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn that leaves signals to `run`, which has more to end than the server."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
@@ -123,39 +83,25 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
         TransportError: it was not ready in time.
         ServerError: it ended by itself, or the sidecar did.
     """
-    return_large_blocks()
-    engine = Engine(settings.engine_url, api_key=settings.engine_api_key)
-    app = create_app(engine, limits=settings.limits, api_key=settings.api_key)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=http_protocol(settings.limits),
-            ws="none",
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(settings.grace_s)),
-        )
-    )
     stopping = asyncio.Event()
     keeper: Process | None = None
 
     def on_signal() -> None:
         if stopping.is_set():
-            server.force_exit = True
+            server.stop()
             if keeper is not None and keeper.returncode is None:
                 keeper.terminate()
         stopping.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-
+    server: _Alone | Workers = _Alone(settings) if settings.workers == 1 else Workers(settings)
     listener = _listen(settings.host, settings.port)
     url = url_of(settings.host, listener.getsockname()[1])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
     if command is not None:
         keeper = await _start_keeper(command, settings)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    attending = asyncio.create_task(_attend(engine, keeper, settings, url))
+    serving = asyncio.create_task(server.serve(listener))
+    attending = asyncio.create_task(_attend(server, keeper, settings, url))
     signalled = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait({signalled, serving, attending}, return_when=asyncio.FIRST_COMPLETED)
@@ -168,31 +114,61 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
     finally:
         stopping.set()
         attending.cancel()
-        server.should_exit = True
+        server.stop()
         await asyncio.gather(serving, attending, return_exceptions=True)
         if keeper is not None:
             await _end_keeper(keeper, settings.grace_s)
 
 
-async def _attend(engine: Engine, keeper: Process | None, settings: Settings, url: str) -> None:
+class _Alone:
+    """The sidecar in this process, as `Workers` is it in several."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._server = Server(settings)
+
+    @property
+    def engine(self) -> tuple[Phase, str]:
+        status = self._server.engine.status
+        return status.phase, status.reason
+
+    @property
+    def has_started(self) -> bool:
+        return True
+
+    async def started(self) -> None:
+        return
+
+    async def serve(self, listener: socket.socket) -> None:
+        await self._server.serve(sockets=[listener])
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+async def _attend(server: _Alone | Workers, keeper: Process | None, settings: Settings, url: str) -> None:
     """Say where the servers are, once the engine is ready if it is ours, and raise when that one ends."""
     if keeper is None:
+        await server.started()
         print(f"sglang-topp sidecar at {url} (engine: {settings.engine_url})", flush=True)
         await asyncio.Event().wait()
         return
-    deadline = asyncio.get_running_loop().time() + settings.ready_timeout_s
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + settings.ready_timeout_s
     ended = asyncio.create_task(keeper.wait())
-    while engine.status.phase != "ready":
+    while (seen := server.engine)[0] != "ready":
+        phase, reason = seen
         if ended.done():
             raise ServerError(
                 f"the engine ended with exit status {ended.result()} before it was ready;"
                 " its own words are above"
             )
-        if engine.status.phase == "unpatched":
-            raise PatchError(engine.status.reason)
-        if asyncio.get_running_loop().time() > deadline:
+        if phase == "unpatched":
+            raise PatchError(reason)
+        if not server.has_started:
+            deadline = loop.time() + settings.ready_timeout_s
+        if loop.time() > deadline:
             raise TransportError(
-                f"not ready after {settings.ready_timeout_s:g} s (--ready-timeout-s): {engine.status.reason}"
+                f"not ready after {settings.ready_timeout_s:g} s (--ready-timeout-s): {reason}"
             )
         await asyncio.wait({ended}, timeout=_POLL_S)
     print(f"sglang-topp is ready: sidecar {url} engine {settings.engine_url}", flush=True)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from sglang_topp.errors import SglangToppError
 from sglang_topp_client import Rollout, Score
 from sglang_topp_server.problems import status_of
 
-__all__ = ["Metrics", "SizeHistogram"]
+__all__ = ["Families", "Metrics", "SizeHistogram"]
+
+Families: TypeAlias = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
+"""What one process counts: name, help text and type of each family, and its samples: name, labels, value."""
+
+# Of these the sum over processes says nothing: all are ready where the last one is.
+_SMALLEST = ("sglang_topp_engine_ready", "_created")
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
@@ -127,6 +134,47 @@ class Metrics:
         self.requests.labels("rejected").inc()
         self.count_error(error)
 
-    def text(self) -> bytes:
-        """The exposition format, version 0.0.4."""
-        return generate_latest(self.registry)
+    def families(self) -> Families:
+        """What was counted, for another process."""
+        return [
+            (
+                family.name,
+                family.documentation,
+                family.type,
+                [(sample.name, dict(sample.labels), sample.value) for sample in family.samples],
+            )
+            for family in self.registry.collect()
+        ]
+
+    def text(self, others: Sequence[Families] = ()) -> bytes:
+        """The exposition format, version 0.0.4; of other processes too, all added up."""
+        if not others:
+            return generate_latest(self.registry)
+        added = CollectorRegistry()
+        added.register(_Added([self.families(), *others]))
+        return generate_latest(added)
+
+
+class _Added(Collector):
+    """What several processes count, added up."""
+
+    def __init__(self, all_families: Sequence[Families]) -> None:
+        self._all_families = all_families
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family once."""
+        metrics: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for families in self._all_families:
+            for name, documentation, kind, samples in families:
+                metrics.setdefault(name, Metric(name, documentation, kind))
+                known = values.setdefault(name, {})
+                for sample, labels, value in samples:
+                    at = sample, tuple(labels.items())
+                    if at in known:
+                        value = min(value, known[at]) if sample.endswith(_SMALLEST) else value + known[at]
+                    known[at] = value
+        for name, metric in metrics.items():
+            for (sample, pairs), value in values[name].items():
+                metric.add_sample(sample, dict(pairs), value)
+            yield metric

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 
+import httpcore
 import httpx
 import pytest
 
@@ -191,17 +192,17 @@ asyncio.run(main())
 async def test_who_meets_a_shortage_beside_others_waits_for_one_of_theirs(engine, fakes, monkeypatch):
     """Somebody else in the process took the files between the look and the connection."""
     failures = []
-    real = httpx.AsyncHTTPTransport.handle_async_request
+    real = httpcore.AsyncHTTPConnection.handle_async_request
 
     async def short(self, request):
         if engine.in_flight >= 3 and len(failures) < 20:
             failures.append(request)
-            raise httpx.ConnectError("all failed") from ExceptionGroup(
+            raise httpcore.ConnectError("all failed") from ExceptionGroup(
                 "several addresses", [OSError(errno.EMFILE, "Too many open files")]
             )
         return await real(self, request)
 
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", short)
+    monkeypatch.setattr(httpcore.AsyncHTTPConnection, "handle_async_request", short)
     engine.script += [together(engine, fakes, 3)] * 20
     async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
         first = asyncio.create_task(client.generate([[1]] * 3))
@@ -214,9 +215,9 @@ async def test_who_meets_a_shortage_beside_others_waits_for_one_of_theirs(engine
 
 async def test_a_machine_without_files_is_named(engine, monkeypatch):
     async def fail(self, request):
-        raise httpx.ConnectError("all failed") from OSError(errno.ENFILE, "File table overflow")
+        raise httpcore.ConnectError("all failed") from OSError(errno.ENFILE, "File table overflow")
 
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", fail)
+    monkeypatch.setattr(httpcore.AsyncHTTPConnection, "handle_async_request", fail)
     async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
         with pytest.raises(errors.TransportError, match=r"the machine has no file left.*ENFILE"):
             await client.generate([1])

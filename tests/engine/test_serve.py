@@ -45,7 +45,9 @@ class Served:
 @pytest.fixture(scope="module")
 def served(model_path: Path, log_folder: Path) -> Iterator[Served]:
     command = [sys.executable, "-m", "sglang_topp_server.cli", "serve", "--model-path", str(model_path)]
-    command += ["--port", "0", "--engine-port", "0", "--ready-timeout-s", str(START_LIMIT_S), "--"]
+    command += ["--port", "0", "--engine-port", "0", "--ready-timeout-s", str(START_LIMIT_S)]
+    # A sidecar in one process is in the other files.
+    command += ["--workers", "2", "--"]
     command += ["--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
     command += ["--enable-metrics"]
     log = (log_folder / "serve.log").open("w")

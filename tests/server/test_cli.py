@@ -8,6 +8,7 @@ import pytest
 from sglang_topp.errors import PatchError
 from sglang_topp_server import cli, launch
 from sglang_topp_server.limits import Limits
+from sglang_topp_server.serving import Settings
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_serve_passes_everything_on(runs, monkeypatch):
     monkeypatch.setenv("SGLANG_TOPP_ENGINE_API_KEY", "theirs")
     argv = ["serve", "--model-path", "m", "--host", "0.0.0.0", "--port", "9", "--engine-port", "0"]
     argv += ["--max-in-flight", "3", "--max-samples", "4", "--max-body-bytes", "5", "--timeout-s", "6"]
-    argv += ["--max-stall-s", "9", "--max-held-bytes", "10"]
+    argv += ["--max-stall-s", "9", "--max-held-bytes", "10", "--workers", "2"]
     argv += ["--ready-timeout-s", "7", "--grace-s", "8", "--", "--tp-size", "2", "--", "--x"]
 
     assert cli.main(argv) == 0
@@ -75,7 +76,7 @@ def test_serve_passes_everything_on(runs, monkeypatch):
     assert (settings.host, settings.port) == ("0.0.0.0", 9)
     assert (settings.api_key, settings.engine_api_key) == ("ours", "theirs")
     assert settings.limits == Limits(3, 4, 5, 6.0, 9.0, 10)
-    assert (settings.ready_timeout_s, settings.grace_s) == (7.0, 8.0)
+    assert (settings.ready_timeout_s, settings.grace_s, settings.workers) == (7.0, 8.0, 2)
     port = settings.engine_url.removeprefix("http://127.0.0.1:")
     assert int(port) > 0
     assert command == launch.engine_command("m", "127.0.0.1", int(port), ["--tp-size", "2", "--", "--x"])
@@ -85,7 +86,7 @@ def test_the_defaults_are_those_of_limits(runs):
     assert cli.main(["sidecar", "--engine-url", "http://e:1"]) == 0
 
     ((settings, command),) = runs
-    assert settings == launch.Settings("127.0.0.1", 30010, "http://e:1")
+    assert settings == Settings("127.0.0.1", 30010, "http://e:1")
     assert command is None
 
 
@@ -150,6 +151,7 @@ def test_one_port_for_both_is_refused(runs, capsys):
         ["sidecar", "--engine-url", "http://e:1", "--max-in-flight", "0"],
         ["sidecar", "--engine-url", "http://e:1", "--timeout-s", "inf"],
         ["sidecar", "--engine-url", "http://e:1", "--grace-s", "-1"],
+        ["sidecar", "--engine-url", "http://e:1", "--workers", "0"],
     ],
 )
 def test_wrong_arguments_exit_with_2(runs, capsys, argv):
@@ -160,8 +162,10 @@ def test_wrong_arguments_exit_with_2(runs, capsys, argv):
     assert runs == []
 
 
-def test_an_engine_url_that_is_none(capsys):
-    assert cli.main(["sidecar", "--engine-url", "localhost:30000", "--port", "0"]) == 1
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_engine_url_that_is_none(capsys, workers):
+    argv = ["sidecar", "--engine-url", "localhost:30000", "--port", "0", "--workers", workers]
+    assert cli.main(argv) == 1
     assert "expected http://host:port" in capsys.readouterr().err
 
 

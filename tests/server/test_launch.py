@@ -20,6 +20,7 @@ import pytest
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import RolloutClient
 from sglang_topp_server import launch
+from sglang_topp_server.serving import Settings
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine"
 
@@ -68,14 +69,16 @@ class Serve:
         return self._errors.read_text()
 
 
-@pytest.fixture
-def serve(tmp_path):
+@pytest.fixture(params=["1", "2"], ids=["alone", "workers"])
+def serve(tmp_path, request):
     started = []
 
     def serve(*engine_args, options=(), environment=None):
         errors, pids = tmp_path / "stderr", tmp_path / "pids"
+        path = os.pathsep.join(filter(None, [str(FAKE_ENGINE), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "sglang_topp_server.cli", "serve", "--model-path", "m"]
-        command += ["--port", "0", "--engine-port", "0", "--grace-s", "60", *options]
+        command += ["--port", "0", "--engine-port", "0", "--grace-s", "60"]
+        command += ["--workers", request.param, *options]
         command += ["--", "--fake-pids", str(pids), *engine_args]
         with errors.open("w") as stderr:
             process = subprocess.Popen(
@@ -83,7 +86,7 @@ def serve(tmp_path):
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env={**os.environ, "PYTHONPATH": str(FAKE_ENGINE), **(environment or {})},
+                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
             )
         started.append(process)
         return Serve(process, errors, pids)
@@ -349,5 +352,5 @@ def test_a_free_port_is_found_and_a_taken_one_refused():
 
 
 def test_keys_do_not_show_in_the_settings():
-    settings = launch.Settings("h", 1, "http://e", api_key="hush", engine_api_key="hush")
+    settings = Settings("h", 1, "http://e", api_key="hush", engine_api_key="hush")
     assert "hush" not in repr(settings)

@@ -6,12 +6,13 @@ import pytest
 
 NAMES = {
     "sglang_topp_server": [],
-    "sglang_topp_server.app": ["create_app"],
+    "sglang_topp_server.app": ["Siblings", "create_app"],
     "sglang_topp_server.body": ["Bodies", "HungUpError"],
+    "sglang_topp_server.channel": ["Channel"],
     "sglang_topp_server.cli": ["main"],
     "sglang_topp_server.connection": ["Connection", "connection_of", "http_protocol"],
     "sglang_topp_server.engine": ["Engine", "FailedPrompt"],
-    "sglang_topp_server.engine_status": ["EngineProbe", "EngineStatus"],
+    "sglang_topp_server.engine_status": ["EngineProbe", "EngineStatus", "Phase"],
     "sglang_topp_server.exchange": ["Exchange"],
     "sglang_topp_server.flight": ["Flight"],
     "sglang_topp_server.forms": ["NDJSON", "Form", "Frames", "Lines", "accepted_form", "encode"],
@@ -21,7 +22,6 @@ NAMES = {
     "sglang_topp_server.held": ["Held", "Share", "num_bytes_of"],
     "sglang_topp_server.keeper": ["main"],
     "sglang_topp_server.launch": [
-        "Settings",
         "check_free",
         "engine_command",
         "engine_environment",
@@ -29,7 +29,7 @@ NAMES = {
         "url_of",
     ],
     "sglang_topp_server.limits": ["MIN_BYTES_PER_S", "Limits"],
-    "sglang_topp_server.metrics": ["Metrics", "SizeHistogram"],
+    "sglang_topp_server.metrics": ["Families", "Metrics", "SizeHistogram"],
     "sglang_topp_server.pace": ["Pace"],
     "sglang_topp_server.pieces": ["PIECE_BYTES", "Record", "in_pieces"],
     "sglang_topp_server.problems": [
@@ -60,7 +60,10 @@ NAMES = {
         "parse_request",
         "read_body",
     ],
+    "sglang_topp_server.serving": ["Server", "Settings"],
     "sglang_topp_server.score_schema": ["ScoreBody", "ScoreRecord", "ScoresAnswer", "parse_scores"],
+    "sglang_topp_server.worker": ["main"],
+    "sglang_topp_server.workers": ["Workers"],
     "sglang_topp_server.work": ["ROLLOUTS", "SCORES", "Work", "place_of"],
 }
 
