@@ -44,7 +44,7 @@ async def test_sets_stay_exact_over_pauses(engine: Engine, mode: str) -> None:
         for round_number in range(3):
             await requests.move("form-0", 2)
             await requests.pause(mode)
-            if round_number == 1:
+            if round_number:  # twice: 0.5.12 overlooks a request that is between two chunks of its prompt
                 await requests.abort("form-5")
             await requests.go_on()
         answers = await requests.answers()
