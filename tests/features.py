@@ -9,7 +9,7 @@ import torch
 
 from sglang_topp_patches.releases import Feature, refused
 
-__all__ = ["needs", "needs_grammars", "needs_native_masks", "skip_without"]
+__all__ = ["needs", "needs_grammars", "needs_native_masks", "skip_without", "takes"]
 
 
 def needs(feature: Feature) -> pytest.MarkDecorator:
@@ -18,14 +18,19 @@ def needs(feature: Feature) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(reason), reason=f"{feature} is refused on this SGLang: {reason}")
 
 
-def needs_native_masks() -> pytest.MarkDecorator:
-    """Skip a test that compares with SGLang's own `return_sampling_mask` where there is none."""
+def takes(field: str) -> bool:
+    """Whether SGLang's own `/generate` has a field."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-    has_masks = "return_sampling_mask" in GenerateReqInput.__dataclass_fields__
-    return pytest.mark.skipif(not has_masks, reason="this SGLang has no return_sampling_mask")
+    return field in GenerateReqInput.__dataclass_fields__
+
+
+def needs_native_masks() -> pytest.MarkDecorator:
+    """Skip a test that compares with SGLang's own `return_sampling_mask` where there is none."""
+    reason = "this SGLang has no return_sampling_mask"
+    return pytest.mark.skipif(not takes("return_sampling_mask"), reason=reason)
 
 
 def needs_grammars() -> pytest.MarkDecorator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from sglang.srt.layers import sampler as sglang_sampler
 
-from sglang_topp_patches.releases import Feature
+from sglang_topp_patches.releases import Feature, installed
+from sglang_topp_patches.seam_groups import HIGHEST
 from sglang_topp_patches.support import Drawing, capture, sample_from_probs, sample_of_the_highest
 from tests.features import skip_without
 
 skip_without(Feature.SAMPLER_SOURCE)
 
 VOCAB = 40
+RANKS_THE_HIGHEST = set(HIGHEST) <= set(installed()[1].seams)
 TOP_KS, TOP_PS, MIN_PS = [5, 40, 1, 9], [0.9, 0.5, 1.0, 0.95], [0.0, 0.1, 0.0, 0.3]
 
 
@@ -38,7 +41,7 @@ def by_definition(row: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
 
 @pytest.fixture
 def draw(monkeypatch: pytest.MonkeyPatch, probs: torch.Tensor) -> Any:
-    """SGLang's own way from probabilities to tokens, with both hooks in place."""
+    """SGLang's own way from probabilities to tokens, with the release's hooks in place."""
     monkeypatch.setattr(
         sglang_sampler,
         "get_exec",
@@ -54,7 +57,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, probs: torch.Tensor) -> Any:
     monkeypatch.setattr(
         sglang_sampler,
         "top_k_top_p_min_p_sampling_from_probs_torch",
-        lambda *args, **kwargs: sample_of_the_highest(watched, *args, **kwargs),
+        partial(sample_of_the_highest, watched) if RANKS_THE_HIGHEST else watched,
     )
 
     def run(
@@ -103,7 +106,7 @@ def test_sets_are_the_filters_of_the_rows_that_ask(draw: Any, probs: torch.Tenso
     drawing = Drawing((0, 1, 3), frozenset())
     sampled, captured, width = draw(drawing, top_ks=top_ks)
     assert captured is None  # SGLang asked for none
-    assert width == (12 if top_ks is not TOP_KS else VOCAB)
+    assert width == (12 if top_ks is not TOP_KS and RANKS_THE_HIGHEST else VOCAB)
     expected = [by_definition(probs[row], top_ks[row], TOP_PS[row], MIN_PS[row]) for row in (0, 1, 3)]
     assert sets_of(drawing, probs, sampled) == expected
 
