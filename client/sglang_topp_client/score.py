@@ -29,7 +29,7 @@ class Score:
         candidates: the candidate set of each of these positions, L - start of them, with `token_ids[t]` as
             its sampled token; None when the request did not ask for them.
         weight_version: the engine's name for the weights that every position comes from. (Without candidate
-            sets, and on SGLang 0.5.15.post1, that is its name when it had scored the sequence: where weights
+            sets, and on SGLang before 0.5.19, that is its name when it had scored the sequence: where weights
             were pushed into an `in_place` pause meanwhile, positions before that come from the ones before.)
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """

@@ -104,10 +104,14 @@ class InFlight:
         try:
             async with self.http.stream("POST", "/generate", json=body) as answer:
                 assert answer.status_code == 200, await answer.aread()
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        chunks.append(json.loads(line.removeprefix("data: ")))
-                        self._moved.set()
+                rest = b""
+                async for part in answer.aiter_bytes():
+                    # Not `aiter_lines`, which ends a line at characters that may stand in a text.
+                    *lines, rest = (rest + part).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: {"):
+                            chunks.append(json.loads(line.removeprefix(b"data: ")))
+                            self._moved.set()
         finally:
             self._moved.set()
         return chunks[-1]

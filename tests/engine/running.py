@@ -54,9 +54,10 @@ class Engine:
         chunks = []
         with self.http.stream("POST", "/generate", json={**body, "stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    chunks.append(json.loads(line.removeprefix("data: ")))
+            # Not `iter_lines`, which ends a line at characters that may stand in a text.
+            for line in answer.read().split(b"\n"):
+                if line.startswith(b"data: ") and line != b"data: [DONE]":
+                    chunks.append(json.loads(line.removeprefix(b"data: ")))
         return chunks
 
 

@@ -23,7 +23,6 @@ SHORT_SET = (
     "tests/engine/test_retraction.py",
     "tests/engine/test_sampler_source.py",
     "tests/engine/test_fail_closed.py::test_doctor_holds_here",
-    "tests/patches",
 )
 """A start, the oracle that shares no code, streams, n above 1, prompt sets, aborts, retractions, what the
 sampler could draw, doctor."""

@@ -109,18 +109,26 @@ def digest(release: Release) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The README's table of releases, in Markdown."""
+    """The README's table of releases, and why something is not served on some of them, in Markdown."""
     lines = ["| SGLang | torch | Python | state | tests | not served there |", "|---|---|---|---|---|---|"]
+    reasons: dict[tuple[str, str], list[str]] = {}
     for each in results:
         count = f"{each.tests['passed']:,} of the {each.set} set"
         if each.tests["failed"]:
             count += f", {each.tests['failed']} failed"
-        refused = "; ".join(f"`{what}`: {why}" for what, why in each.refused.items()).replace("|", "/")
+        refused = ", ".join(f"`{what}`" for what in sorted(each.refused))
+        for refusal in each.refused.items():
+            reasons.setdefault(refusal, []).append(each.release)
         torch, python = each.torch.partition("+")[0], ".".join(each.python.split(".")[:2])
         lines.append(f"| {each.release} | {torch} | {python} | {each.state} | {count} | {refused} |")
     lines.append(
         "| any other | | | refused | | requests for sets get a 400 that says so, everything else is served |"
     )
+    if reasons:
+        lines.append("")
+    for (what, why), releases in sorted(reasons.items()):
+        of = releases[0] if len(releases) == 1 else f"{releases[-1]} to {releases[0]}"
+        lines.append(f"- `{what}`, {of}: {why}.")
     return "\n".join(lines)
 
 

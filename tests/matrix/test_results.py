@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from sglang_topp_patches.releases import RELEASES as SERVED
 from tests.matrix import __main__ as matrix
 from tests.matrix import results
+from tests.matrix.environment import ROOT
 from tests.matrix.releases import RELEASES
 from tests.matrix.results import Result, Suite
 
@@ -41,7 +43,7 @@ RESULT = Result(
     code="0" * 16,
     doctor=True,
     tests={"passed": 1234, "failed": 0, "skipped": 5},
-    refused={"gRPC": "has none of it|that", "--pp-size": "hands nothing on"},
+    refused={"resumed_tokens": "has no function", "--pp-size": "hands nothing on"},
 )
 
 
@@ -85,16 +87,34 @@ def test_nothing_is_supported_that_failed_or_was_not_run(change: dict[str, Any],
 
 
 def test_the_table() -> None:
-    failed = replace(RESULT, release="0.5.12", refused={}, doctor=False, set="short", failures=("a: b",))
-    failed = replace(failed, tests={"passed": 7, "failed": 1, "skipped": 0})
+    failed = replace(RESULT, release="0.5.12", doctor=False, set="short", failures=("a: b",))
+    failed = replace(
+        failed, refused={"--pp-size": "hands nothing on"}, tests={"passed": 7, "failed": 1, "skipped": 0}
+    )
     lines = results.table([RESULT, failed]).splitlines()
     assert lines[2:4] == [
-        "| 0.5.20 | 2.13.0 | 3.11 | supported | 1,234 of the whole set |"
-        " `gRPC`: has none of it/that; `--pp-size`: hands nothing on |",
-        "| 0.5.12 | 2.13.0 | 3.11 | fails | 7 of the short set, 1 failed |  |",
+        "| 0.5.20 | 2.13.0 | 3.11 | supported | 1,234 of the whole set | `--pp-size`, `resumed_tokens` |",
+        "| 0.5.12 | 2.13.0 | 3.11 | fails | 7 of the short set, 1 failed | `--pp-size` |",
     ]
     assert lines[4].startswith("| any other |")
-    assert {line.count("|") for line in lines} == {7}
+    assert {line.count("|") for line in lines[:5]} == {7}
+    assert lines[5:] == [
+        "",
+        "- `--pp-size`, 0.5.12 to 0.5.20: hands nothing on.",
+        "- `resumed_tokens`, 0.5.20: has no function.",
+    ]
+
+
+def test_the_readme_shows_what_came_out() -> None:
+    found = results.read()
+    assert results.table(found) in (ROOT / "README.md").read_text(), "see `python -m tests.matrix table`"
+    assert all(each.is_served for each in found)
+
+
+def test_what_is_served_was_run() -> None:
+    """`make test` is the newest's run."""
+    newest, *others = SERVED
+    assert {each.release for each in results.read()} - {newest} == set(others)
 
 
 def test_a_digest_is_of_the_code_the_packages_and_the_set() -> None:
