@@ -24,7 +24,6 @@ async def test_sets_stay_exact_over_pauses(engine: Engine, mode: str) -> None:
     # Longer than a chunk of the prefill: a retracted request is prefilled in several passes.
     prompts = [[97 + (i + j) % 26 for j in range(150)] for i in range(len(forms))]
     async with InFlight.at(engine.url) as requests:
-        await requests.pause("in_place")  # so that none has ended before all are there
         for i, (stream, base64, greedy) in enumerate(forms):
             requests.send(
                 f"form-{i}",
@@ -41,8 +40,6 @@ async def test_sets_stay_exact_over_pauses(engine: Engine, mode: str) -> None:
                 top_logprobs_num=VOCAB_SIZE,
                 top_logprobs_p=P,
             )
-        await requests.arrive()
-        await requests.go_on()
         for round_number in range(3):
             await requests.move("form-0", 2)
             await requests.pause(mode)
