@@ -136,7 +136,6 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.RESUMED)),
         "0.5.22": Release(AuxiliaryOutput(), _SGLANG_0_5_22, _BEFORE_0_5_23),
-        "0.5.21": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.20": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.19": Release(
             SingleAuxiliaryOutput(),
@@ -144,12 +143,8 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
             _BEFORE_0_5_20,
         ),
         "0.5.18": Release(CustomizedInfo(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19),
-        "0.5.17": Release(CustomizedInfoOneNormalizer(), _WITH_PROCESSORS, _BEFORE_0_5_19),
         "0.5.16": Release(CustomizedInfoOneNormalizer(), _WITH_PROCESSORS, _BEFORE_0_5_19),
         "0.5.15.post1": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
-        "0.5.15": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
-        "0.5.14": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
-        "0.5.13.post1": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_13, _BEFORE_0_5_19),
         "0.5.13": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_13, _BEFORE_0_5_19),
         "0.5.12.post1": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
         "0.5.12": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
