@@ -13,7 +13,7 @@ __all__ = ["SamplerLogprobs", "SamplerLogprobsOfWorkerBatch", "SamplerLogprobsUn
 
 
 class SamplerLogprobs(CustomizedInfoOneNormalizer):
-    """`Internals` of 0.5.14 to 0.5.15.post1."""
+    """`Internals` of 0.5.15 and 0.5.15.post1."""
 
     def streams_increments(self, manager: Any) -> bool:
         """By the server's arguments."""
@@ -25,7 +25,7 @@ class SamplerLogprobs(CustomizedInfoOneNormalizer):
 
 
 class SamplerLogprobsUnaligned(SamplerLogprobs):
-    """`Internals` of 0.5.13 and 0.5.13.post1, which have no runtime context, and send `customized_info` of
+    """`Internals` of 0.5.13, which has no runtime context, and send `customized_info` of
     those requests alone that have some."""
 
     def answers_requests(self) -> bool:
