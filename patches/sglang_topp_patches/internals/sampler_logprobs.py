@@ -25,7 +25,7 @@ class SamplerLogprobs(CustomizedInfoOneNormalizer):
 
 
 class SamplerLogprobsUnaligned(SamplerLogprobs):
-    """`Internals` of 0.5.13, which has no runtime context, and send `customized_info` of
+    """`Internals` of 0.5.13, which has no runtime context, and sends `customized_info` of
     those requests alone that have some."""
 
     def answers_requests(self) -> bool:
