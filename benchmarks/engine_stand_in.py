@@ -1,7 +1,8 @@
 """An engine that takes no time: SGLang's answers with candidate sets, made once and sent again and again.
 
-It measures who stands before it. `python -m benchmarks.engine_stand_in [--token-s SECONDS]` listens on a free
-loopback port and prints its address; with a pace, a sample of T tokens takes T times that long.
+It measures who stands before it. `python -m benchmarks.engine_stand_in [--token-s SECONDS] [--max-running N]`
+listens on a free loopback port and prints its address; with a pace, a sample of T tokens takes T times that
+long, and those beyond the N that run wait for one of them to end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,9 +48,10 @@ _INFO = {
 
 
 @contextmanager
-def run_stand_in(*, token_s: float = 0.0) -> Iterator[str]:
+def run_stand_in(*, token_s: float = 0.0, max_running: int = 1 << 20) -> Iterator[str]:
     """The address of one that runs in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.engine_stand_in", "--token-s", str(token_s)]
+    options = ["--token-s", str(token_s), "--max-running", str(max_running)]
+    command = [sys.executable, "-m", "benchmarks.engine_stand_in", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -95,11 +98,36 @@ def _row(rng: np.random.Generator, size: int) -> np.ndarray[Any, np.dtype[np.flo
     return np.log(np.maximum(mass, 1e-9)).astype(np.float32)
 
 
+class _Pace:
+    """So many samples run at once, each for as long as its tokens take; the others wait in their order."""
+
+    def __init__(self, token_s: float, max_running: int) -> None:
+        self._token_s = token_s
+        self._free = max_running
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+
+    def run(self, tokens: int, then: Callable[[], None]) -> None:
+        """Call `then` when a sample of so many tokens has run."""
+        self._waiting.append((tokens, then))
+        self._start()
+
+    def _start(self) -> None:
+        while self._free and self._waiting:
+            self._free -= 1
+            tokens, then = self._waiting.popleft()
+            asyncio.get_running_loop().call_later(tokens * self._token_s, self._end, then)
+
+    def _end(self, then: Callable[[], None]) -> None:
+        then()
+        self._free += 1
+        self._start()
+
+
 class _Connection(asyncio.Protocol):
     """As much of HTTP as our own clients speak."""
 
-    def __init__(self, token_s: float) -> None:
-        self._token_s = token_s
+    def __init__(self, pace: _Pace) -> None:
+        self._pace = pace
         self._received = bytearray()
         self._transport: Any = None
 
@@ -137,7 +165,7 @@ class _Connection(asyncio.Protocol):
         self._start(b"200 OK", b"text/event-stream", len(first) * (tokens > 1) + len(whole))
         if tokens > 1:  # or the first event is the last
             self._transport.write(first)
-        asyncio.get_running_loop().call_later(tokens * self._token_s, self._transport.write, whole)
+        self._pace.run(tokens, lambda: self._transport.write(whole))
 
     def _start(self, status: bytes, media_type: bytes, length: int) -> None:
         self._transport.write(
@@ -145,9 +173,9 @@ class _Connection(asyncio.Protocol):
         )
 
 
-async def _serve(token_s: float) -> None:
+async def _serve(pace: _Pace) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: _Connection(token_s), "127.0.0.1", 0, backlog=4096)
+    server = await loop.create_server(lambda: _Connection(pace), "127.0.0.1", 0, backlog=4096)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
@@ -155,4 +183,6 @@ async def _serve(token_s: float) -> None:
 if __name__ == "__main__":
     _parser = argparse.ArgumentParser(description=__doc__)
     _parser.add_argument("--token-s", type=float, default=0.0)
-    asyncio.run(_serve(_parser.parse_args().token_s))
+    _parser.add_argument("--max-running", type=int, default=1 << 20)
+    _args = _parser.parse_args()
+    asyncio.run(_serve(_Pace(_args.token_s, _args.max_running)))

@@ -1,5 +1,5 @@
 """What the sidecar costs between client and engine, before an engine that takes no time, and one at a GPU's
-pace.
+pace: with samples that all end at once, and with lengths that differ, as those of rollouts do.
 
 Stand-in, sidecar and client are processes of one machine and share its cores.
 """
@@ -11,10 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import httpx
+import numpy as np
 
 from benchmarks.engine_stand_in import MEAN_SET, run_stand_in
 from benchmarks.harness import compare, compare_counts
@@ -26,46 +28,66 @@ __all__ = ["run"]
 IN_FLIGHT = 256
 SAMPLES = 1024
 TOKEN_S = 0.02
+MEAN_TOKENS = 128
 PROMPT_TOKENS = 64
 TARGET = 0.97
 SHORT, LONG = 32, 512
 STRAIGHT, TWO, SIDECAR = "straight to the engine", "through it with --workers 2", "through the sidecar"
 
 
+@dataclass(frozen=True)
+class _Servers:
+    """The addresses of an engine, of a sidecar before it and of one with two workers."""
+
+    engine: str
+    sidecar: str
+    sidecar_pid: int
+    two_workers: str
+
+
 def run() -> None:
-    cores = f"{os.cpu_count()} cores for all processes"
-    with _servers() as (engine, sidecar, two, pid):
+    cores = f"mean set {MEAN_SET}, {os.cpu_count()} cores for all processes"
+    with _servers() as servers:
         for tokens in (SHORT, LONG):
-            compare(
-                f"sidecar: an engine that takes no time, {IN_FLIGHT} in flight, {SAMPLES} samples x {tokens}"
-                f" tokens, mean set {MEAN_SET}, {cores}",
-                {STRAIGHT: _all(engine, tokens), TWO: _all(two, tokens), SIDECAR: _all(sidecar, tokens)},
-                rounds=5,
-                picture="sidecar",
-            )
-        _show_cost(engine, sidecar, pid)
-    tokens = 128
-    with _servers(token_s=TOKEN_S) as (engine, sidecar, two, _):
-        compare(
-            f"sidecar: an engine of {TOKEN_S * 1e3:.0f} ms a token, {IN_FLIGHT} in flight, {SAMPLES} samples"
-            f" x {tokens} tokens ({IN_FLIGHT / TOKEN_S:,.0f} tokens/s), mean set {MEAN_SET}, {cores}",
-            {STRAIGHT: _all(engine, tokens), TWO: _all(two, tokens), SIDECAR: _all(sidecar, tokens)},
-            rounds=5,
-            target=TARGET,
-            picture="sidecar",
-        )
+            title = f"that takes no time, {IN_FLIGHT} in flight, {SAMPLES} samples x {tokens} tokens, {cores}"
+            _compare(title, servers, [tokens] * SAMPLES, in_flight=IN_FLIGHT)
+        _show_cost(servers)
+    paced = f"of {TOKEN_S * 1e3:.0f} ms a token"
+    with _servers(token_s=TOKEN_S) as servers:
+        together = f"{SAMPLES} samples x {MEAN_TOKENS} tokens, which end together"
+        title = f"{paced}, {IN_FLIGHT} in flight, {together}, {cores}"
+        _compare(title, servers, [MEAN_TOKENS] * SAMPLES, in_flight=IN_FLIGHT, target=TARGET)
+    with _servers(token_s=TOKEN_S, max_running=IN_FLIGHT) as servers:
+        lengths = np.random.default_rng(0).integers(1, 2 * MEAN_TOKENS, SAMPLES).tolist()
+        title = f"{paced} that runs {IN_FLIGHT} of {SAMPLES} samples x 1 to {max(lengths)} tokens, {cores}"
+        _compare(title, servers, lengths, in_flight=SAMPLES, target=TARGET)
 
 
-def _show_cost(engine: str, sidecar: str, pid: int) -> None:
+def _compare(
+    title: str, servers: _Servers, lengths: Sequence[int], *, in_flight: int, target: float | None = None
+) -> None:
+    urls = {STRAIGHT: servers.engine, TWO: servers.two_workers, SIDECAR: servers.sidecar}
+    compare(
+        f"sidecar: an engine {title}",
+        {label: _all(url, lengths, in_flight) for label, url in urls.items()},
+        rounds=5,
+        target=target,
+        picture="sidecar",
+    )
+
+
+def _show_cost(servers: _Servers) -> None:
     """Processor time in the sidecar and in the client, per sample and per token: what stays of it when
     `SHORT` samples and `LONG` ones are compared."""
     cost: dict[str, float] = {}
     for label, url, clock in (
-        ("client, straight", engine, time.process_time),
-        ("client, through the sidecar", sidecar, time.process_time),
-        ("the sidecar", sidecar, lambda: _cpu_s(pid)),
+        ("client, straight", servers.engine, time.process_time),
+        ("client, through the sidecar", servers.sidecar, time.process_time),
+        ("the sidecar", servers.sidecar, lambda: _cpu_s(servers.sidecar_pid)),
     ):
-        per_sample = {tokens: _per_sample(_all(url, tokens), clock) for tokens in (SHORT, LONG)}
+        per_sample = {
+            tokens: _per_sample(_all(url, [tokens] * SAMPLES, IN_FLIGHT), clock) for tokens in (SHORT, LONG)
+        }
         per_token = (per_sample[LONG] - per_sample[SHORT]) / (LONG - SHORT)
         cost[f"{label}: per token"] = per_token * 1e6
         cost[f"{label}: per sample"] = (per_sample[SHORT] - SHORT * per_token) * 1e6
@@ -80,29 +102,29 @@ def _per_sample(work: Callable[[], object], clock: Callable[[], float]) -> float
     return (clock() - start) / (3 * SAMPLES)
 
 
-def _all(url: str, tokens: int) -> Callable[[], object]:
+def _all(url: str, lengths: Sequence[int], in_flight: int) -> Callable[[], object]:
+    """A sample of each length, so many of them at once, as far as the engine runs them."""
+
     async def go() -> None:
         is_sidecar = httpx.get(f"{url}/info").status_code == 200
-        calls = IN_FLIGHT // (RolloutsExchange.samples_per_call if is_sidecar else 1)
+        calls = in_flight // (RolloutsExchange.samples_per_call if is_sidecar else 1)
         async with AsyncRolloutClient(url, max_connections=calls) as client:
             prompts = [[i, *range(PROMPT_TOKENS - 1)] for i in range(SAMPLES)]
-            params = {"max_new_tokens": tokens}
+            params = [{"max_new_tokens": tokens} for tokens in lengths]
             rollouts = await client.generate(prompts, params, top_logprobs_p=0.95, progress=False)
-        assert len(rollouts) == SAMPLES
-        assert all(len(rollout.output_ids) == tokens for rollout in rollouts)
+        assert [len(rollout.output_ids) for rollout in rollouts] == list(lengths)
 
     return lambda: asyncio.run(go())
 
 
 @contextmanager
-def _servers(*, token_s: float = 0.0) -> Iterator[tuple[str, str, str, int]]:
-    """The addresses of an engine, a sidecar and one of two workers before it; the first sidecar's process."""
+def _servers(*, token_s: float = 0.0, max_running: int = SAMPLES) -> Iterator[_Servers]:
     with (
-        run_stand_in(token_s=token_s) as engine,
+        run_stand_in(token_s=token_s, max_running=max_running) as engine,
         _run_sidecar(engine) as (sidecar, pid),
         _run_sidecar(engine, "--workers", "2") as (two, _),
     ):
-        yield engine, sidecar, two, pid
+        yield _Servers(engine, sidecar, pid, two)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from sglang_topp_patches.internals.sampler_logprobs import (
     SamplerLogprobs,
     SamplerLogprobsOfWorkerBatch,
     SamplerLogprobsUnaligned,
+    SamplerLogprobsWithoutContext,
 )
 from sglang_topp_patches.seam_groups import Seam
 
@@ -129,7 +130,7 @@ _BEFORE_0_5_13 = {
 }
 
 _SGLANG_0_5_13 = (*_BEFORE_AUXILIARY_OUTPUT, *seams.COMMITTED_BY_US, *seams.SAMPLER_LOGPROBS)
-_SGLANG_0_5_15 = (*_SGLANG_0_5_13, *seams.GRPC)
+_SGLANG_0_5_14 = (*_SGLANG_0_5_13, *seams.GRPC)
 _SGLANG_0_5_12 = (*_BEFORE_AUXILIARY_OUTPUT, *seams.COMMITTED_IN_MIXIN, *seams.SAMPLER_LOGPROBS)
 
 RELEASES: Mapping[str, Release] = MappingProxyType(
@@ -145,9 +146,9 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         ),
         "0.5.18": Release(CustomizedInfo(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19),
         "0.5.16": Release(CustomizedInfoOneNormalizer(), _WITH_PROCESSORS, _BEFORE_0_5_19),
-        "0.5.15.post1": Release(SamplerLogprobs(), _SGLANG_0_5_15, _BEFORE_0_5_19),
-        "0.5.15": Release(SamplerLogprobs(), _SGLANG_0_5_15, _BEFORE_0_5_19),
-        "0.5.13": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_13, _BEFORE_0_5_19),
+        "0.5.15.post1": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
+        "0.5.15": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
+        "0.5.13": Release(SamplerLogprobsWithoutContext(), _SGLANG_0_5_13, _BEFORE_0_5_19),
         "0.5.12.post1": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
         "0.5.12": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
     }

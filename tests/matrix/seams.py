@@ -9,10 +9,12 @@ import re
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import sglang_topp_patches
+from sglang_topp_patches.internals.interface import Internals
 from sglang_topp_patches.package_source import PackageSource
 from sglang_topp_patches.releases import RELEASES, Feature
 from sglang_topp_patches.seams import difference
@@ -72,16 +74,35 @@ def hook_imports(version: str) -> Iterator[str]:
     release = RELEASES.get(version)
     if release is None:
         return
-    internals = type(release.internals)
-    functions = [
-        function
-        for name, function in inspect.getmembers(internals, inspect.isfunction)
-        if _ASKED_FOR.get(name) not in release.refused
-    ]
+    called = [name for name in dir(Internals) if _ASKED_FOR.get(name) not in release.refused]
+    trees = [*_methods(type(release.internals), called)]
     for seam in release.seams:
-        functions += [pkgutil.resolve_name(f"sglang_topp_patches.{hook.function}") for hook in seam.hooks]
-    for function in functions:
-        yield from _imports(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+        trees += [_tree(pkgutil.resolve_name(f"sglang_topp_patches.{hook.function}")) for hook in seam.hooks]
+    for tree in trees:
+        yield from _imports(ast.walk(tree))
+
+
+def _methods(cls: type, names: Iterable[str]) -> Iterator[ast.AST]:
+    """The methods of these names, and those that they reach by `self` and by `super()`."""
+    waiting = [(cls.__mro__, name) for name in names]
+    seen = set()
+    while waiting:
+        order, name = waiting.pop()
+        at = next((at for at, each in enumerate(order) if inspect.isfunction(vars(each).get(name))), None)
+        if at is None or (order[at], name) in seen:
+            continue
+        seen.add((order[at], name))
+        tree = _tree(vars(order[at])[name])
+        yield tree
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                owner = ast.unparse(node.value)
+                waiting += [(cls.__mro__, node.attr)] if owner == "self" else []
+                waiting += [(order[at + 1 :], node.attr)] if owner == "super()" else []
+
+
+def _tree(function: Callable[..., Any]) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
 
 
 def _imports(nodes: Iterable[ast.AST]) -> Iterator[str]:

@@ -31,6 +31,18 @@ def test_the_installed_release_has_all_of_it(source: PackageSource) -> None:
     assert all(source.has(name) for name in imported)
 
 
+@pytest.mark.parametrize(
+    ("version", "unpickles", "has_context"),
+    [("0.5.20", True, True), ("0.5.15", True, True), ("0.5.13", False, False)],
+)
+def test_what_a_method_reaches_is_looked_at(version: str, unpickles: bool, has_context: bool) -> None:
+    """0.5.20 and 0.5.15 import that by a method of a method, in a class before theirs; 0.5.13 replaces it."""
+    imported = {*seams.hook_imports(version)}
+    assert ("sglang.srt.managers.io_struct.unwrap_from_pickle" in imported) == unpickles
+    assert ("sglang.srt.runtime_context.get_parallel" in imported) == has_context
+    assert ("sglang.srt.layers.dp_attention.get_attention_tp_rank" in imported) != has_context
+
+
 def test_what_it_lacks_is_named(source: PackageSource, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = (
         Seam("sglang.srt.plugins.load_plugins_by_group", ("group", "renamed"), ""),

@@ -9,7 +9,12 @@ from typing import Any
 from sglang_topp_patches.internals.customized_info import CustomizedInfoOneNormalizer
 from sglang_topp_patches.payload import KEY, PROMPT_KEY
 
-__all__ = ["SamplerLogprobs", "SamplerLogprobsOfWorkerBatch", "SamplerLogprobsUnaligned"]
+__all__ = [
+    "SamplerLogprobs",
+    "SamplerLogprobsOfWorkerBatch",
+    "SamplerLogprobsUnaligned",
+    "SamplerLogprobsWithoutContext",
+]
 
 
 class SamplerLogprobs(CustomizedInfoOneNormalizer):
@@ -25,18 +30,7 @@ class SamplerLogprobs(CustomizedInfoOneNormalizer):
 
 
 class SamplerLogprobsUnaligned(SamplerLogprobs):
-    """`Internals` of 0.5.13, which has no runtime context, and sends `customized_info` of
-    those requests alone that have some."""
-
-    def answers_requests(self) -> bool:
-        """By the ranks of attention."""
-        from sglang.srt.layers.dp_attention import get_attention_cp_rank, get_attention_tp_rank
-
-        return bool(get_attention_tp_rank() == 0 and get_attention_cp_rank() == 0)
-
-    def sanitizes_logits(self) -> bool:
-        """There is no such switch."""
-        return False
+    """`Internals` of 0.5.14, which sends `customized_info` of those requests alone that have some."""
 
     def align(self, reqs: Sequence[Any]) -> None:
         """SGLang would list the entries of some requests, and read them by the place of each in the batch."""
@@ -51,7 +45,21 @@ class SamplerLogprobsUnaligned(SamplerLogprobs):
         return getattr(recv_obj, "customized_info", None) or {}
 
 
-class SamplerLogprobsOfWorkerBatch(SamplerLogprobsUnaligned):
+class SamplerLogprobsWithoutContext(SamplerLogprobsUnaligned):
+    """`Internals` of 0.5.13 and 0.5.13.post1, which have no runtime context."""
+
+    def answers_requests(self) -> bool:
+        """By the ranks of attention."""
+        from sglang.srt.layers.dp_attention import get_attention_cp_rank, get_attention_tp_rank
+
+        return bool(get_attention_tp_rank() == 0 and get_attention_cp_rank() == 0)
+
+    def sanitizes_logits(self) -> bool:
+        """There is no such switch."""
+        return False
+
+
+class SamplerLogprobsOfWorkerBatch(SamplerLogprobsWithoutContext):
     """`Internals` of 0.5.12 and 0.5.12.post1, where a pass that only scores has no `ForwardBatch`."""
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
