@@ -25,7 +25,6 @@ from sglang_topp_patches.internals.interface import Internals
 from sglang_topp_patches.internals.sampler_logprobs import (
     SamplerLogprobs,
     SamplerLogprobsOfWorkerBatch,
-    SamplerLogprobsUnaligned,
     SamplerLogprobsWithoutContext,
 )
 from sglang_topp_patches.seam_groups import Seam
