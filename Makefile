@@ -32,7 +32,7 @@ bench: .venv/.bench
 	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements-bench.lock
 	touch $@
 
-# SECONDS and REQUESTS bound it; PART=mixed, kills or abuse runs one part of it.
+# SECONDS and REQUESTS bound it; PART=mixed, engines, kills or abuse runs one part of it.
 soak: setup
 	SECONDS=$(or $(SECONDS),1800) REQUESTS=$(or $(REQUESTS),20000) $(BIN)/python -m tests.soak $(PART)
 

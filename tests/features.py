@@ -9,7 +9,7 @@ import torch
 
 from sglang_topp_patches.releases import Feature, refused
 
-__all__ = ["needs", "needs_grammars", "needs_native_masks", "skip_without", "takes"]
+__all__ = ["grammar_problem", "needs", "needs_grammars", "needs_native_masks", "skip_without", "takes"]
 
 
 def needs(feature: Feature) -> pytest.MarkDecorator:
@@ -27,25 +27,29 @@ def takes(field: str) -> bool:
     return field in GenerateReqInput.__dataclass_fields__
 
 
-def needs_native_masks() -> pytest.MarkDecorator:
-    """Skip a test that compares with SGLang's own `return_sampling_mask` where there is none."""
-    reason = "this SGLang has no return_sampling_mask"
-    return pytest.mark.skipif(not takes("return_sampling_mask"), reason=reason)
+def needs_native_masks(field: str = "return_sampling_mask") -> pytest.MarkDecorator:
+    """Skip a test that compares with SGLang's own masks where it has none, or without this field."""
+    return pytest.mark.skipif(not takes(field), reason=f"this SGLang has no {field}")
 
 
-def needs_grammars() -> pytest.MarkDecorator:
-    """Skip a test that constrains what is generated where SGLang cannot do so without an accelerator: its
-    scheduler ends there."""
+def grammar_problem() -> str:
+    """Why SGLang cannot constrain what is generated here, or nothing: without an accelerator the scheduler of
+    some releases ends then."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-    reason = ""
     if not torch.cuda.is_available():
         try:
             XGrammarGrammar.apply_vocab_mask(None, torch.zeros(1, 32), torch.ones(1, 1, dtype=torch.int32))
         except RuntimeError as error:
-            reason = f"this SGLang has no grammars here: {error}"
+            return f"this SGLang has no grammars here: {error}"
+    return ""
+
+
+def needs_grammars() -> pytest.MarkDecorator:
+    """Skip a test that constrains what is generated where SGLang cannot."""
+    reason = grammar_problem()
     return pytest.mark.skipif(bool(reason), reason=reason)
 
 

@@ -25,6 +25,7 @@ from sglang_topp_patches.internals.interface import Internals
 from sglang_topp_patches.internals.sampler_logprobs import (
     SamplerLogprobs,
     SamplerLogprobsOfWorkerBatch,
+    SamplerLogprobsUnaligned,
     SamplerLogprobsWithoutContext,
 )
 from sglang_topp_patches.seam_groups import Seam
@@ -41,7 +42,6 @@ class Feature(StrEnum):
     DISAGGREGATION = "--disaggregation-mode"
     HTTP_WORKERS = "--tokenizer-worker-num"
     RESUMED = "resumed_tokens"
-    PROMPT_IDS = "return_prompt_token_ids"
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,6 @@ _NO_PLUGINS_IN_WORKERS = {
 _NOT_TRIED = "was not tried on this release"
 _BEFORE_0_5_23 = {
     **_NO_PLUGINS_IN_WORKERS,
-    Feature.PIPELINE: _NOT_TRIED,
-    Feature.DISAGGREGATION: _NOT_TRIED,
     Feature.RESUMED: "SGLang has no function that sends a request which is aborted while it waits",
 }
 _BEFORE_0_5_20 = {
@@ -102,6 +100,7 @@ _BEFORE_0_5_20 = {
 }
 _BEFORE_0_5_19 = {
     **_BEFORE_0_5_20,
+    Feature.DISAGGREGATION: _NOT_TRIED,
     Feature.PIPELINE: "SGLang hands nothing of an extension's on from stage to stage",
     Feature.WEIGHT_VERSIONS: "SGLang's scheduler is not told the name of its weights",
 }
@@ -123,14 +122,14 @@ _SGLANG_0_5_20 = (
     *seams.SAMPLER_SOURCE,
     *seams.PROMPT_ROWS,
 )
-_BEFORE_0_5_13 = {
-    **_BEFORE_0_5_19,
-    Feature.PROMPT_IDS: "SGLang does not have it: the client takes prompts as token ids alone",
-}
-
 _SGLANG_0_5_13 = (*_BEFORE_AUXILIARY_OUTPUT, *seams.COMMITTED_BY_US, *seams.SAMPLER_LOGPROBS)
 _SGLANG_0_5_14 = (*_SGLANG_0_5_13, *seams.GRPC)
-_SGLANG_0_5_12 = (*_BEFORE_AUXILIARY_OUTPUT, *seams.COMMITTED_IN_MIXIN, *seams.SAMPLER_LOGPROBS)
+_SGLANG_0_5_12 = (
+    *_BEFORE_AUXILIARY_OUTPUT,
+    *seams.PROMPT_IDS,
+    *seams.COMMITTED_IN_MIXIN,
+    *seams.SAMPLER_LOGPROBS,
+)
 
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
@@ -144,12 +143,15 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
             _BEFORE_0_5_20,
         ),
         "0.5.18": Release(CustomizedInfo(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19),
+        "0.5.17": Release(CustomizedInfoOneNormalizer(), _WITH_PROCESSORS, _BEFORE_0_5_19),
         "0.5.16": Release(CustomizedInfoOneNormalizer(), _WITH_PROCESSORS, _BEFORE_0_5_19),
         "0.5.15.post1": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
         "0.5.15": Release(SamplerLogprobs(), _SGLANG_0_5_14, _BEFORE_0_5_19),
+        "0.5.14": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_14, _BEFORE_0_5_19),
+        "0.5.13.post1": Release(SamplerLogprobsWithoutContext(), _SGLANG_0_5_13, _BEFORE_0_5_19),
         "0.5.13": Release(SamplerLogprobsWithoutContext(), _SGLANG_0_5_13, _BEFORE_0_5_19),
-        "0.5.12.post1": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
-        "0.5.12": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
+        "0.5.12.post1": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_19),
+        "0.5.12": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_19),
     }
 )
 """SGLang version to what it has, the newest first."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.resumable import RESUMED
-from sglang_topp_patches import model, resumed, routes
+from sglang_topp_patches import model, prompt_ids, resumed, routes
 from sglang_topp_patches.budget import LIST_FORM_COST
 from sglang_topp_patches.mode import refusals, source_refusals, temperature_refusal
 from sglang_topp_patches.payload import (
@@ -53,6 +53,9 @@ def extend_request_class(cls: type[Any]) -> None:
     cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
     for name in (*FIELDS, RESUMED):
         setattr(cls, name, False if name == BASE64 else None)
+    if prompt_ids.FIELD not in cls.__dataclass_fields__:
+        cls.__annotations__[prompt_ids.FIELD] = bool
+        setattr(cls, prompt_ids.FIELD, False)
     # `dataclasses.dataclass` leaves an `__init__` alone that is there already.
     del cls.__init__
     dataclasses.dataclass(cls)

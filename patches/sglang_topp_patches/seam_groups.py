@@ -582,6 +582,34 @@ WAITING = (
 )
 """What sends an answer looks its state up, before 0.5.19."""
 
+PROMPT_IDS = (
+    Seam(
+        f"{_REQUEST}.__getitem__",
+        ("self", "i"),
+        "the parts of a batch keep return_prompt_token_ids",
+        (_after("prompt_ids.get_item"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._send_one_request",
+        ("self", "tokenized_obj"),
+        "a prompt's token ids are kept for its answer",
+        (_before("prompt_ids.note"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._send_batch_request",
+        ("self", "tokenized_objs"),
+        "so are those of prompts that are sent together",
+        (_before("prompt_ids.note_batch"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._wait_one_response",
+        ("self", "obj", "request"),
+        "a prompt's token ids are written beside its answer",
+        (_around("prompt_ids.write"),),
+    ),
+)
+"""What text prompts were taken as, before 0.5.13."""
+
 HTTP_ADDITIONS = (
     Seam(
         f"{_TOKENIZER_MANAGER}.__init__",

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests.engine.checks import check_whole
 from tests.engine.conftest import VOCAB_SIZE
@@ -21,7 +23,9 @@ WHOLE = {"return_logprob": True, "top_logprobs_p": 0.8, "top_logprobs_num": VOCA
 @pytest.fixture(scope="module")
 def replicas(model_path: Path, log_folder: Path) -> Iterator[Engine]:
     arguments = ["--dp-size", "2", "--skip-tokenizer-init"]
-    environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    # The cores of each rank; before 0.5.20, of each rank within a replica.
+    cores = "0|1" if Version(version("sglang")) >= Version("0.5.20") else "0-1"
+    environment = {"SGLANG_CPU_OMP_THREADS_BIND": cores}
     with run_engine(model_path, log_folder / "dp.log", *arguments, env=environment) as running:
         yield running
 

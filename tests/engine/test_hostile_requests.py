@@ -18,6 +18,7 @@ import pytest
 
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.running import Engine, free_port
+from tests.features import needs_grammars
 
 CONTEXT_LENGTH = 4096
 SAMPLING = {"max_new_tokens": 4, "top_p": 0.9}
@@ -239,6 +240,7 @@ def test_long_stop_strings(unharmed: None, engine: Engine, sidecar: httpx.Client
 NESTED = '{"type":"object","properties":{"a":' * 500 + '{"type":"string"}' + "}}" * 500
 
 
+@needs_grammars()
 @pytest.mark.parametrize(
     "grammar",
     [

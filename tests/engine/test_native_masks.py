@@ -20,17 +20,22 @@ from sglang_topp.replay import candidate_logprobs, masked_logprobs, replay_metri
 from tests.engine.checks import checked_sets
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.running import Engine
+from tests.features import needs_native_masks, takes
 
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 8]
 SAMPLING = {"max_new_tokens": 24, "temperature": 0.8, "ignore_eos": True}
 FORMS: dict[str, dict[str, Any]] = {
-    "lists": {},
-    "flat": {"return_flat_raw_output_top_logprobs": True},
-    "flat in base64": {
-        "return_flat_raw_output_top_logprobs": True,
-        "return_flat_raw_top_logprobs_b64": True,
-    },
-    "ours": {"return_logprobs_in_base64": True},
+    name: fields
+    for name, fields in {
+        "lists": {},
+        "flat": {"return_flat_raw_output_top_logprobs": True},
+        "flat in base64": {
+            "return_flat_raw_output_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
+        },
+        "ours": {"return_logprobs_in_base64": True},
+    }.items()
+    if all(takes(field) for field in fields if "flat" in field)
 }
 
 
@@ -97,6 +102,7 @@ def test_streamed_and_empty_answers_have_fixed_k_sets(engine: Engine) -> None:
         CandidateSets.from_top_k(without["meta_info"], without["output_ids"], 3)
 
 
+@needs_native_masks("sampling_logprobs_mode")
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -134,6 +140,7 @@ def test_support_logprobs_become_those_of_the_whole_distribution(
             )
 
 
+@needs_native_masks()
 def test_a_native_mask_is_replayed_and_batched(engine: Engine, model_path: Path) -> None:
     """The whole cycle for somebody who stays on it: mask, batch, trainer, importance ratios of 1."""
     answers = engine.generate(
@@ -182,6 +189,7 @@ def test_a_native_mask_is_replayed_and_batched(engine: Engine, model_path: Path)
         replayed_old_logprobs(sets)
 
 
+@needs_native_masks()
 def test_streamed_answers_have_masks(engine: Engine) -> None:
     request = {"text": "hello", "return_sampling_mask": True}
     chunks = engine.stream(**request, sampling_params={**SAMPLING, "top_k": 20})

@@ -19,9 +19,13 @@ import pytest
 from sglang_topp.errors import BadRequestError
 from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.record import from_record, to_record
+from sglang_topp_patches.releases import Feature
 from tests.engine.in_flight import InFlight
 from tests.engine.running import Engine, run_sidecar
 from tests.engine.weights import check_sets
+from tests.features import skip_without
+
+skip_without(Feature.RESUMED)
 
 P = 0.9
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 8]

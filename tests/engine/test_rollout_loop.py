@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sglang_topp_patches.releases import Feature
+from tests.features import needs
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rollout_loop.py"
 
 
+@needs(Feature.SAMPLER_SOURCE)
 def test_the_replayed_ratios_are_one() -> None:
     ended = subprocess.run(
         [sys.executable, str(EXAMPLE), "--vocab-size", "4096", "--samples", "4", "--max-new-tokens", "32"],

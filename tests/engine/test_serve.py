@@ -19,8 +19,10 @@ import pytest
 
 from sglang_topp.errors import RequestError
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
+from sglang_topp_patches.releases import Feature, refused
 from tests.engine.checks import check_rollout
 from tests.engine.running import START_LIMIT_S, free_port
+from tests.features import needs_grammars
 
 SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 LONG = {**SAMPLING, "max_new_tokens": 3000}
@@ -109,7 +111,11 @@ def test_the_readmes_rollout_loop_and_what_goes_on_from_it(served: Served) -> No
     programs = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {}
     for part in ("client.generate(", "client.resume(", "teacher.score("):
+        if part == "client.resume(" and refused(Feature.RESUMED):
+            continue
         program = next(program for program in programs if part in program)
+        if refused(Feature.SAMPLER_SOURCE):  # as the README says below it
+            program = program.replace('top_logprobs_source="sampler"', "top_logprobs_p=0.9")
         assert "http://127.0.0.1:30010" in program
         exec(program.replace("http://127.0.0.1:30010", served.sidecar), names)
     rollouts = names["rollouts"]
@@ -135,6 +141,7 @@ def test_bad_input_arrives_with_the_engines_words(served: Served) -> None:
         assert answer.json()["error"]["message"]
 
 
+@needs_grammars()
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -155,6 +162,7 @@ def test_a_grammar_without_a_way_on_ends_its_answer_and_not_the_engine(
             check_rollout(client.generate("hello", SAMPLING, top_logprobs_p=0.9)[0], 0.9)
 
 
+@needs_grammars()
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_a_grammar_forbids_is_in_no_set(served: Served, temperature: float) -> None:
     """Also at p = 1, where every token of non-zero probability is a candidate."""

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sglang_topp_patches.releases import Feature
 from tests.engine.running import Engine, run_sidecar
+from tests.features import skip_without
+
+skip_without(Feature.RESUMED)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_loop.py"
 

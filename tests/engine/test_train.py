@@ -10,8 +10,10 @@ from types import ModuleType
 
 import pytest
 
+from sglang_topp_patches.releases import Feature
 from tests.engine.conftest import EXAMPLES
 from tests.engine.running import Engine
+from tests.features import needs
 
 
 @pytest.fixture
@@ -35,6 +37,7 @@ def weights_for_others(engine: Engine, model_path: Path) -> Iterator[None]:
     assert answer.status_code == 200, answer.text
 
 
+@needs(Feature.SAMPLER_SOURCE)
 @pytest.mark.usefixtures("weights_for_others")
 def test_the_reward_rises_and_every_step_starts_at_a_ratio_of_one(
     example: ModuleType, engine: Engine, model_path: Path
@@ -47,6 +50,7 @@ def test_the_reward_rises_and_every_step_starts_at_a_ratio_of_one(
     assert history[-1]["reward"] > history[0]["reward"] + 0.1
 
 
+@needs(Feature.SAMPLER_SOURCE)
 @pytest.mark.usefixtures("weights_for_others")
 def test_without_replay_the_ratios_are_the_kept_mass(
     example: ModuleType, engine: Engine, model_path: Path

@@ -73,18 +73,18 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
             Release("0.5.23", whole=True),
             Release("0.5.22", overrides=_CUDA_TILE),
             Release("0.5.21", overrides=_CUDA_TILE),
-            Release("0.5.20", overrides=_CUDA_TILE),
+            Release("0.5.20", whole=True, overrides=_CUDA_TILE),
             Release("0.5.19", overrides=_CUDA_TILE),
             Release("0.5.18", overrides=_CUDA_TILE),
             Release("0.5.17"),
             Release("0.5.16"),
-            Release("0.5.15.post1"),
+            Release("0.5.15.post1", whole=True),
             Release("0.5.15"),
             Release("0.5.14"),
             Release("0.5.13.post1"),
             Release("0.5.13"),
             Release("0.5.12.post1", python="3.13", constraints=_KERNELS, overrides=_OUTLINES_CORE),
-            Release("0.5.12", python="3.12", constraints=_KERNELS),
+            Release("0.5.12", whole=True, python="3.12", constraints=_KERNELS),
         )
     }
 )

@@ -24,7 +24,16 @@ from tests.matrix.releases import FOLDER, RELEASES, Release
 
 __all__ = ["Result", "Suite", "digest", "read", "table", "write"]
 
-_TESTED = ("sglang_topp", "patches", "client", "server", "tests/engine", "tests/patches", "pyproject.toml")
+_TESTED = (
+    "sglang_topp",
+    "patches",
+    "client",
+    "server",
+    "tests/engine",
+    "tests/patches",
+    "tests/features.py",
+    "pyproject.toml",
+)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ def test_the_installed_release_has_all_of_it(source: PackageSource) -> None:
 
 @pytest.mark.parametrize(
     ("version", "unpickles", "has_context"),
-    [("0.5.20", True, True), ("0.5.15", True, True), ("0.5.13", False, False)],
+    [("0.5.20", True, True), ("0.5.15", True, True), ("0.5.14", False, True), ("0.5.13", False, False)],
 )
 def test_what_a_method_reaches_is_looked_at(version: str, unpickles: bool, has_context: bool) -> None:
-    """0.5.20 and 0.5.15 import that by a method of a method, in a class before theirs; 0.5.13 replaces it."""
+    """0.5.20 and 0.5.15 import that by a method of a method, in a class before theirs; 0.5.14 replaces it."""
     imported = {*seams.hook_imports(version)}
     assert ("sglang.srt.managers.io_struct.unwrap_from_pickle" in imported) == unpickles
     assert ("sglang.srt.runtime_context.get_parallel" in imported) == has_context

@@ -1,9 +1,10 @@
 """`make soak`: the real server under everything at once for half an hour, and one table at the end.
 
-    SECONDS=1800 REQUESTS=20000 python -m tests.soak [mixed] [kills] [abuse]
+    SECONDS=1800 REQUESTS=20000 python -m tests.soak [mixed] [engines] [kills] [abuse]
 
-SECONDS bounds the mixed requests and the abuse (two thirds and one third of it), REQUESTS the mixed ones;
-the kills take what seven starts of SGLang take. The exit status is 1 where a goal is missed.
+SECONDS bounds the mixed requests (half of it), those to several engines and the abuse (a quarter each),
+REQUESTS the mixed ones; the kills take what seven starts of SGLang take. The exit status is 1 where a goal is
+missed.
 """
 
 from __future__ import annotations
@@ -21,29 +22,31 @@ from contextlib import aclosing
 from pathlib import Path
 
 from sglang_topp_server.tiny_model import make_tiny_model
-from tests.soak import abuse, kills, mixed
+from tests.soak import abuse, engines, kills, mixed
 from tests.soak.asks import VOCAB_SIZE
 from tests.soak.report import Report, table
 from tests.soak.serving import serve
 
-_PARTS = ("mixed", "kills", "abuse")
+_PARTS = ("mixed", "engines", "kills", "abuse")
 _LARGE_VOCAB_SIZE = 151_936
 
 
 async def _run(parts: list[str], folder: Path, seconds: float, count: int) -> AsyncGenerator[Report, None]:
     model = make_tiny_model(folder / "model", vocab_size=VOCAB_SIZE)
+    seed = time.time_ns() % 1_000_000
+    print(f"seed {seed}", flush=True)
     if "mixed" in parts:
-        seed = time.time_ns() % 1_000_000
-        print(f"mixed requests, seed {seed}", flush=True)
         with serve(model, folder / "mixed.log", *mixed.SGLANG_ARGUMENTS) as server:
-            yield await mixed.run_mixed(server, model, seconds=seconds * 2 / 3, count=count, seed=seed)
+            yield await mixed.run_mixed(server, model, seconds=seconds / 2, count=count, seed=seed)
+    if "engines" in parts:
+        yield await engines.run_engines(model, folder, seconds=seconds / 4, count=count, seed=seed)
     if "kills" in parts:
         async for report in kills.run_kills(model, folder):
             yield report
     if "abuse" in parts:
         large = make_tiny_model(folder / "large", vocab_size=_LARGE_VOCAB_SIZE, logit_std=7.0)
         with serve(large, folder / "abuse.log", *abuse.SGLANG_ARGUMENTS) as server:
-            async for report in abuse.run_abuse(server, seconds=seconds / 3):
+            async for report in abuse.run_abuse(server, seconds=seconds / 4):
                 yield report
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-import uuid
-from contextlib import suppress
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from sglang_topp import CandidateSets
-from sglang_topp.errors import RolloutError
-from sglang_topp.resumable import cut_problem
-from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.record import from_record
 from tests.engine.checks import checked_sets
 from tests.soak.answers import check_chunk, check_lines, check_whole, events, samples_of
-from tests.soak.asks import BAD, Ask, random_ask
+from tests.soak.asks import BAD, Ask
+from tests.soak.callers import LIMIT_S, AbortedError, Callers, Order
 from tests.soak.processes import Memory
 from tests.soak.report import Report
 from tests.soak.serving import Server
@@ -30,65 +26,38 @@ __all__ = ["SGLANG_ARGUMENTS", "run_mixed"]
 SGLANG_ARGUMENTS = ("--max-total-tokens", "2048", "--chunked-prefill-size", "128")
 _AT_ONCE = 48
 _WARM_UP = 200
-_LIMIT_S = 180.0
 
 
-class _AbortedError(Exception):
-    """The engine says that it gave the request up."""
-
-
-class _Mix:
-    """The requests' ways in, and what they all share."""
+class _Mix(Callers):
+    """Callers of one server who use no client, too."""
 
     def __init__(self, server: Server, report: Report, seed: int) -> None:
-        self.report = report
-        self.rng = random.Random(seed)
+        super().__init__(report, seed, [server.sidecar], [server.engine], max_retries=1)
         self.retractions = 0
-        self.num_stops = 0
         # Both servers drop a connection that is idle for 5 s, and a caller that is behind by some seconds
         # itself cannot tell: so each request has its own. (The clients keep theirs, and send once more.)
         limits = httpx.Limits(max_connections=4 * _AT_ONCE, max_keepalive_connections=0)
-        self.engine = httpx.AsyncClient(base_url=server.engine, timeout=_LIMIT_S, limits=limits)
-        self.sidecar = httpx.AsyncClient(base_url=server.sidecar, timeout=_LIMIT_S, limits=limits)
-        self.clients = [
-            AsyncRolloutClient(server.sidecar, kind="sidecar", max_retries=1),
-            AsyncRolloutClient(server.engine, kind="sglang", max_retries=1),
-        ]
+        self.engine = httpx.AsyncClient(base_url=server.engine, timeout=LIMIT_S, limits=limits)
+        self.sidecar = httpx.AsyncClient(base_url=server.sidecar, timeout=LIMIT_S, limits=limits)
 
     async def close(self) -> None:
         for http in (self.engine, self.sidecar):
             await http.aclose()
-        for client in self.clients:
-            await client.close()
+        await super().close()
 
-    # -- the ways in -------------------------------------------------------------------------------
-
-    async def by_client(self, client: AsyncRolloutClient, ask: Ask, rid: str) -> None:
-        prompts: Any = [ask.prompt]
-        what = "raise" if cut_problem(ask.sampling) else self.rng.choice(("raise", "resume", "return"))
-        if what == "resume":
-            rollouts = await client.generate(
-                prompts, ask.sampling, **ask.fields, request_id=rid, on_abort="resume"
-            )
-        elif what == "return":
-            rollouts = await self._in_parts(client, ask, rid)
-        elif ask.stream:
-            stream = client.stream(prompts, ask.sampling, **ask.fields, request_id=rid)
-            rollouts = [rollout async for rollout in stream]
+    async def one(self) -> None:
+        if self.rng.random() < 0.05:
+            await self.counted("refused", self.bad(), "bad input")
         else:
-            rollouts = await client.generate(prompts, ask.sampling, **ask.fields, request_id=rid)
-        check_whole(rollouts, ask)
+            await super().one()
 
-    async def _in_parts(self, client: AsyncRolloutClient, ask: Ask, rid: str) -> list[Rollout]:
-        """What an abort leaves is gone on with until it is whole."""
-        prompts: Any = [ask.prompt]
-        rollouts = await client.generate(
-            prompts, ask.sampling, **ask.fields, request_id=rid, on_abort="return"
-        )
-        while any(rollout.finish_reason == "abort" for rollout in rollouts):
-            self.report.outcomes["resumed by hand"] += 1
-            rollouts = await client.resume(rollouts, ask.sampling, **ask.fields, on_abort="return")
-        return rollouts
+    def send(self, ask: Ask, rid: str) -> tuple[Awaitable[None], Order | None]:
+        way = self.rng.randrange(4)
+        if way == 0:
+            return self.to_sidecar(ask, rid), None
+        if way == 1:
+            return self.to_engine(ask, rid), lambda: self.engine.post("/abort_request", json={"rid": rid})
+        return super().send(ask, rid)
 
     async def to_sidecar(self, ask: Ask, rid: str) -> None:
         answer = await self.sidecar.post("/rollouts", json=ask.for_sidecar(rid))
@@ -115,7 +84,7 @@ class _Mix:
                     checked_sets(chunk, ask.p)
                 elif ask.from_sampler and has_tokens:
                     CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"])
-                raise _AbortedError(str(reason))
+                raise AbortedError(str(reason))
             if check_chunk(chunk, ask):
                 finished.add(chunk.get("index", len(finished)))
         assert len(finished) == ask.n, f"{len(finished)} of {ask.n} samples finished"
@@ -126,67 +95,6 @@ class _Mix:
         answer = await http.post(route, json=body)
         if answer.status_code != 400 or field not in answer.text:
             raise RuntimeError(f"bad input: {answer.status_code} {answer.text[:200]} for {body}")
-
-    # -- what becomes of one -----------------------------------------------------------------------
-
-    async def one(self) -> None:
-        rng, rid = self.rng, uuid.uuid4().hex
-        if rng.random() < 0.05:
-            await self._counted("refused", self.bad(), "bad input")
-            return
-        ask = random_ask(rng)
-        way = rng.randrange(4)
-        client = self.clients[way % 2]
-        if way < 2:
-            sending = asyncio.ensure_future(self.by_client(client, ask, rid))
-        else:
-            sending = asyncio.ensure_future((self.to_sidecar if way == 2 else self.to_engine)(ask, rid))
-        fate = rng.random()
-        if fate < 0.1:
-            await self._counted("hung up", self._hang_up(sending), ask)
-        elif fate < 0.15 and way != 2:
-            order = client.abort(rid) if way < 2 else self.engine.post("/abort_request", json={"rid": rid})
-            await self._counted("aborted", self._abort(sending, order), ask)
-        else:
-            sets = "with sets" if ask.wants_sets else "without sets"
-            await self._counted(sets, self._unless_all_stopped(sending), ask)
-
-    async def _hang_up(self, sending: asyncio.Future[None]) -> None:
-        await asyncio.sleep(self.rng.random() ** 2)
-        if sending.done():
-            return sending.result()
-        sending.cancel()
-        with suppress(asyncio.CancelledError):
-            await sending
-        return None
-
-    async def _abort(self, sending: asyncio.Future[None], order: Any) -> None:
-        await asyncio.sleep(self.rng.random() ** 2)
-        await order
-        with suppress(_AbortedError, RolloutError):
-            await sending
-
-    async def _unless_all_stopped(self, sending: asyncio.Future[None]) -> None:
-        """It ends well, or somebody stopped everything meanwhile."""
-        before = self.num_stops
-        try:
-            await sending
-        except (_AbortedError, RolloutError):
-            if self.num_stops == before:
-                raise
-            self.report.outcomes["stopped with all others"] += 1
-
-    async def _counted(self, name: str, doing: Any, asked: object) -> None:
-        self.report.requests += 1
-        try:
-            async with asyncio.timeout(_LIMIT_S):
-                await doing
-            self.report.outcomes[name] += 1
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self.report.outcomes["not as it should be"] += 1
-            self.report.failed(error, asked)
 
 
 async def run_mixed(server: Server, model: Path, *, seconds: float, count: int, seed: int) -> Report:
@@ -232,9 +140,7 @@ async def _operate(mix: _Mix, model: Path) -> None:
         await asyncio.sleep(mix.rng.uniform(2, 8))
         what = mix.rng.choice(("retract", "in_place", "weights", "weights while paused", "stop all"))
         if what == "stop all":
-            mix.num_stops += 1
-            await mix.clients[mix.rng.randrange(2)].abort_all()
-            mix.report.outcomes["abort_all"] += 1
+            await mix.stop_all()
             continue
         if what == "weights":
             await order("/update_weights_from_disk", **weights)
@@ -261,5 +167,5 @@ async def _require_idle(server: Server, report: Report) -> None:
 def _require_ok(answer: httpx.Response) -> None:
     if answer.status_code != 200:
         # SGLang answers an aborted request that is not streamed with a status of its own.
-        kind = _AbortedError if "abort" in answer.text.lower() else RuntimeError
+        kind = AbortedError if "abort" in answer.text.lower() else RuntimeError
         raise kind(f"{answer.status_code} {answer.text[:300]}")

@@ -18,6 +18,7 @@ _ROLES = (
     ("sglang::detokenizer", "detokenizer"),
     ("resource_tracker", "resource tracker"),
     ("sglang_topp_server.keeper", "keeper"),
+    ("sglang_topp_server.worker", "worker"),
     # The keeper's arguments are the engine's whole command.
     ("start_sglang", "main"),
     ("launch_server", "main"),

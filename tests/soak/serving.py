@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -17,9 +18,17 @@ import httpx
 from tests.engine.running import START_LIMIT_S, free_port
 from tests.soak.processes import Process, alive, tree_of
 
-__all__ = ["Server", "serve", "wait_until"]
+__all__ = ["Ports", "Server", "serve", "wait_until"]
 
 _END_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where a server listens."""
+
+    sidecar: int
+    engine: int
 
 
 class Server:
@@ -52,10 +61,13 @@ class Server:
 
 
 @contextmanager
-def serve(model: Path, log: Path, *sglang: str, options: Sequence[str] = ()) -> Iterator[Server]:
+def serve(
+    model: Path, log: Path, *sglang: str, options: Sequence[str] = (), ports: Ports | None = None
+) -> Iterator[Server]:
     """The patched SGLang and the sidecar before `model`; ended, with all that is left, on the way out."""
+    ports = ports or Ports(free_port(), free_port())
     command = [sys.executable, "-m", "sglang_topp_server.cli", "serve", "--model-path", str(model)]
-    command += ["--port", str(free_port()), "--engine-port", str(free_port())]
+    command += ["--port", str(ports.sidecar), "--engine-port", str(ports.engine)]
     command += ["--ready-timeout-s", str(START_LIMIT_S), *options]
     command += ["--", "--dtype", "float32", "--mem-fraction-static", "0.2", "--sleep-on-idle", *sglang]
     with (

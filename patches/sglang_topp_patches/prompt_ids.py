@@ -1,0 +1,54 @@
+"""`return_prompt_token_ids` for an SGLang that does not have it: the token ids that a prompt was taken as
+stand beside its answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+__all__ = ["FIELD", "get_item", "note", "note_batch", "write"]
+
+FIELD = "return_prompt_token_ids"
+_IDS = "_sglang_topp_prompt_ids"
+
+
+def get_item(item: Any, self: Any, i: int) -> Any:
+    """AFTER hook on `GenerateReqInput.__getitem__`: what is asked of a batch is asked of its parts."""
+    setattr(item, FIELD, getattr(self, FIELD))
+    return item
+
+
+def note(self: Any, tokenized_obj: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook on `TokenizerManager._send_one_request`: the ids of one prompt."""
+    state = self.rid_to_state[tokenized_obj.rid]
+    if getattr(state.obj, FIELD, False):  # a request for embeddings has no such field
+        setattr(state, _IDS, list(tokenized_obj.input_ids))
+
+
+def note_batch(self: Any, tokenized_objs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook on `TokenizerManager._send_batch_request`: those of prompts that are sent together."""
+    for tokenized_obj in tokenized_objs:
+        note(self, tokenized_obj)
+
+
+def write(
+    original: Callable[..., AsyncGenerator[dict[str, Any], None]],
+    self: Any,
+    obj: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """AROUND hook on `TokenizerManager._wait_one_response`: each chunk has them, as SGLang has it later."""
+    chunks = original(self, obj, *args, **kwargs)
+    ids = getattr(self.rid_to_state[obj.rid], _IDS, None)
+    return chunks if ids is None else _with_ids(chunks, ids)
+
+
+async def _with_ids(
+    chunks: AsyncGenerator[dict[str, Any], None], ids: list[int]
+) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(chunks):
+        async for out in chunks:
+            out["prompt_token_ids"] = ids
+            yield out

@@ -1,0 +1,110 @@
+"""Part 4: two servers, each of which dies now and then and comes back, and no sample is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import httpx
+
+from tests.engine.running import free_port
+from tests.soak.callers import Callers
+from tests.soak.report import Report
+from tests.soak.serving import Ports, Server, serve, wait_until
+
+__all__ = ["run_engines"]
+
+_SGLANG_ARGUMENTS = ("--max-total-tokens", "2048", "--chunked-prefill-size", "128")
+_AT_ONCE = 24
+_WORKERS = 2
+_KILLED = ("scheduler", "main", "parent", "worker")
+
+
+class _Reborn:
+    """A server that comes back at the same address."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        self._model, self._log = model, log
+        self._ports = Ports(free_port(), free_port())
+        self._stack = ExitStack()
+        self.server: Server
+
+    async def __aenter__(self) -> _Reborn:
+        options = ("--workers", str(_WORKERS))
+        starting = serve(self._model, self._log, *_SGLANG_ARGUMENTS, options=options, ports=self._ports)
+        self.server = await asyncio.to_thread(self._stack.enter_context, starting)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._stack.close)
+
+
+async def run_engines(model: Path, folder: Path, *, seconds: float, count: int, seed: int) -> Report:
+    """Until so many seconds have passed, or so many requests were sent; one of the servers always lives."""
+    report = Report("two engines")
+    async with AsyncExitStack() as stack:
+        names = ("first", "second")
+        starting = (stack.enter_async_context(_Reborn(model, folder / f"{name}.log")) for name in names)
+        both = await asyncio.gather(*starting)
+        sidecars, engines = ([each.server.sidecar for each in both], [each.server.engine for each in both])
+        callers = Callers(report, seed, sidecars, engines, max_retries=4)
+        stack.push_async_callback(callers.close)
+        until = time.monotonic() + seconds
+
+        async def caller() -> None:
+            while time.monotonic() < until and report.requests < count:
+                await callers.one()
+
+        calling = asyncio.gather(*(caller() for _ in range(_AT_ONCE)))
+        operator = asyncio.create_task(_operate(callers, both, calling))
+        await calling
+        await operator
+        for each in both:
+            if left := await each.server.num_running():
+                report.fault(f"{left} requests still run in an engine after the last answer")
+    if not report.outcomes["killed: scheduler"]:
+        report.fault("no engine was killed")
+    return report
+
+
+async def _operate(callers: Callers, both: list[_Reborn], calling: asyncio.Future[object]) -> None:
+    """Kill one, start it again and see that it is asked again, then the other; stop all between."""
+    number = 0
+    while True:
+        await asyncio.wait({calling}, timeout=callers.rng.uniform(2, 8))
+        if calling.done():
+            return
+        await callers.stop_all()
+        await _wait_for_work(both, calling, callers.report)
+        if calling.done():
+            return
+        victim, role = both[number % 2], _KILLED[number // 2 % len(_KILLED)]
+        number += 1
+        of_that = [each for each in victim.server.tree if each.role == role]
+        callers.rng.choice(of_that).kill(signal.SIGKILL)
+        callers.report.outcomes[f"killed: {role}"] += 1
+        if role == "worker":  # it is started again by its parent
+            continue
+        callers.report.left_running += await victim.server.left_running()
+        await victim.__aexit__()
+        await victim.__aenter__()
+
+
+async def _wait_for_work(both: list[_Reborn], calling: asyncio.Future[object], report: Report) -> None:
+    """Until each of them has some to do: one that came back is asked again after 8 seconds at the latest."""
+
+    async def all_work() -> bool:
+        return calling.done() or all([await _is_asked(each.server) for each in both])
+
+    if not await wait_until(all_work):
+        report.fault("a server that is there again is not asked")
+
+
+async def _is_asked(server: Server) -> bool:
+    try:
+        return await server.num_running() > 0
+    except httpx.HTTPError:
+        return False
