@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -15,8 +16,9 @@ from sglang_topp_client import AsyncRolloutClient, Rollout
 from tests.soak.answers import check_whole
 from tests.soak.asks import Ask, random_ask
 from tests.soak.report import Report
+from tests.soak.serving import Server
 
-__all__ = ["LIMIT_S", "AbortedError", "Callers", "Order"]
+__all__ = ["LIMIT_S", "AbortedError", "Callers", "Order", "require_idle"]
 
 LIMIT_S = 180.0
 
@@ -26,6 +28,16 @@ Order = Callable[[], Awaitable[Any]]
 
 class AbortedError(Exception):
     """The engine says that it gave the request up."""
+
+
+async def require_idle(server: Server, report: Report) -> None:
+    """Nothing of what was hung up on or aborted may still run."""
+    deadline = time.monotonic() + 60
+    while left := await server.num_running():
+        if time.monotonic() > deadline:
+            report.fault(f"{left} requests still run in the engine, a minute after the last answer")
+            return
+        await asyncio.sleep(0.5)
 
 
 class Callers:
@@ -54,9 +66,10 @@ class Callers:
             await client.close()
 
     async def stop_all(self) -> None:
-        """Whoever is stopped so is told."""
+        """Whoever is stopped so, before it is over, is told."""
         self.num_stops += 1
         await self.rng.choice(self.clients).abort_all()
+        self.num_stops += 1
         self.report.outcomes["abort_all"] += 1
 
     # -- the ways in -------------------------------------------------------------------------------

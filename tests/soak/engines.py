@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from tests.engine.running import free_port
-from tests.soak.callers import Callers
+from tests.soak.callers import Callers, require_idle
 from tests.soak.report import Report
 from tests.soak.serving import Ports, Server, serve, wait_until
 
@@ -63,8 +63,7 @@ async def run_engines(model: Path, folder: Path, *, seconds: float, count: int, 
         await calling
         await operator
         for each in both:
-            if left := await each.server.num_running():
-                report.fault(f"{left} requests still run in an engine after the last answer")
+            await require_idle(each.server, report)
     if not report.outcomes["killed: scheduler"]:
         report.fault("no engine was killed")
     return report

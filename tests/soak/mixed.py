@@ -15,7 +15,7 @@ from sglang_topp_client.record import from_record
 from tests.engine.checks import checked_sets
 from tests.soak.answers import check_chunk, check_lines, check_whole, events, samples_of
 from tests.soak.asks import BAD, Ask
-from tests.soak.callers import LIMIT_S, AbortedError, Callers, Order
+from tests.soak.callers import LIMIT_S, AbortedError, Callers, Order, require_idle
 from tests.soak.processes import Memory
 from tests.soak.report import Report
 from tests.soak.serving import Server
@@ -119,7 +119,7 @@ async def run_mixed(server: Server, model: Path, *, seconds: float, count: int, 
         report.outcomes["answers of retracted requests"] = mix.retractions
         if not mix.retractions:
             report.fault("no request was retracted: the pool was not too small for them")
-        await _require_idle(server, report)
+        await require_idle(server, report)
     finally:
         await mix.close()
     return report
@@ -152,16 +152,6 @@ async def _operate(mix: _Mix, model: Path) -> None:
                 await order("/update_weights_from_disk", **weights)
         finally:
             await asyncio.shield(order("/continue_generation"))
-
-
-async def _require_idle(server: Server, report: Report) -> None:
-    """Nothing of what was hung up on or aborted may still run."""
-    deadline = time.monotonic() + 60
-    while left := await server.num_running():
-        if time.monotonic() > deadline:
-            report.fault(f"{left} requests still run in the engine, a minute after the last answer")
-            return
-        await asyncio.sleep(0.5)
 
 
 def _require_ok(answer: httpx.Response) -> None:
