@@ -1,12 +1,13 @@
 """`make matrix`: the engine's tests, the oracles and doctor on every SGLang release, one after the other.
 
-    python -m tests.matrix run [RELEASE ...]      what has no result of the present code yet
+    python -m tests.matrix run [RELEASE ...]      what has no result of the present code yet, or failed
     python -m tests.matrix pin [RELEASE ...]      each release's packages anew, with hashes
     python -m tests.matrix seams [RELEASE ...]    only whether the patch set's seams are in its package
     python -m tests.matrix table                  the README's table, from the results
 
 Every release is left as `releases/RELEASE.json` when it is done, so a run that was ended goes on with the
-next one; remove the file to have it run again. The exit status is 1 where something does not hold.
+next one. Of a release that has a result, the files of tests are run that failed, or whose code is another
+now; remove the result to have all of it run again. The exit status is 1 where something does not hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sglang_topp_patches.releases import RELEASES as SERVED
 from tests.matrix import results
 from tests.matrix.environment import ROOT, environment, pin
 from tests.matrix.releases import RELEASES, Release, chosen
-from tests.matrix.results import Result, Suite
+from tests.matrix.results import Result
 from tests.matrix.seams import problems
 
 _VERSIONS = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
@@ -76,42 +77,45 @@ def _look(releases: Sequence[Release]) -> int:
 
 
 def _run(release: Release) -> None:
-    done = {result.release: result for result in results.read()}.get(release.version)
-    code = results.digest(release)
-    if done is not None and done.code == code:
-        print(f"{release.version}: done, {done.state}", flush=True)
+    before = {result.release: result for result in results.read()}.get(release.version)
+    codes = results.digests(release)
+    kept = {
+        path: suite
+        for path, suite in (before.suites if before and before.doctor else {}).items()
+        if codes.get(path) == suite.code and not suite.failures
+    }
+    left = {path: code for path, code in codes.items() if path not in kept}
+    if before is not None and not left:
+        print(f"{release.version}: done, {before.state}", flush=True)
         return
-    print(f"{release.version}: installing, Python {release.python}", flush=True)
+    print(f"{release.version}: installing, Python {release.python}; {len(left)} files to run", flush=True)
     start = time.monotonic()
     with environment(release) as executables, tempfile.TemporaryDirectory() as folder:
         python, torch = json.loads(_output(executables / "python", "-c", _VERSIONS))
         doctor = subprocess.run([executables / "sglang-topp", "doctor"], cwd=folder, env=_environment())
         junit = Path(folder) / "junit.xml"
-        command = [executables / "python", "-m", "pytest", "-q", *release.tests, f"--junitxml={junit}"]
+        words = [word for path in left for word in results.words(release, path)]
+        command = [executables / "python", "-m", "pytest", "-q", *words, f"--junitxml={junit}"]
         ended = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, env=_environment())
         if ended.returncode not in (0, 1):  # interrupted, or pytest itself failed: that is no result
             raise SystemExit(f"{release.version}: pytest ended with status {ended.returncode}")
-        suite = Suite.of(junit)
-    counts = {
-        "passed": suite.passed,
-        "failed": len(suite.failures),
-        "skipped": sum(suite.skipped.values()),
-    }
+        suites = {**kept, **results.outcomes(junit, left)}
     result = Result(
         release=release.version,
         python=python,
         torch=torch,
         set="whole" if release.whole else "short",
-        code=code,
         doctor=doctor.returncode == 0,
-        tests=counts,
-        failures=suite.failures,
-        skipped=suite.skipped,
+        suites={path: suites[path] for path in codes},
         refused=_refused(release),
     )
     results.write(replace(result, commit=_output("git", "rev-parse", "--short=10", "HEAD").strip()))
     minutes = (time.monotonic() - start) / 60
-    print(f"{release.version}: {result.state}, {counts}, {minutes:.0f} minutes", flush=True)
+    print(
+        f"{release.version}: {result.state}, {result.passed} passed, {len(result.failures)} failed,"
+        f" {result.skipped} skipped, {minutes:.0f} minutes",
+        flush=True,
+    )
 
 
 def _refused(release: Release) -> dict[str, str]:

@@ -1,10 +1,11 @@
 """What the matrix leaves behind: one JSON file for each release, and the table that the README shows.
 
-    {"release", "python", "torch", "set", "code", "doctor", "tests": {"passed", "failed", "skipped"},
-     "failures": [...], "skipped": {reason: count}, "refused": {what: why}, "date", "commit"}
+    {"release", "python", "torch", "set", "doctor",
+     "suites": {path: {"code", "passed", "failures": [...], "skipped": {reason: count}}},
+     "refused": {what: why}, "date", "commit"}
 
-`set` is "whole" or "short"; `refused` says what is not served on the release, and why. `code` is a digest of
-all that was tested: where it is still the same, the release need not be run again.
+`set` is "whole" or "short"; `suites` has an entry for each file of tests; `refused` says what is not served
+on the release, and why.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import datetime
 import hashlib
 import json
 import subprocess
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,43 +23,27 @@ from xml.etree import ElementTree
 from tests.matrix.environment import ROOT
 from tests.matrix.releases import FOLDER, RELEASES, Release
 
-__all__ = ["Result", "Suite", "digest", "read", "table", "write"]
+__all__ = ["Result", "Suite", "digests", "outcomes", "read", "table", "words", "write"]
 
-_TESTED = (
-    "sglang_topp",
-    "patches",
-    "client",
-    "server",
-    "tests/engine",
-    "tests/patches",
-    "tests/features.py",
-    "pyproject.toml",
-)
+_TESTED = ("sglang_topp", "patches", "client", "server", "pyproject.toml")
+_TESTS = ("tests/engine", "tests/patches", "tests/features.py")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What came out of a run of pytest; each failure and skip with its reason's first line."""
+    """What came out of one file of tests.
 
-    passed: int
-    failures: tuple[str, ...]
-    skipped: Mapping[str, int]
+    Attributes:
+        code: a digest of all that it tests, and of itself.
+        passed: how many tests did.
+        failures: each with its reason's first line.
+        skipped: how many were, by the reason's first line.
+    """
 
-    @classmethod
-    def of(cls, junit: Path) -> Suite:
-        """From the XML that `pytest --junitxml` writes."""
-        passed, failures, skipped = 0, [], Counter[str]()
-        for case in ElementTree.parse(junit).getroot().iter("testcase"):
-            failed = [each for each in case if each.tag in ("failure", "error")]
-            left_out = case.find("skipped")
-            if failed:
-                name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
-                failures.append(f"{name}: {_first_line(failed[0])}")
-            elif left_out is not None:
-                skipped[_first_line(left_out)] += 1
-            else:
-                passed += 1
-        return cls(passed, tuple(failures), dict(skipped))
+    code: str
+    passed: int = 0
+    failures: tuple[str, ...] = ()
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,22 +54,63 @@ class Result:
     python: str
     torch: str
     set: str
-    code: str
     doctor: bool
-    tests: Mapping[str, int]
-    failures: tuple[str, ...] = ()
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    suites: Mapping[str, Suite]
     refused: Mapping[str, str] = field(default_factory=dict)
     date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date().isoformat())
     commit: str = ""
 
     @property
+    def passed(self) -> int:
+        return sum(suite.passed for suite in self.suites.values())
+
+    @property
+    def skipped(self) -> int:
+        return sum(sum(suite.skipped.values()) for suite in self.suites.values())
+
+    @property
+    def failures(self) -> list[str]:
+        return [failure for suite in self.suites.values() for failure in suite.failures]
+
+    @property
     def is_served(self) -> bool:
-        return self.doctor and not self.failures and self.tests["passed"] > 0
+        return self.doctor and not self.failures and self.passed > 0
 
     @property
     def state(self) -> str:
         return "supported" if self.is_served else "fails"
+
+
+def outcomes(junit: Path, codes: Mapping[str, str]) -> dict[str, Suite]:
+    """What came out of a run of pytest, by file of tests.
+
+    Args:
+        junit: the XML that `pytest --junitxml` wrote.
+        codes: the digest of each file that was run.
+
+    Raises:
+        ValueError: it tells of another file.
+    """
+    passed, failures = Counter[str](), defaultdict[str, list[str]](list)
+    skipped = defaultdict[str, Counter[str]](Counter)
+    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+        # A file that could not be collected, or was left out whole, is a case without a class.
+        module, name = case.get("classname") or case.get("name") or "", case.get("name")
+        path = module.replace(".", "/") + ".py"
+        if path not in codes:
+            raise ValueError(f"{junit.name}: got a case of {path}, expected some of {', '.join(codes)}")
+        failed = [each for each in case if each.tag in ("failure", "error")]
+        left_out = case.find("skipped")
+        if failed:
+            failures[path].append(f"{name}: {_first_line(failed[0])}")
+        elif left_out is not None:
+            skipped[path][_first_line(left_out)] += 1
+        else:
+            passed[path] += 1
+    return {
+        path: Suite(code, passed[path], tuple(failures[path]), dict(skipped[path]))
+        for path, code in codes.items()
+    }
 
 
 def write(result: Result, folder: Path = FOLDER) -> Path:
@@ -96,25 +122,54 @@ def write(result: Result, folder: Path = FOLDER) -> Path:
 def read(folder: Path = FOLDER) -> list[Result]:
     """Every result that is there, the newest release first."""
     found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    return [Result(**found[version]) for version in RELEASES if version in found]
+    results = []
+    for version in RELEASES:
+        if written := found.get(version):
+            suites = {path: Suite(**suite) for path, suite in written.pop("suites").items()}
+            results.append(Result(**written, suites=suites))
+    return results
 
 
-def digest(release: Release) -> str:
-    """Of all that a run tests: the code, the tests, and the packages that go with it."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_TESTED],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    ).stdout.decode()
-    paths = [ROOT / name for name in sorted(filter(None, listed.split("\0")))]
-    code = hashlib.sha256()
-    for path in (*filter(Path.is_file, paths), release.lock):
-        code.update(f"{path.relative_to(ROOT)}\0".encode())
-        code.update(hashlib.sha256(path.read_bytes()).digest())
-    for word in release.tests:
-        code.update(word.encode())
-    return code.hexdigest()[:16]
+def digests(release: Release) -> dict[str, str]:
+    """For each file of tests of the release's set: a digest of the code, of the packages that go with it, of
+    what the tests share, and of the file."""
+    listed = _listed(_TESTS)
+    files = [
+        path
+        for path in listed
+        if Path(path).name.startswith("test_") and any(_names(word, path) for word in release.tests)
+    ]
+    shared = [path for path in (*_listed(_TESTED), *listed) if not Path(path).name.startswith("test_")]
+    code = _digest((*shared, str(release.lock.relative_to(ROOT))), ())
+    return {path: _digest((path,), (code, *words(release, path))) for path in files}
+
+
+def words(release: Release, path: str) -> list[str]:
+    """What of a file the release's set runs, in pytest's words."""
+    return [word for word in release.tests if word.startswith(f"{path}::")] or [path]
+
+
+def _names(word: str, path: str) -> bool:
+    """Whether a word of pytest's names a file, some of its tests, or a folder above it."""
+    named = word.partition("::")[0]
+    return path == named or path.startswith(f"{named}/")
+
+
+def _listed(below: Iterable[str]) -> list[str]:
+    """Files that git has, or would take."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *below]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    return [name for name in sorted(filter(None, names)) if (ROOT / name).is_file()]
+
+
+def _digest(paths: Iterable[str], more: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path}\0".encode())
+        digest.update(hashlib.sha256((ROOT / path).read_bytes()).digest())
+    for word in more:
+        digest.update(f"{word}\0".encode())
+    return digest.hexdigest()[:16]
 
 
 def table(results: Sequence[Result]) -> str:
@@ -122,9 +177,9 @@ def table(results: Sequence[Result]) -> str:
     lines = ["| SGLang | torch | Python | state | tests | not served there |", "|---|---|---|---|---|---|"]
     reasons: dict[tuple[str, str], list[str]] = {}
     for each in results:
-        count = f"{each.tests['passed']:,} of the {each.set} set"
-        if each.tests["failed"]:
-            count += f", {each.tests['failed']} failed"
+        count = f"{each.passed:,} of the {each.set} set"
+        if each.failures:
+            count += f", {len(each.failures)} failed"
         refused = ", ".join(f"`{what}`" for what in sorted(each.refused))
         for refusal in each.refused.items():
             reasons.setdefault(refusal, []).append(each.release)

@@ -14,7 +14,7 @@ from sglang_topp_patches.releases import RELEASES as SERVED
 from tests.matrix import __main__ as matrix
 from tests.matrix import results
 from tests.matrix.environment import ROOT
-from tests.matrix.releases import RELEASES
+from tests.matrix.releases import RELEASES, SHORT_SET, WHOLE_SET
 from tests.matrix.results import Result, Suite
 
 TESTS = """
@@ -40,37 +40,50 @@ RESULT = Result(
     python="3.11.7",
     torch="2.13.0+cu130",
     set="whole",
-    code="0" * 16,
     doctor=True,
-    tests={"passed": 1234, "failed": 0, "skipped": 5},
+    suites={
+        "tests/test_a.py": Suite("0" * 16, 1200, skipped={"why": 5}),
+        "tests/test_b.py": Suite("1" * 16, 34),
+    },
     refused={"resumed_tokens": "has no function", "--pp-size": "hands nothing on"},
 )
+FAILED = Suite("2" * 16, 7, ("a: b",), {"why": 1})
 
 
 def test_what_pytest_wrote_is_what_is_told(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "test_left_out.py").write_text("import pytest\npytest.skip('x', allow_module_level=True)\n")
+    (tmp_path / "test_wrong.py").write_text("import no_such_module\n")
     junit = tmp_path / "junit.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", "."]
+    command += ["--continue-on-collection-errors"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
     assert ended.returncode == 1
-    suite = Suite.of(junit)
-    assert suite.passed == 1
-    assert suite.skipped == {"refused on this SGLang: why": 2}
-    assert suite.failures == (
-        "test_it::test_fails: AssertionError: one is not two",
-        'test_it::test_never_begins: failed on setup with "RuntimeError: no server"',
+    suites = results.outcomes(junit, {"test_it.py": "a", "test_left_out.py": "b", "test_wrong.py": "c"})
+    assert suites["test_it.py"] == Suite(
+        "a",
+        passed=1,
+        skipped={"refused on this SGLang: why": 2},
+        failures=(
+            "test_fails: AssertionError: one is not two",
+            'test_never_begins: failed on setup with "RuntimeError: no server"',
+        ),
     )
+    assert suites["test_left_out.py"] == Suite("b", skipped={"collection skipped": 1})
+    assert suites["test_wrong.py"].failures == ("test_wrong: collection failure",)
+    with pytest.raises(ValueError, match=r"got a case of test_\w+.py, expected some of test_it.py"):
+        results.outcomes(junit, {"test_it.py": "a"})
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    older = replace(RESULT, release="0.5.12", skipped={"why": 5}, failures=("a: b",))
+    older = replace(RESULT, release="0.5.12", suites={**RESULT.suites, "tests/test_c.py": FAILED})
     for each in (older, RESULT):
         assert results.write(each, tmp_path).name == f"{each.release}.json"
     found = results.read(tmp_path)
     assert [each.release for each in found] == ["0.5.20", "0.5.12"]
     assert [each.is_served for each in found] == [True, False]
-    assert list(found[1].failures) == ["a: b"]
-    assert found[1].skipped == {"why": 5}
+    assert found[1].failures == ["a: b"]
+    assert [each.skipped for each in found] == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +91,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     [
         ({}, "supported"),
         ({"doctor": False}, "fails"),
-        ({"failures": ("a: b",)}, "fails"),
-        ({"tests": {"passed": 0, "failed": 0, "skipped": 9}}, "fails"),
+        ({"suites": {"tests/test_a.py": Suite("0" * 16, 7), "tests/test_c.py": FAILED}}, "fails"),
+        ({"suites": {"tests/test_a.py": Suite("0" * 16, skipped={"why": 9})}}, "fails"),
     ],
 )
 def test_nothing_is_supported_that_failed_or_was_not_run(change: dict[str, Any], state: str) -> None:
@@ -87,10 +100,8 @@ def test_nothing_is_supported_that_failed_or_was_not_run(change: dict[str, Any],
 
 
 def test_the_table() -> None:
-    failed = replace(RESULT, release="0.5.12", doctor=False, set="short", failures=("a: b",))
-    failed = replace(
-        failed, refused={"--pp-size": "hands nothing on"}, tests={"passed": 7, "failed": 1, "skipped": 0}
-    )
+    failed = replace(RESULT, release="0.5.12", set="short", suites={"tests/test_c.py": FAILED})
+    failed = replace(failed, refused={"--pp-size": "hands nothing on"})
     lines = results.table([RESULT, failed]).splitlines()
     assert lines[2:4] == [
         "| 0.5.20 | 2.13.0 | 3.11 | supported | 1,234 of the whole set | `--pp-size`, `resumed_tokens` |",
@@ -117,26 +128,43 @@ def test_what_is_served_was_run() -> None:
     assert {each.release for each in results.read()} - {newest} == set(others)
 
 
-def test_a_digest_is_of_the_code_the_packages_and_the_set() -> None:
+def test_a_digest_is_of_the_code_the_packages_and_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     newest = RELEASES["0.5.23"]
-    assert results.digest(newest) == results.digest(newest)
-    assert results.digest(newest) != results.digest(RELEASES["0.5.20"])
-    assert results.digest(newest) != results.digest(replace(newest, whole=False))
+    whole, short = results.digests(newest), results.digests(replace(newest, whole=False))
+    assert whole == results.digests(newest)
+    tests = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/[ep]*/test_*.py")}
+    assert set(whole) == {path for path in tests if path.startswith(WHOLE_SET)}
+    assert set(short) == {word.partition("::")[0] for word in SHORT_SET}
+    oracles, requests = "tests/engine/test_oracles.py", "tests/engine/test_requests.py"
+    assert short[oracles] != whole[oracles]  # some of its tests
+    assert short[requests] == whole[requests]
+    assert not set(whole.values()) & set(results.digests(RELEASES["0.5.20"]).values())
 
 
-def test_a_release_with_a_result_of_the_same_code_is_not_run_again(
+def test_what_has_a_result_of_the_same_code_is_not_run_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     release = RELEASES["0.5.20"]
-    done = replace(RESULT, code=results.digest(release))
-    monkeypatch.setattr(results, "read", lambda folder=tmp_path: [done])
+    done = {path: Suite(code, 1) for path, code in results.digests(release).items()}
+    one, other, *_ = done
+    found = [replace(RESULT, suites=done)]
+    monkeypatch.setattr(results, "read", lambda folder=tmp_path: found)
     monkeypatch.setattr(matrix, "environment", None)  # nothing may be installed
     assert matrix.main(["run", "0.5.20"]) == 0
     assert "0.5.20: done, supported" in capsys.readouterr().out
+    for suites, num_left in (
+        ({**done, one: Suite("another", 1)}, 1),
+        ({**done, one: Suite("another", 1), other: replace(done[other], failures=("a: b",))}, 2),
+        ({"tests/engine/test_gone.py": done[one]}, len(done)),
+    ):
+        found[0] = replace(RESULT, suites=suites)
+        with pytest.raises(TypeError, match="not callable"):
+            matrix.main(["run", "0.5.20"])
+        assert f"; {num_left} files to run" in capsys.readouterr().out
 
 
 def test_the_exit_status_says_that_something_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = replace(RESULT, failures=("a: b",))
+    failed = replace(RESULT, suites={"tests/test_c.py": FAILED})
     monkeypatch.setattr(results, "read", lambda: [failed])
     assert matrix.main(["table", "0.5.20"]) == 1
     assert matrix.main(["table", "0.5.12"]) == 1  # was never run
