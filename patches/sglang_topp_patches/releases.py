@@ -117,6 +117,7 @@ _SGLANG_0_5_22 = (
 )
 _SGLANG_0_5_20 = (
     *_WITH_AUXILIARY_OUTPUT,
+    *seams.SOME_STATUSES,
     *seams.HTTP_ADDITIONS,
     *seams.COMPOSED,
     *seams.SAMPLER_SOURCE,
@@ -134,12 +135,12 @@ _SGLANG_0_5_12 = (
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.RESUMED)),
-        "0.5.22": Release(AuxiliaryOutput(), _SGLANG_0_5_22, _BEFORE_0_5_23),
+        "0.5.22": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.SOME_STATUSES), _BEFORE_0_5_23),
         "0.5.21": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.20": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.19": Release(
             SingleAuxiliaryOutput(),
-            (*_WITH_AUXILIARY_OUTPUT, *seams.HTTP_ADDITIONS, *seams.PROMPT_ROWS),
+            (*_WITH_AUXILIARY_OUTPUT, *seams.SOME_STATUSES, *seams.HTTP_ADDITIONS, *seams.PROMPT_ROWS),
             _BEFORE_0_5_20,
         ),
         "0.5.18": Release(CustomizedInfo(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19),

@@ -449,6 +449,16 @@ ONE_RESPONSE = (
 )
 """What sends an answer is given its state, from 0.5.19 on."""
 
+SOME_STATUSES = (
+    Seam(
+        f"{_TOKENIZER_MANAGER}._stream_one_response",
+        ("self", "obj", "state", "request"),
+        "an answer that ends with an error has its status",
+        (_around("tokenizer_manager.answer_with_status"),),
+    ),
+)
+"""Few errors have a status of their own, before 0.5.23."""
+
 STREAMER = (
     Seam(
         f"{_STREAMER}.stream_output",

@@ -39,6 +39,7 @@ from sglang_topp_patches.releases import Feature, internals, refused
 from sglang_topp_patches.routes import current_call
 
 __all__ = [
+    "answer_with_status",
     "merge_chunks",
     "receive_entries",
     "repeat_nothing",
@@ -132,6 +133,20 @@ def write_sets(
     if not asking_field(vars(obj).get):
         return chunks
     return _with_sets(chunks, self, state)
+
+
+def answer_with_status(
+    original: Callable[..., AsyncGenerator[dict[str, Any], None]],
+    self: Any,
+    *,
+    obj: Any,
+    state: Any,
+    request: Any = None,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """AROUND hook on `TokenizerManager._stream_one_response` where SGLang answers with but a few statuses: an
+    error of ours has its own."""
+    chunks = original(self, obj=obj, state=state, request=request)
+    return _with_status(chunks, obj) if asking_field(vars(obj).get) else chunks
 
 
 def write_sets_of(

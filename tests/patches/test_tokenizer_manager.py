@@ -1,18 +1,20 @@
-"""SGLang's own chunk for a request that is aborted while it waits."""
+"""SGLang's own chunk for a request that is aborted while it waits, and the status of an error."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
-from sglang_topp_patches.tokenizer_manager import repeat_nothing
+from sglang_topp_patches.tokenizer_manager import answer_with_status, repeat_nothing
 
 
 def make_manager() -> Any:
@@ -78,3 +80,32 @@ def test_other_requests_are_answered_as_sglang_does(other: str) -> None:
         # With incremental chunks SGLang repeats the last token: where it does not any more, the hook may go.
         assert answers[0][0]["output_ids"] == [6]
         assert answers[0][0]["text"] == "ab"
+
+
+REFUSED = {"type": "abort", "status_code": 413, "message": "too many candidates"}
+
+
+@pytest.mark.parametrize("wants_sets", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "reason", [REFUSED, {"type": "abort", "message": "asked for"}, {"type": "length"}, None]
+)
+async def test_an_error_is_answered_with_its_status(
+    reason: dict[str, Any] | None, stream: bool, wants_sets: bool
+) -> None:
+    """Not within a stream, whose status was sent before, and for nobody who does not ask for sets."""
+    chunk = {"meta_info": {"finish_reason": reason}}
+
+    async def chunks(
+        self: Any, *, obj: Any, state: Any, request: Any
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        yield chunk
+
+    obj = SimpleNamespace(stream=stream, top_logprobs_p=0.9 if wants_sets else None)
+    answer = answer_with_status(chunks, None, obj=obj, state=None, request=None)
+    if reason is REFUSED and wants_sets and not stream:
+        with pytest.raises(HTTPException) as raised:
+            await anext(answer)
+        assert (raised.value.status_code, raised.value.detail) == (413, "too many candidates")
+    else:
+        assert [each async for each in answer] == [chunk]
