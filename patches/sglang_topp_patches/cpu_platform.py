@@ -33,6 +33,8 @@ def activate() -> str | None:
     """The entry point: the platform's class path, or None where this platform has no business."""
     if not _is_needed():
         return None
+    # Older releases' tensor parallel ranks take NCCL wherever its library loads; it has nothing for a CPU.
+    os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
     if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # before 0.5.14
         kernel_stand_ins.install()
     return f"{__name__}.{TorchCpuPlatform.__name__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -35,7 +36,7 @@ class Additions:
             return await self._add_status(scope, receive, send)
         if path == "/generate" and scope["method"] in ("POST", "PUT"):
             body, receive = await routes.read_body(receive)
-            if error := _problem(body):
+            if error := _problem(body, _manager().model_config.vocab_size):
                 return await JSONResponse({"error": error}, 400)(scope, receive, send)
         await self._app(scope, receive, send)
 
@@ -49,8 +50,7 @@ class Additions:
         start, *parts = messages
         body = b"".join(part.get("body", b"") for part in parts)
         if start["status"] == 200:
-            manager = sys.modules[_HTTP_SERVER]._global_state.tokenizer_manager
-            content = server_info.add_status(json.loads(body), manager.server_args, None)
+            content = server_info.add_status(json.loads(body), _manager().server_args, None)
             return await JSONResponse(content)(scope, receive, send)
         headers = {name.decode(): value.decode() for name, value in start["headers"]}
         await Response(body, start["status"], headers)(scope, receive, send)
@@ -66,7 +66,11 @@ def install(result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
         module.app.user_middleware.append(Middleware(Additions))
 
 
-def _problem(body: bytes) -> str | None:
+def _manager() -> Any:
+    return sys.modules[_HTTP_SERVER]._global_state.tokenizer_manager
+
+
+def _problem(body: bytes, vocab_size: int) -> str | None:
     # A name may be written with escapes; what names no field of ours is SGLang's to check.
     if b"\\u" not in body and not any(field.encode() in body for field in FIELDS):
         return None
@@ -74,4 +78,18 @@ def _problem(body: bytes) -> str | None:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    return request.check_body(None, parsed)
+    return request.check_body(None, parsed) or _sampling_problem(parsed, vocab_size)
+
+
+def _sampling_problem(body: Any, vocab_size: int) -> str | None:
+    """SGLang finds it later, and in a stream says it without a status, or breaks off."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    given = body.get("sampling_params") if isinstance(body, Mapping) else None
+    for params in given if isinstance(given, list) else [given]:
+        if isinstance(params, Mapping):
+            try:
+                SamplingParams(**params).verify(vocab_size)
+            except (TypeError, ValueError, OverflowError) as error:
+                return f"sampling_params: {error}"
+    return None

@@ -3,7 +3,7 @@ stand beside its answer."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -33,14 +33,9 @@ def note_batch(self: Any, tokenized_objs: Sequence[Any], *args: Any, **kwargs: A
 
 
 def write(
-    original: Callable[..., AsyncGenerator[dict[str, Any], None]],
-    self: Any,
-    obj: Any,
-    *args: Any,
-    **kwargs: Any,
+    chunks: AsyncGenerator[dict[str, Any], None], self: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AROUND hook on `TokenizerManager._wait_one_response`: each chunk has them, as SGLang has it later."""
-    chunks = original(self, obj, *args, **kwargs)
+    """AFTER hook on `TokenizerManager._wait_one_response`: each chunk has them, as SGLang has it later."""
     ids = getattr(self.rid_to_state[obj.rid], _IDS, None)
     return chunks if ids is None else _with_ids(chunks, ids)
 

@@ -454,7 +454,7 @@ SOME_STATUSES = (
         f"{_TOKENIZER_MANAGER}._stream_one_response",
         ("self", "obj", "state", "request"),
         "an answer that ends with an error has its status",
-        (_around("tokenizer_manager.answer_with_status"),),
+        (_after("tokenizer_manager.answer_with_status"),),
     ),
 )
 """Few errors have a status of their own, before 0.5.23."""
@@ -615,7 +615,7 @@ PROMPT_IDS = (
         f"{_TOKENIZER_MANAGER}._wait_one_response",
         ("self", "obj", "request"),
         "a prompt's token ids are written beside its answer",
-        (_around("prompt_ids.write"),),
+        (_after("prompt_ids.write"),),
     ),
 )
 """What text prompts were taken as, before 0.5.13."""

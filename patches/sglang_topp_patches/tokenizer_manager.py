@@ -136,16 +136,10 @@ def write_sets(
 
 
 def answer_with_status(
-    original: Callable[..., AsyncGenerator[dict[str, Any], None]],
-    self: Any,
-    *,
-    obj: Any,
-    state: Any,
-    request: Any = None,
+    chunks: AsyncGenerator[dict[str, Any], None], self: Any, *, obj: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AROUND hook on `TokenizerManager._stream_one_response` where SGLang answers with but a few statuses: an
+    """AFTER hook on `TokenizerManager._stream_one_response` where SGLang answers with but a few statuses: an
     error of ours has its own."""
-    chunks = original(self, obj=obj, state=state, request=request)
     return _with_status(chunks, obj) if asking_field(vars(obj).get) else chunks
 
 

@@ -43,6 +43,8 @@ REQUESTS: list[dict[str, Any]] = [
         "return_logprob": True,
     },
 ]
+# As ids: a text's are not told by an unpatched 0.5.12.
+HELLO = list(b"hello")
 # Named by request, or by the clock.
 VARYING = {"id", "e2e_latency", "response_sent_to_client_ts", "cached_tokens", "cached_tokens_details"}
 
@@ -102,9 +104,9 @@ def test_the_client_refuses_an_answer_without_the_sets(unpatched: Engine) -> Non
 def test_the_client_refuses_scores_without_the_sets(unpatched: Engine) -> None:
     with RolloutClient(unpatched.url, kind="sglang") as client:
         with pytest.raises(MissingCandidateSetsError):
-            client.score("hello", top_logprobs_p=0.9)
+            client.score([HELLO], top_logprobs_p=0.9)
         # Log-probs are SGLang's own.
-        (score,) = client.score("hello")
+        (score,) = client.score([HELLO])
         assert len(score.logprobs) == len(score.token_ids) - 1
 
 

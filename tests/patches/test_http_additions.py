@@ -19,6 +19,9 @@ from sglang_topp_patches import http_additions
 from sglang_topp_patches.http_additions import Additions
 from sglang_topp_patches.payload import KEY
 
+# It names a field of ours, and asks for nothing: the patch set does not hold in this process.
+NAMED = {"text": "x", "top_logprobs_p": 0}
+
 
 async def _echo(request: Request) -> Response:
     return Response(await request.body())
@@ -32,7 +35,7 @@ async def _server_info(request: Request) -> Response:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
-    manager = SimpleNamespace(server_args=SimpleNamespace())
+    manager = SimpleNamespace(server_args=SimpleNamespace(), model_config=SimpleNamespace(vocab_size=512))
     state = SimpleNamespace(tokenizer_manager=manager)
     server = SimpleNamespace(_global_state=state, app=SimpleNamespace(user_middleware=[]))
     monkeypatch.setitem(sys.modules, http_additions._HTTP_SERVER, server)
@@ -62,6 +65,10 @@ def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
             {"text": "x", "sampling_params": {"custom_params": {"top_logprobs_p": "no"}}},
             "sampling_params.custom_params.top_logprobs_p: got 'no'",
         ),
+        ({**NAMED, "sampling_params": {"temperature": -1}}, "sampling_params: temperature must be"),
+        ({**NAMED, "stream": True, "sampling_params": {"no_such": 1}}, "sampling_params: "),
+        ({**NAMED, "text": ["x", "y"], "sampling_params": [{}, {"top_p": 7}]}, "sampling_params: top_p must"),
+        ({**NAMED, "sampling_params": {"logit_bias": {"512": 1.0}}}, "sampling_params: logit_bias must"),
     ],
 )
 def test_bad_input_is_answered_before_the_route(
@@ -84,8 +91,11 @@ def test_bad_input_is_answered_before_the_route(
         b"[" * 100_000 + b"top_logprobs_p",
         b'["top_logprobs_p"]',
         b'{"text": "' + b"x" * 3_000_000 + b'"}',
+        b'{"text": "x", "sampling_params": {"temperature": -1}}',
+        b'{"text": "x", "top_logprobs_p": 0, "sampling_params": {"top_p": 0.5}}',
+        b'{"text": "x", "top_logprobs_p": 0, "sampling_params": null}',
     ],
-    ids=["plain", "escape", "no JSON", "empty", "deep", "list", "large"],
+    ids=["plain", "escape", "no JSON", "empty", "deep", "list", "large", "unasked", "parameters", "none"],
 )
 def test_all_else_reaches_the_route_as_it_came(client: TestClient, body: bytes) -> None:
     assert client.post("/generate", content=body).content == body

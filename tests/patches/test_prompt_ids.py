@@ -24,14 +24,14 @@ def manager(**asks: bool | None) -> SimpleNamespace:
     return SimpleNamespace(rid_to_state=states)
 
 
-async def chunks_of(self: Any, obj: Any, request: Any) -> AsyncGenerator[dict[str, Any], None]:
+async def chunks_of() -> AsyncGenerator[dict[str, Any], None]:
     for chunk in CHUNKS:
         yield dict(chunk)
 
 
 async def answer(self: SimpleNamespace, rid: str) -> list[dict[str, Any]]:
     obj = self.rid_to_state[rid].obj
-    return [out async for out in prompt_ids.write(chunks_of, self, obj, None)]
+    return [out async for out in prompt_ids.write(chunks_of(), self, obj, None)]
 
 
 async def test_each_chunk_of_who_asked_has_them() -> None:
@@ -62,7 +62,7 @@ def test_what_is_asked_of_a_batch_is_asked_of_its_parts(asked: bool) -> None:
 async def test_an_answer_that_nobody_reads_on_is_closed() -> None:
     closed = []
 
-    async def watched(self: Any, obj: Any, request: Any) -> AsyncGenerator[dict[str, Any], None]:
+    async def watched() -> AsyncGenerator[dict[str, Any], None]:
         try:
             yield {}
             yield {}
@@ -71,7 +71,7 @@ async def test_an_answer_that_nobody_reads_on_is_closed() -> None:
 
     requests = manager(one=True)
     prompt_ids.note(requests, SimpleNamespace(rid="one", input_ids=[1]))
-    reading = prompt_ids.write(watched, requests, requests.rid_to_state["one"].obj, None)
+    reading = prompt_ids.write(watched(), requests, requests.rid_to_state["one"].obj, None)
     assert await anext(reading) == {"prompt_token_ids": [1]}
     await reading.aclose()
     assert closed

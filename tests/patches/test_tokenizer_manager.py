@@ -96,13 +96,11 @@ async def test_an_error_is_answered_with_its_status(
     """Not within a stream, whose status was sent before, and for nobody who does not ask for sets."""
     chunk = {"meta_info": {"finish_reason": reason}}
 
-    async def chunks(
-        self: Any, *, obj: Any, state: Any, request: Any
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
         yield chunk
 
     obj = SimpleNamespace(stream=stream, top_logprobs_p=0.9 if wants_sets else None)
-    answer = answer_with_status(chunks, None, obj=obj, state=None, request=None)
+    answer = answer_with_status(chunks(), None, obj=obj, state=None, request=None)
     if reason is REFUSED and wants_sets and not stream:
         with pytest.raises(HTTPException) as raised:
             await anext(answer)
