@@ -188,7 +188,10 @@ class _Lane:
         url = request.url
         target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
         extensions = request.extensions
-        if self._connection is not None and self._connection.has_expired():
+        if self._connection is not None and (
+            # An answer of HTTP/1.0, or one that came before all of its request was sent, closes it.
+            self._connection.is_closed() or self._connection.has_expired()
+        ):
             await self._connection.aclose()
             self._connection = None
         if self._connection is None:

@@ -94,6 +94,22 @@ async def test_a_connection_that_closed_while_idle_is_replaced():
     assert len(answered) == 3
 
 
+async def test_a_connection_that_may_not_be_used_again_is_replaced():
+    """HTTP/1.0 ends with its answer; nothing in the answer's fields says so."""
+    answered = []
+
+    async def handle(number, reader, writer):
+        answered.append(await read_request(reader))
+        writer.write(ANSWER.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        await writer.drain()
+        await reader.read()
+
+    async with raw_server(handle) as url, AsyncRolloutClient(url, kind="sglang", max_retries=0) as client:
+        for _ in range(3):
+            assert await client.server_info() == {}
+    assert len(answered) == 3
+
+
 async def test_a_connection_that_closes_under_the_next_request_is_retried():
     requests = []
 
