@@ -190,7 +190,7 @@ class _Lane:
         extensions = request.extensions
         if self._connection is not None and (
             # An answer of HTTP/1.0, or one that came before all of its request was sent, closes it.
-            self._connection.is_closed() or self._connection.has_expired()
+            not self._connection.is_idle() or self._connection.has_expired()
         ):
             await self._connection.aclose()
             self._connection = None
@@ -262,11 +262,14 @@ class _Body(httpx.AsyncByteStream):
             raise
 
     async def aclose(self) -> None:
+        is_usable = False
         try:
             with _as_httpx():
                 await self._answer.aclose()
+            is_usable = self._is_read and self._stays_open
         finally:
-            self._give_back(is_usable=self._is_read and self._stays_open)
+            # Whoever is cancelled here leaves the connection in the middle of its answer.
+            self._give_back(is_usable=is_usable)
 
 
 @contextmanager

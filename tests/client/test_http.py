@@ -110,6 +110,29 @@ async def test_a_connection_that_may_not_be_used_again_is_replaced():
     assert len(answered) == 3
 
 
+async def test_a_connection_whose_answer_was_not_closed_to_the_end_is_not_used_again():
+    """Whoever reads is cancelled between the last byte and the end of closing."""
+
+    class Answer:
+        headers = ()
+
+        async def aiter_stream(self):
+            yield b"{}"
+
+        async def aclose(self):
+            await asyncio.sleep(60)
+
+    given_back = []
+    body = lanes._Body(Answer(), lambda *, is_usable: given_back.append(is_usable))
+    assert [part async for part in body] == [b"{}"]
+    closing = asyncio.create_task(body.aclose())
+    await asyncio.sleep(0.01)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert given_back == [False]
+
+
 async def test_a_connection_that_closes_under_the_next_request_is_retried():
     requests = []
 

@@ -157,7 +157,11 @@ def test_a_grammar_without_a_way_on_ends_its_answer_and_not_the_engine(
         body = {"prompts": "a", "sampling_params": {**SAMPLING, **grammar}, "top_logprobs_p": sets}
         answer = httpx.post(f"{served.sidecar}/rollouts", json=body, timeout=120)
         assert answer.status_code == 502, answer.text
-        assert "Grammar accept_token failed" in answer.json()["error"]["message"]
+        # SGLang's words; it says less up to 0.5.20 or so.
+        message = answer.json()["error"]["message"]
+        assert re.search(
+            "Grammar accept_token failed|the engine gave up on a sample: abort, Aborted$", message
+        )
         with RolloutClient(served.sidecar) as client:
             check_rollout(client.generate("hello", SAMPLING, top_logprobs_p=0.9)[0], 0.9)
 
