@@ -191,9 +191,18 @@ def table(results: Sequence[Result]) -> str:
     if reasons:
         lines.append("")
     for (what, why), releases in sorted(reasons.items()):
-        of = releases[0] if len(releases) == 1 else f"{releases[-1]} to {releases[0]}"
-        lines.append(f"- `{what}`, {of}: {why}.")
+        lines.append(f"- `{what}`, {_spans(releases, [each.release for each in results])}: {why}.")
     return "\n".join(lines)
+
+
+def _spans(some: Sequence[str], releases: Sequence[str]) -> str:
+    """Which releases, the newest first in both, in words: "0.5.12 to 0.5.18, 0.5.20"."""
+    spans: list[list[str]] = []
+    for one, before in zip(releases, ("", *releases), strict=False):
+        if one in some:
+            spans += [] if spans and spans[-1][-1] == before else [[]]
+            spans[-1].append(one)
+    return ", ".join(span[0] if len(span) == 1 else f"{span[-1]} to {span[0]}" for span in reversed(spans))
 
 
 def _first_line(element: ElementTree.Element) -> str:
