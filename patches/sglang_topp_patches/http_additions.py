@@ -18,6 +18,8 @@ from sglang_topp_patches.payload import FIELDS
 __all__ = ["Additions", "install"]
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+_EVENT = b"data: "
+_ERROR_EVENT = b'data: {"error":'
 _SERVER_INFO = ("/server_info", "/get_server_info")
 
 
@@ -36,8 +38,10 @@ class Additions:
             return await self._add_status(scope, receive, send)
         if path == "/generate" and scope["method"] in ("POST", "PUT"):
             body, receive = await routes.read_body(receive)
-            if error := _problem(body, _manager().model_config.vocab_size):
-                return await JSONResponse({"error": error}, 400)(scope, receive, send)
+            if _names_our_fields(body):
+                if error := _problem(body, _manager()):
+                    return await JSONResponse({"error": error}, 400)(scope, receive, send)
+                send = _with_code(send)
         await self._app(scope, receive, send)
 
     async def _add_status(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,26 +74,45 @@ def _manager() -> Any:
     return sys.modules[_HTTP_SERVER]._global_state.tokenizer_manager
 
 
-def _problem(body: bytes, vocab_size: int) -> str | None:
-    # A name may be written with escapes; what names no field of ours is SGLang's to check.
-    if b"\\u" not in body and not any(field.encode() in body for field in FIELDS):
-        return None
+def _names_our_fields(body: bytes) -> bool:
+    """Whether it may; a name may be written with escapes. The others are SGLang's alone."""
+    return b"\\u" in body or any(field.encode() in body for field in FIELDS)
+
+
+def _problem(body: bytes, manager: Any) -> str | None:
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    return request.check_body(None, parsed) or _sampling_problem(parsed, vocab_size)
+    return request.check_body(None, parsed) or _sampling_problem(parsed, manager)
 
 
-def _sampling_problem(body: Any, vocab_size: int) -> str | None:
-    """SGLang finds it later, and in a stream says it without a status, or breaks off."""
+def _sampling_problem(body: Any, manager: Any) -> str | None:
+    """What SGLang's own checks say. It makes them later, and in a stream says what they find without a
+    status, or breaks off."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     given = body.get("sampling_params") if isinstance(body, Mapping) else None
     for params in given if isinstance(given, list) else [given]:
         if isinstance(params, Mapping):
             try:
-                SamplingParams(**params).verify(vocab_size)
-            except (TypeError, ValueError, OverflowError) as error:
+                checked = SamplingParams(**{**(manager.preferred_sampling_params or {}), **params})
+                checked.normalize(manager.tokenizer)
+                checked.verify(manager.model_config.vocab_size)
+            except Exception as error:  # of any kind: `stop_regex` has its own, `stop` may be anything
                 return f"sampling_params: {error}"
     return None
+
+
+def _with_code(send: Send) -> Send:
+    """0.5.12 writes into a stream what is wrong with its request, and not that this is a 400."""
+
+    async def send_on(message: Message) -> None:
+        event = message.get("body", b"")
+        if event.startswith(_ERROR_EVENT):
+            report = json.loads(event.removeprefix(_EVENT))
+            report["error"].setdefault("code", 400)
+            message = {**message, "body": _EVENT + json.dumps(report).encode() + b"\n\n"}
+        await send(message)
+
+    return send_on

@@ -279,6 +279,7 @@ def test_hostile_and_harmless_grammars(unharmed: None, engine: Engine, grammar: 
         {"stop_token_ids": list(range(VOCAB_SIZE))},
         {"stop": ["x"] * 33},
         {"stop": ""},
+        {"stop": 5},
         {"stop_regex": "a{4294967294}"},
         {"sampling_seed": 10**30},
         {"frequency_penalty": "5"},

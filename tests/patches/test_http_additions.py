@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
@@ -21,6 +22,32 @@ from sglang_topp_patches.payload import KEY
 
 # It names a field of ours, and asks for nothing: the patch set does not hold in this process.
 NAMED = {"text": "x", "top_logprobs_p": 0}
+
+
+# What 0.5.12 writes into a stream, and what later releases do.
+EVENTS = (
+    b'data: {"text":"a","meta_info":{"error":1}}\n\n',
+    b'data: {"error":{"message":"too long: \xc3\xa9"}}\n\n',
+    b'data: {"error":{"message":"busy","code":503}}\n\n',
+    b"data: [DONE]\n\n",
+)
+
+
+class Tokenizer:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+
+async def _events() -> AsyncIterator[bytes]:
+    for event in EVENTS:
+        yield event
+
+
+async def _generate(request: Request) -> Response:
+    body = await request.body()
+    if request.method == "PUT" and b'"stream"' in body:
+        return StreamingResponse(_events(), media_type="text/event-stream")
+    return Response(body)
 
 
 async def _echo(request: Request) -> Response:
@@ -35,12 +62,17 @@ async def _server_info(request: Request) -> Response:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
-    manager = SimpleNamespace(server_args=SimpleNamespace(), model_config=SimpleNamespace(vocab_size=512))
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(),
+        model_config=SimpleNamespace(vocab_size=512),
+        tokenizer=Tokenizer(),
+        preferred_sampling_params={"min_new_tokens": 5},
+    )
     state = SimpleNamespace(tokenizer_manager=manager)
     server = SimpleNamespace(_global_state=state, app=SimpleNamespace(user_middleware=[]))
     monkeypatch.setitem(sys.modules, http_additions._HTTP_SERVER, server)
     routes = [
-        Route("/generate", _echo, methods=["POST", "PUT"]),
+        Route("/generate", _generate, methods=["POST", "PUT"]),
         Route("/encode", _echo, methods=["POST"]),
         Route("/server_info", _server_info),
         Route("/get_server_info", _server_info),
@@ -69,6 +101,10 @@ def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
         ({**NAMED, "stream": True, "sampling_params": {"no_such": 1}}, "sampling_params: "),
         ({**NAMED, "text": ["x", "y"], "sampling_params": [{}, {"top_p": 7}]}, "sampling_params: top_p must"),
         ({**NAMED, "sampling_params": {"logit_bias": {"512": 1.0}}}, "sampling_params: logit_bias must"),
+        ({**NAMED, "sampling_params": {"stop": 5}}, "sampling_params: object of type 'int' has no len()"),
+        ({**NAMED, "sampling_params": {"stop": ["a", 5]}}, "sampling_params: 'int' object is not iterable"),
+        ({**NAMED, "sampling_params": {"stop_regex": "("}}, "sampling_params: missing ), unterminated"),
+        ({**NAMED, "sampling_params": {"max_new_tokens": 4}}, "sampling_params: min_new_tokens must"),
     ],
 )
 def test_bad_input_is_answered_before_the_route(
@@ -99,6 +135,20 @@ def test_bad_input_is_answered_before_the_route(
 )
 def test_all_else_reaches_the_route_as_it_came(client: TestClient, body: bytes) -> None:
     assert client.post("/generate", content=body).content == body
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_error_in_a_stream_says_that_it_is_the_requests(client: TestClient, named: bool) -> None:
+    body = {**(NAMED if named else {}), "text": "x", "stream": True}
+    came = client.put("/generate", json=body).content.split(b"\n\n")
+    sent = b"".join(EVENTS).split(b"\n\n")
+    if named:
+        assert json.loads(came[1].removeprefix(b"data: ")) == {
+            "error": {"message": "too long: é", "code": 400}
+        }
+        assert json.loads(came[2].removeprefix(b"data: ")) == {"error": {"message": "busy", "code": 503}}
+        del came[1:3], sent[1:3]
+    assert came == sent
 
 
 def test_other_routes_are_left_alone(client: TestClient) -> None:

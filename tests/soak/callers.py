@@ -55,7 +55,7 @@ class Callers:
     ) -> None:
         self.report = report
         self.rng = random.Random(seed)
-        self.num_stops = 0
+        self._num_stops_begun = self._num_stops_over = 0
         self.clients = [
             AsyncRolloutClient(sidecars, kind="sidecar", max_retries=max_retries),
             AsyncRolloutClient(engines, kind="sglang", max_retries=max_retries),
@@ -66,10 +66,12 @@ class Callers:
             await client.close()
 
     async def stop_all(self) -> None:
-        """Whoever is stopped so, before it is over, is told."""
-        self.num_stops += 1
-        await self.rng.choice(self.clients).abort_all()
-        self.num_stops += 1
+        """Whoever is under way at any moment of it may be stopped by it."""
+        self._num_stops_begun += 1
+        try:
+            await self.rng.choice(self.clients).abort_all()
+        finally:
+            self._num_stops_over += 1
         self.report.outcomes["abort_all"] += 1
 
     # -- the ways in -------------------------------------------------------------------------------
@@ -140,11 +142,12 @@ class Callers:
 
     async def _unless_all_stopped(self, sending: asyncio.Future[None]) -> None:
         """It ends well, or somebody stopped everything meanwhile."""
-        before = self.num_stops
+        num_over = self._num_stops_over
         try:
             await sending
         except (AbortedError, RolloutError):
-            if self.num_stops == before:
+            # One of several engines may have stopped its own while another has not answered the order.
+            if self._num_stops_begun == num_over:
                 raise
             self.report.outcomes["stopped with all others"] += 1
 
