@@ -7,6 +7,7 @@ smallest to the largest of a round; a dotted line is a target.
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = ["draw"]
 _BASELINE, _BAR, _WHISKER, _TARGET = "#b8b8b8", "#2f6f9f", "#222222", "#b5442e"
 # Above it, the largest ratio of a panel leaves nothing to see of the others on a linear scale.
 _LINEAR_UP_TO = 20
+_TITLE_CHARS = 115
 
 
 def draw(path: Path) -> list[Path]:
@@ -34,7 +36,9 @@ def _draw(path: Path, result: dict[str, Any], tables: list[dict[str, Any]]) -> P
     from matplotlib.figure import Figure
 
     sizes = [len(table["rows"]) for table in tables]
-    figure = Figure(figsize=(9, 0.3 * sum(sizes) + 0.75 * len(sizes) + 0.4), layout="constrained")
+    more_lines = sum(_title(table).count("\n") for table in tables)
+    height = 0.3 * sum(sizes) + 0.75 * len(sizes) + 0.15 * more_lines + 0.4
+    figure = Figure(figsize=(9, height), layout="constrained")
     axes = figure.subplots(len(tables), 1, height_ratios=[size + 0.6 for size in sizes], squeeze=False)
     for each, table in zip(axes.flat, tables, strict=True):
         _panel(each, table)
@@ -71,8 +75,12 @@ def _panel(axes: Any, table: dict[str, Any]) -> None:
     # Room for the text behind the longest bar.
     axes.set_xlim(left, largest * (largest / left) ** 0.35 if left else largest * 1.35)
     axes.tick_params(axis="x", labelsize=7)
-    axes.set_title(f"{table['title']}: times {table['better']}", fontsize=9, loc="left")
+    axes.set_title(_title(table), fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _title(table: dict[str, Any]) -> str:
+    return textwrap.fill(f"{table['title']}: times {table['better']}", _TITLE_CHARS)
 
 
 def _short(value: float) -> str:
