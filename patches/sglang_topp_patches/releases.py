@@ -89,8 +89,6 @@ _WITH_PROCESSORS = (
 _NO_PLUGINS_IN_WORKERS = {
     Feature.HTTP_WORKERS: "SGLang's HTTP workers load no plugins, and their application cannot be chosen"
 }
-_NOT_TRIED = "was not tried on this release"
-_UNTRIED_MODES = {Feature.PIPELINE: _NOT_TRIED, Feature.DISAGGREGATION: _NOT_TRIED}
 _BEFORE_0_5_23 = {
     **_NO_PLUGINS_IN_WORKERS,
     Feature.RESUMED: "SGLang has no function that sends a request which is aborted while it waits",
@@ -101,7 +99,7 @@ _BEFORE_0_5_20 = {
 }
 _BEFORE_0_5_19 = {
     **_BEFORE_0_5_20,
-    Feature.DISAGGREGATION: _NOT_TRIED,
+    Feature.DISAGGREGATION: "was not tried on this release",
     Feature.PIPELINE: "SGLang hands nothing of an extension's on from stage to stage",
     Feature.WEIGHT_VERSIONS: "SGLang's scheduler is not told the name of its weights",
 }
@@ -136,15 +134,13 @@ _SGLANG_0_5_12 = (
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.RESUMED)),
-        "0.5.22": Release(
-            AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.SOME_STATUSES), {**_BEFORE_0_5_23, **_UNTRIED_MODES}
-        ),
-        "0.5.21": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, {**_BEFORE_0_5_23, **_UNTRIED_MODES}),
+        "0.5.22": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.SOME_STATUSES), _BEFORE_0_5_23),
+        "0.5.21": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.20": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.19": Release(
             SingleAuxiliaryOutput(),
             (*_WITH_AUXILIARY_OUTPUT, *seams.SOME_STATUSES, *seams.HTTP_ADDITIONS, *seams.PROMPT_ROWS),
-            {**_BEFORE_0_5_20, **_UNTRIED_MODES},
+            _BEFORE_0_5_20,
         ),
         "0.5.18": Release(CustomizedInfo(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19),
         "0.5.17": Release(CustomizedInfoOneNormalizer(), _WITH_PROCESSORS, _BEFORE_0_5_19),

@@ -29,7 +29,7 @@ from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_rollout, checked_sets
 from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 from tests.engine.running import Engine, free_port, run_engine, run_gateway
-from tests.features import skip_without
+from tests.features import needs, skip_without
 
 skip_without(Feature.DISAGGREGATION)
 
@@ -209,6 +209,7 @@ async def test_streams(pair: Pair, base64: bool) -> None:
     assert len(chunks[-1]["output_ids"]) == 48
 
 
+@needs(Feature.SAMPLER_SOURCE)
 async def test_what_the_sampler_could_draw_is_the_native_mask(pair: Pair) -> None:
     """SGLang's own, for the first token too."""
     filters: list[dict[str, Any]] = [

@@ -21,6 +21,7 @@ from sglang_topp import wire
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_whole, checked_sets
 from tests.engine.conftest import VOCAB_SIZE
+from tests.engine.in_flight import InFlight
 from tests.engine.running import Engine, run_engine
 from tests.features import skip_without
 
@@ -130,25 +131,19 @@ async def test_retracted_requests_have_one_set_per_token(stages: Engine) -> None
 
 
 async def test_aborted_requests_have_the_sets_of_what_they_show(stages: Engine) -> None:
-    async with httpx.AsyncClient(base_url=stages.url, timeout=300) as http:
-
-        async def send(i: int) -> Any:
-            body = {
-                "rid": f"pp-{i}",
-                "text": "x",
-                "sampling_params": {**SAMPLING, "max_new_tokens": 400},
-                **WANTED,
-            }
-            return (await http.post("/generate", json=body)).json()
-
-        running = [asyncio.create_task(send(i)) for i in range(3)]
-        await asyncio.sleep(0.5)
-        for i in range(3):
-            await http.post("/abort_request", json={"rid": f"pp-{i}"})
-        answers = [await each for each in running]
-    for answer in answers:
+    names = [f"pp-{i}" for i in range(3)]
+    async with InFlight.at(stages.url) as requests:
+        for name in names:
+            sampling = {**SAMPLING, "max_new_tokens": 400}
+            requests.send(name, text="x", stream=True, sampling_params=sampling, **WANTED)
+        for name in names:
+            await requests.move(name, 2)
+        for name in names:
+            await requests.abort(name)
+        answers = await requests.answers()
+    for answer in answers.values():
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert sum(len(checked_sets(answer, 0.9)) for answer in answers) > 0
+        assert checked_sets(answer, 0.9)
 
 
 class NoNumber(CustomLogitProcessor):

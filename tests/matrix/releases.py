@@ -23,9 +23,12 @@ SHORT_SET = (
     "tests/engine/test_retraction.py",
     "tests/engine/test_sampler_source.py",
     "tests/engine/test_fail_closed.py::test_doctor_holds_here",
+    "tests/engine/test_pipeline_parallel.py",
+    "tests/engine/test_disaggregation.py",
 )
 """A start, the oracle that shares no code, streams, n above 1, prompt sets, aborts, retractions, what the
-sampler could draw, doctor."""
+sampler could draw, doctor; and what no other release vouches for, where it is not refused: pipeline stages,
+disaggregated servers."""
 
 
 @dataclass(frozen=True)
