@@ -9,7 +9,15 @@ import torch
 
 from sglang_topp_patches.releases import Feature, refused
 
-__all__ = ["grammar_problem", "needs", "needs_grammars", "needs_native_masks", "skip_without", "takes"]
+__all__ = [
+    "grammar_problem",
+    "has_argument",
+    "needs",
+    "needs_grammars",
+    "needs_native_masks",
+    "skip_without",
+    "takes",
+]
 
 
 def needs(feature: Feature) -> pytest.MarkDecorator:
@@ -25,6 +33,15 @@ def takes(field: str) -> bool:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
     return field in GenerateReqInput.__dataclass_fields__
+
+
+def has_argument(name: str) -> bool:
+    """Whether SGLang can be started with an argument, by the name of its field."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.server_args import ServerArgs
+
+    return hasattr(ServerArgs, name)
 
 
 def needs_native_masks(field: str = "return_sampling_mask") -> pytest.MarkDecorator:

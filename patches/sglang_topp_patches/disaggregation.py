@@ -152,7 +152,7 @@ async def _answer(request: Any) -> Any:
 # -- the decode server -------------------------------------------------------------------------------
 
 
-def note_first_token(result: None, self: Any, decode_req: Any) -> None:
+def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`, in the scheduler: the token that came
     with the KV cache has its set elsewhere."""
     req = decode_req.req
@@ -163,7 +163,7 @@ def note_first_token(result: None, self: Any, decode_req: Any) -> None:
     entries = req.customized_info.setdefault(KEY, [])
     # A request that was retracted comes back with its last token, which has an entry.
     while len(entries) < len(req.output_ids):
-        if decode_req.is_rebootstrap:
+        if getattr(decode_req, "is_rebootstrap", False):  # which there is from 0.5.16 on
             entries.append(Entry(None, "the prefill server drew the token again, without log-probs"))
         else:
             entries.append(Entry(None, handed_over=True))

@@ -19,7 +19,7 @@ import torch
 from sglang_topp_patches.internals.customized_info import take
 from sglang_topp_patches.releases import internals
 
-__all__ = ["Committed", "commit", "copy_to_host", "process"]
+__all__ = ["Committed", "commit", "copy_to_host", "process", "process_on_prefill_server"]
 
 _HOST = "sglang_topp_host_output"
 _KEPT = "sglang_topp_kept"
@@ -46,6 +46,11 @@ class _Step:
     batch: Any
     starts: list[int]
 
+    def consume(self) -> None:
+        """The tokens are there now."""
+        pairs = zip(self.batch.reqs, self.starts, strict=True)
+        self.output.consume(self.batch, [_committed(req, start) for req, start in pairs])
+
 
 _step: _Step | None = None  # a scheduler process handles one result at a time
 
@@ -61,19 +66,27 @@ def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
 def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> Any:
     """AROUND hook on `process_batch_result_prefill` and `process_batch_result_decode`."""
     global _step
-    output = getattr(result, _HOST, None)
-    if output is None and (taken := take(getattr(result, "logits_output", None))) is not None:
-        # Without overlap scheduling SGLang copies where it reads.
-        output = taken.copy_to_host(lambda tensor: tensor.cpu())
-    if output is None:
+    step = _step_of(batch, result)
+    if step is None:
         return original(self, batch, result)
-    _step = _Step(output, batch, [_num_visible(req) for req in batch.reqs])
+    _step = step
     try:
         return original(self, batch, result)
     finally:
         _step = None
-        setattr(result, _HOST, None)
-        setattr(result, _KEPT, None)
+        _let_go(result)
+
+
+def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> None:
+    """AROUND hook on `process_batch_result_disagg_prefill`, whose tokens are sent when the KV cache has been,
+    in no step: what it sends meanwhile are requests that failed."""
+    step = _step_of(batch, result)
+    try:
+        original(self, batch, result)
+        if step is not None:
+            step.consume()
+    finally:
+        _let_go(result)
 
 
 def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
@@ -81,9 +94,22 @@ def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     global _step
     step, _step = _step, None
     if step is not None:
-        pairs = zip(step.batch.reqs, step.starts, strict=True)
-        step.output.consume(step.batch, [_committed(req, start) for req, start in pairs])
+        step.consume()
     internals().align(reqs)
+
+
+def _step_of(batch: Any, result: Any) -> _Step | None:
+    """What a pass took, on the host; None where that is nothing."""
+    output = getattr(result, _HOST, None)
+    if output is None and (taken := take(getattr(result, "logits_output", None))) is not None:
+        # Without overlap scheduling SGLang copies where it reads.
+        output = taken.copy_to_host(lambda tensor: tensor.cpu())
+    return None if output is None else _Step(output, batch, [_num_visible(req) for req in batch.reqs])
+
+
+def _let_go(result: Any) -> None:
+    setattr(result, _HOST, None)
+    setattr(result, _KEPT, None)
 
 
 def _num_visible(req: Any) -> int:

@@ -59,7 +59,7 @@ class Release:
     refused: Mapping[Feature, str] = field(default_factory=dict)
 
 
-_ALL = (*seams.SERVED, *seams.IN_PROCESS, *seams.OPENAI)
+_ALL = (*seams.SERVED, *seams.IN_PROCESS, *seams.OPENAI, *seams.DISAGGREGATION)
 
 _WITH_AUXILIARY_OUTPUT = (
     *_ALL,
@@ -70,7 +70,6 @@ _WITH_AUXILIARY_OUTPUT = (
     *seams.ONE_RESPONSE,
     *seams.WEIGHT_VERSIONS,
     *seams.AUXILIARY_OUTPUT,
-    *seams.DISAGGREGATION,
 )
 _BEFORE_AUXILIARY_OUTPUT = (
     *_ALL,

@@ -529,6 +529,13 @@ def _committed_by_us(results: str, streamer: str) -> tuple[Seam, ...]:
             "the sets join their requests; those that were sent are let go of",
             (_before("lifecycle.commit"), _after("sampler.let_go_of_what_was_sent")),
         ),
+        Seam(
+            "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+            ".process_batch_result_disagg_prefill",
+            ("self", "batch", "result"),
+            "so where the first token is drawn for another server",
+            (_around("lifecycle.process_on_prefill_server"),),
+        ),
     )
 
 

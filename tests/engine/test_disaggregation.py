@@ -29,7 +29,7 @@ from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_rollout, checked_sets
 from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 from tests.engine.running import Engine, free_port, run_engine, run_gateway
-from tests.features import needs, skip_without
+from tests.features import has_argument, needs, skip_without
 
 skip_without(Feature.DISAGGREGATION)
 
@@ -100,7 +100,9 @@ def pair(model_path: Path, log_folder: Path) -> Iterator[Pair]:
         "UCX_TLS": "tcp,self",
     }
     arguments = ["--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(port)]
-    arguments += ["--chunked-prefill-size", "64", "--disaggregation-decode-retraction-backup", "cpu_tensor"]
+    arguments += ["--chunked-prefill-size", "64"]
+    if has_argument("disaggregation_decode_retraction_backup"):
+        arguments += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
     roles = ("prefill", "decode")
     running = [
         run_engine(
@@ -234,6 +236,7 @@ async def test_what_the_sampler_could_draw_is_the_native_mask(pair: Pair) -> Non
             assert set(token_ids.tolist()) == set(native)
 
 
+@needs(Feature.WEIGHT_VERSIONS)
 async def test_each_token_has_the_version_of_the_server_that_drew_it(pair: Pair) -> None:
     async def name(engine: Engine, version: str) -> None:
         body = {"new_version": version, "abort_all_requests": False}

@@ -92,6 +92,27 @@ def test_a_step_that_fails_leaves_nothing_behind(result: Any) -> None:
     assert output.consumed == []
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_prefill_servers_tokens_are_committed_when_all_are_there(result: Any, overlap: bool) -> None:
+    output = result.logits_output.sglang_topp_device_output
+    if overlap:
+        lifecycle.copy_to_host(result, True)
+    first, failed, last = request(), request(), request()
+    batch = SimpleNamespace(reqs=[first, failed, last])
+
+    def original(self: Any, batch: Any, result: Any) -> None:
+        first.output_ids.append(11)
+        lifecycle.commit(None, [failed], True)  # which is sent at once, with what went wrong
+        assert not output.consumed
+        last.output_ids.append(12)
+
+    lifecycle.process_on_prefill_server(original, None, batch, result)
+    assert output.consumed == [[Committed(0, (11,)), None, Committed(0, (12,))]]
+    lifecycle.commit(None, [first, last], True)
+    lifecycle.process_on_prefill_server(lambda *_: None, None, batch, result)
+    assert len(output.consumed) == 1
+
+
 def test_a_pass_begins_without_the_sets_of_another(result: Any) -> None:
     CustomizedInfo().begin_pass(result.logits_output)
     assert take(result.logits_output) is None
