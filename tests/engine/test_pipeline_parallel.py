@@ -135,7 +135,15 @@ async def test_aborted_requests_have_the_sets_of_what_they_show(stages: Engine) 
     async with InFlight.at(stages.url) as requests:
         for name in names:
             sampling = {**SAMPLING, "max_new_tokens": 400}
-            requests.send(name, text="x", stream=True, sampling_params=sampling, **WANTED)
+            # Sets so small that no budget ends a request before it is aborted.
+            requests.send(
+                name,
+                text="x",
+                stream=True,
+                sampling_params=sampling,
+                return_logprob=True,
+                top_logprobs_p=0.2,
+            )
         for name in names:
             await requests.move(name, 2)
         for name in names:
@@ -143,7 +151,7 @@ async def test_aborted_requests_have_the_sets_of_what_they_show(stages: Engine) 
         answers = await requests.answers()
     for answer in answers.values():
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert checked_sets(answer, 0.9)
+        assert checked_sets(answer, 0.2)
 
 
 class NoNumber(CustomLogitProcessor):
