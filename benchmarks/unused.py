@@ -1,7 +1,8 @@
 """What the plugin costs who does not use it: 32 concurrent requests of 32 tokens, vocabulary 151,936.
 
 Two servers of the installed SGLang, one with the plugin and one whose `SGLANG_PLUGINS` leaves it out, answer
-the same requests in turn; neither has anything else to do while the other is timed.
+the same requests in turn; neither has anything else to do while the other is timed. What came out on an
+older release than the newest is kept beside it as `results/unused_RELEASE.json`.
 """
 
 from __future__ import annotations
