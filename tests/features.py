@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from sglang_topp_patches.releases import Feature, refused
 
 __all__ = [
+    "can_refuse_a_flush",
     "grammar_problem",
     "has_argument",
     "needs",
@@ -42,6 +44,17 @@ def has_argument(name: str) -> bool:
         from sglang.srt.server_args import ServerArgs
 
     return hasattr(ServerArgs, name)
+
+
+def can_refuse_a_flush() -> bool:
+    """Whether a push that is to flush a cache in use is answered with an error: before 0.5.22 an assertion
+    ends SGLang's scheduler."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    flush = SchedulerWeightUpdaterManager.flush_cache_after_weight_update
+    return "message" in inspect.signature(flush).parameters
 
 
 def needs_native_masks(field: str = "return_sampling_mask") -> pytest.MarkDecorator:

@@ -8,7 +8,6 @@ versions differ in the LM head alone: hidden states, and so the cache, are the s
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import json
 from collections.abc import Iterator
@@ -26,11 +25,12 @@ from tests.engine.checks import check_rollout, checked_sets
 from tests.engine.in_flight import InFlight
 from tests.engine.running import Engine, num_prefilled, run_sidecar
 from tests.engine.weights import check_answer, check_sets, versions_of
-from tests.features import skip_without
+from tests.features import can_refuse_a_flush, skip_without
 
 skip_without(Feature.WEIGHT_VERSIONS)
 
 P = 0.9
+CAN_REFUSE_A_FLUSH = can_refuse_a_flush()
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
 
 
@@ -74,14 +74,6 @@ def check_prompt(answer: dict[str, Any]) -> None:
     np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
 
 
-def _survives_a_refused_flush() -> bool:
-    """Before 0.5.22 a push that is to flush a cache in use ends SGLang's scheduler by an assertion."""
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-
-    parameters = inspect.signature(SchedulerWeightUpdaterManager.flush_cache_after_weight_update).parameters
-    return "message" in parameters
-
-
 def send_every_form(requests: InFlight) -> None:
     """Streamed and not, in base64 and in lists, sampled and greedy; a long prompt that is scored."""
     forms = itertools.product((True, False), (True, False), (True, False))
@@ -121,7 +113,7 @@ async def test_each_token_comes_from_the_weights_that_are_named(
             else:
                 # The cache is in use and stays; the weights are pushed whether it is to be flushed or not.
                 await requests.order("/flush_cache", 400)
-                flush = i == 1 and _survives_a_refused_flush()
+                flush = i == 1 and CAN_REFUSE_A_FLUSH
                 await requests.push(
                     weight_folders[version], version, flush_cache=flush, status=400 if flush else 200
                 )
