@@ -111,8 +111,9 @@ def _with_code(send: Send) -> Send:
         event = message.get("body", b"")
         if event.startswith(_ERROR_EVENT):
             report = json.loads(event.removeprefix(_EVENT))
-            report["error"].setdefault("code", 400)
-            message = {**message, "body": _EVENT + json.dumps(report).encode() + b"\n\n"}
+            if isinstance(report["error"], dict):
+                report["error"].setdefault("code", 400)
+                message = {**message, "body": _EVENT + json.dumps(report).encode() + b"\n\n"}
         await send(message)
 
     return send_on

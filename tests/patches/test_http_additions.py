@@ -29,6 +29,7 @@ EVENTS = (
     b'data: {"text":"a","meta_info":{"error":1}}\n\n',
     b'data: {"error":{"message":"too long: \xc3\xa9"}}\n\n',
     b'data: {"error":{"message":"busy","code":503}}\n\n',
+    b'data: {"error":"in words alone"}\n\n',
     b"data: [DONE]\n\n",
 )
 
