@@ -3,12 +3,13 @@
 One pass over a row takes the maximum of every block of neighbouring ids. These maxima are tokens of
 the row, so the cutoff among them alone is no higher than the row's own: `active` blocks, whose maximum
 is above it, hold the whole nucleus. The exact cutoff is then searched for among their values, and what is
-above it is written out. Rows of a model have some hundred active blocks of thousands; a flat row has
-them all, and is merely slower.
+above it is written out. Rows of a model have some dozens of active blocks of thousands (normal logits of
+standard deviation 6 at p = 0.95: 85 of 2,374); a flat row has them all, and is merely slower.
 
 A search narrows an interval of keys (`select.falling`) by several pivots at once, until no two entries
-are left in it. Sums are float64 and each row is one program's, in a fixed order: results repeat to the
-last bit. What changes from step to step is not specialised on: no step compiles what another has not.
+are left in it. That takes some ten rounds, so the values stay in registers where they fit. Sums are float64
+and each row is one program's, in a fixed order: results repeat to the last bit. What changes from step to
+step is not specialised on: no step compiles what another has not.
 
 Shape legend: B rows, V vocabulary, N blocks of S tokens, C places for candidates.
 """
@@ -31,8 +32,9 @@ _BLOCK = 64
 _MAX_BLOCKS = 1 << 13  # of a row: larger vocabularies have larger blocks
 _BLOCKS_AT_ONCE = 64
 _TILE = 512
+_HELD = 4096  # values of a search that stay in registers
 _PIVOTS = 8
-_WARPS = 8
+_WARPS = 16
 _HIGHEST = tl.constexpr(MAX_LOGPROB)
 _NAN = tl.constexpr(float("nan"))
 _OUT_OF_RANGE, _NOT_LOGPROBS = tl.constexpr(OUT_OF_RANGE), tl.constexpr(NOT_LOGPROBS)
@@ -111,7 +113,8 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
             _key(lowest),
             HAS_SAMPLED=sampled_B is not None,
             BLOCK=block,
-            TILE=_tile_size(cuts),
+            HELD=_size(cuts, _HELD),
+            TILE=_size(cuts, _TILE),
             PIVOTS=_PIVOTS,
             num_warps=_WARPS,
         )
@@ -159,13 +162,14 @@ def compact(
             entries_2C.shape[1],
             HAS_SAMPLED=sampled_B is not None,
             BLOCK=cuts.block,
-            TILE=_tile_size(cuts),
+            TILE=_size(cuts, _TILE),
         )
 
 
-def _tile_size(cuts: Cuts) -> int:
+def _size(cuts: Cuts, largest: int) -> int:
+    """How many of a row's values to look at at once."""
     num_values: int = triton.next_power_of_2(cuts.blocks.shape[1]) * cuts.block
-    return max(cuts.block, min(_TILE, num_values))
+    return max(cuts.block, min(largest, num_values))
 
 
 def _key(lowest: float) -> int:
@@ -195,6 +199,33 @@ def _tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _values(  # type: ignore[no-untyped-def]
+    row_ptr,
+    blocks_ptr,
+    start,
+    num_values,
+    vocab,
+    IS_GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The next values, of a row's active blocks or as they stand; -inf where there is none."""
+    if IS_GATHERED:
+        _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)
+    else:
+        at = start + tl.arange(0, TILE)
+        values = tl.load(row_ptr + at, mask=at < num_values, other=float("-inf"))
+    return values
+
+
+@triton.jit
+def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
+    """Of each value above each pivot its mass, and 1: [P, T]."""
+    is_above_PT = keys_T[None, :] < keys_P[:, None]
+    return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _search(  # type: ignore[no-untyped-def]
     row_ptr,
     blocks_ptr,
@@ -205,6 +236,7 @@ def _search(  # type: ignore[no-untyped-def]
     lowest_key,
     IS_GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
@@ -212,29 +244,33 @@ def _search(  # type: ignore[no-untyped-def]
 
     Between rounds the mass above `low` is less than the limit, so what stands there is inside; the mass
     above `high` is not, or nothing possible is beyond it. One entry between them then is inside too.
+    Up to HELD values are read once, and more in every round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key
     below_low = tl.full((), 0, tl.int32)
     below_high = tl.full((), 0, tl.int32)
     pivot = tl.arange(0, PIVOTS)
+    is_held = num_values <= HELD
+    held = _values(row_ptr, blocks_ptr, 0, tl.where(is_held, num_values, 0), vocab, IS_GATHERED, BLOCK, HELD)
+    held_keys, held_masses = _falling(held), tl.exp(held.to(tl.float64))
     is_open = low < high
     while is_open:
         step = (high - low + (PIVOTS - 1)) // PIVOTS
-        keys_P = tl.minimum(low + step * (pivot + 1).to(tl.int64), high)
-        masses_PT = tl.zeros((PIVOTS, TILE), tl.float64)
-        counts_PT = tl.zeros((PIVOTS, TILE), tl.int32)
-        for start in range(0, num_values, TILE):
-            if IS_GATHERED:
-                _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)
-            else:
-                at = start + tl.arange(0, TILE)
-                values = tl.load(row_ptr + at, mask=at < num_values, other=float("-inf"))
-            is_above = _falling(values).to(tl.int64)[None, :] < keys_P[:, None]
-            masses_PT += tl.where(is_above, tl.exp(values.to(tl.float64))[None, :], 0.0)
-            counts_PT += is_above.to(tl.int32)
-        num_passed = tl.sum((tl.sum(masses_PT, 1) < limit).to(tl.int32), 0)
-        counts_P = tl.sum(counts_PT, 1)
+        keys_P = tl.minimum(low + step * (pivot + 1).to(tl.int64), high).to(tl.int32)
+        if is_held:
+            masses_PH, counts_PH = _above(held_keys, held_masses, keys_P)
+            masses_P, counts_P = tl.sum(masses_PH, 1), tl.sum(counts_PH, 1)
+        else:
+            masses_PT = tl.zeros((PIVOTS, TILE), tl.float64)
+            counts_PT = tl.zeros((PIVOTS, TILE), tl.int32)
+            for start in range(0, num_values, TILE):
+                values = _values(row_ptr, blocks_ptr, start, num_values, vocab, IS_GATHERED, BLOCK, TILE)
+                masses, counts = _above(_falling(values), tl.exp(values.to(tl.float64)), keys_P)
+                masses_PT += masses
+                counts_PT += counts
+            masses_P, counts_P = tl.sum(masses_PT, 1), tl.sum(counts_PT, 1)
+        num_passed = tl.sum((masses_P < limit).to(tl.int32), 0)
         if num_passed > 0:
             below_low = tl.sum(tl.where(pivot == num_passed - 1, counts_P, 0), 0)
         below_high = tl.sum(tl.where(pivot == tl.minimum(num_passed, PIVOTS - 1), counts_P, 0), 0)
@@ -285,6 +321,7 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
     lowest_key,
     HAS_SAMPLED: tl.constexpr,
     BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
@@ -304,16 +341,16 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
     maxima_ptr += row * num_blocks
     blocks_ptr += row * num_blocks
 
-    highest_T = tl.full((TILE,), float("-inf"), tl.float32)
-    has_nan_T = tl.zeros((TILE,), tl.int32)
-    for start in range(0, num_blocks, TILE):
-        at = start + tl.arange(0, TILE)
+    highest_H = tl.full((HELD,), float("-inf"), tl.float32)
+    has_nan_H = tl.zeros((HELD,), tl.int32)
+    for start in range(0, num_blocks, HELD):
+        at = start + tl.arange(0, HELD)
         maxima = tl.load(maxima_ptr + at, mask=at < num_blocks, other=float("-inf"))
         is_nan = maxima != maxima
-        has_nan_T |= is_nan.to(tl.int32)
-        highest_T = tl.maximum(highest_T, tl.where(is_nan, float("-inf"), maxima))
-    highest = tl.max(highest_T, 0)
-    if tl.max(has_nan_T, 0) > 0:
+        has_nan_H |= is_nan.to(tl.int32)
+        highest_H = tl.maximum(highest_H, tl.where(is_nan, float("-inf"), maxima))
+    highest = tl.max(highest_H, 0)
+    if tl.max(has_nan_H, 0) > 0:
         highest = highest * _NAN
     tl.store(highest_ptr + row, highest)
     if not (highest.to(tl.float64) <= _HIGHEST):
@@ -322,11 +359,22 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
 
     highest_key = _falling(highest)
     key, num_active = _search(
-        maxima_ptr, maxima_ptr, num_blocks, vocab, limit, highest_key, lowest_key, False, BLOCK, TILE, PIVOTS
+        maxima_ptr,
+        maxima_ptr,
+        num_blocks,
+        vocab,
+        limit,
+        highest_key,
+        lowest_key,
+        False,
+        BLOCK,
+        HELD,
+        TILE,
+        PIVOTS,
     )
     written = tl.full((), 0, tl.int32)
-    for start in range(0, num_blocks, TILE):
-        at = start + tl.arange(0, TILE)
+    for start in range(0, num_blocks, HELD):
+        at = start + tl.arange(0, HELD)
         maxima = tl.load(maxima_ptr + at, mask=at < num_blocks, other=float("-inf"))
         is_active = _falling(maxima).to(tl.int64) < key
         tl.store(blocks_ptr + written + tl.cumsum(is_active.to(tl.int32), 0) - 1, at, mask=is_active)
@@ -335,7 +383,18 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
     tl.debug_barrier()  # what one thread has written others read
 
     key, size = _search(
-        row_ptr, blocks_ptr, num_active * BLOCK, vocab, limit, highest_key, key, True, BLOCK, TILE, PIVOTS
+        row_ptr,
+        blocks_ptr,
+        num_active * BLOCK,
+        vocab,
+        limit,
+        highest_key,
+        key,
+        True,
+        BLOCK,
+        HELD,
+        TILE,
+        PIVOTS,
     )
     tl.store(keys_ptr + row, key.to(tl.int32))
     if HAS_SAMPLED:

@@ -135,6 +135,7 @@ def test_more_rows_than_places_are_looked_at_at_once():
         patch = pytest.MonkeyPatch()
         stack.callback(patch.undo)
         patch.setattr("sglang_topp.nucleus.triton._TILE", 16)
+        patch.setattr("sglang_topp.nucleus.triton._HELD", 32)
         patch.setattr("sglang_topp.nucleus.triton._BLOCK", 4)
         got = take(logprobs, [0.9] * 20, list(range(20)), 1 << 12)
     assert_exact(got, logprobs, [0.9] * 20, list(range(20)))

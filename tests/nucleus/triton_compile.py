@@ -10,9 +10,10 @@ from triton.compiler import ASTSource
 from sglang_topp.nucleus import support_triton, triton
 
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+WARPS = {"cut": triton._WARPS}
 KERNELS = {
     "maxima": (triton._maxima_kernel, {"BLOCK": 64, "BLOCKS": 64}),
-    "cut": (triton._cut_kernel, {"HAS_SAMPLED": True, "BLOCK": 64, "TILE": 512, "PIVOTS": 8}),
+    "cut": (triton._cut_kernel, {"HAS_SAMPLED": True, "BLOCK": 64, "HELD": 4096, "TILE": 512, "PIVOTS": 8}),
     "place": (triton._place_kernel, {"TILE": 512}),
     "compact": (triton._compact_kernel, {"HAS_SAMPLED": True, "BLOCK": 64, "TILE": 512}),
     "count drawn": (support_triton._count_kernel, {"HAS_IDS": True, "TILE": 1024}),
@@ -47,5 +48,7 @@ def test_compiles_for_nvidia(dtype, name, tmp_path, monkeypatch):
         signature={argument: kind(argument, constants, dtype) for argument in kernel.arg_names},
         constexprs=dict(constants),
     )
-    compiled = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    compiled = compiler.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS.get(name, 8)}
+    )
     assert "cubin" in compiled.asm
