@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 START_LIMIT_S = 400
+_PORTS = (10_000, 22_000)
+_given: set[int] = set()
 
 
 class Engine:
@@ -68,13 +71,22 @@ def num_prefilled(engine: Engine) -> int:
 
 
 def free_port() -> int:
-    """SGLang may take another one, 10,000 above it."""
+    """A port of loopback, for a server that listens half a minute later.
+
+    Below those that Linux hands to whoever connects (`ip_local_port_range`), which may be in use by then, as
+    is the one 10,000 above it, which SGLang may take too.
+    """
     while True:
+        port = random.randrange(*_PORTS)
+        if port in _given:
+            continue
+        _given.add(port)
         with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port: int = listener.getsockname()[1]
-        if port < 55_000:
-            return port
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:
