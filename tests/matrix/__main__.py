@@ -5,9 +5,10 @@
     python -m tests.matrix seams [RELEASE ...]    only whether the patch set's seams are in its package
     python -m tests.matrix table                  the README's table, from the results
 
-Every release is left as `releases/RELEASE.json` when it is done, so a run that was ended goes on with the
-next one. Of a release that has a result, the files of tests are run that failed, or whose code is another
-now; remove the result to have all of it run again. The exit status is 1 where something does not hold.
+Every release is left as `releases/RELEASE.json` when it is done. Of a release that has a result, the files of
+tests are run that failed, or whose code is another now; remove the result to have all of it run again. What
+came out of a run that was ended is in `.matrix/RELEASE.jsonl`, and the next goes on with the files after it.
+The exit status is 1 where something does not hold.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from pathlib import Path
 
 from sglang_topp_patches.releases import RELEASES as SERVED
 from tests.matrix import results
-from tests.matrix.environment import ROOT, environment, pin
+from tests.matrix.environment import JOURNALS, ROOT, environment, pin
 from tests.matrix.releases import RELEASES, Release, chosen
 from tests.matrix.results import Result
 from tests.matrix.seams import problems
+
+REASONS = {release: {str(what): why for what, why in one.refused.items()} for release, one in SERVED.items()}
+"""What is not served on a release, and why, as the patch set has it."""
 
 _VERSIONS = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
 
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.what == "run":
         for release in releases:
             _run(release)
-    print(results.table(results.read()))
+    print(results.table(results.read(), REASONS))
     versions = [release.version for release in releases]
     found = {result.release: result for result in results.read()}
     return 0 if all(version in found and found[version].is_served for version in versions) else 1
@@ -79,13 +83,13 @@ def _look(releases: Sequence[Release]) -> int:
 def _run(release: Release) -> None:
     before = {result.release: result for result in results.read()}.get(release.version)
     codes = results.digests(release)
+    journal = JOURNALS / f"{release.version}.jsonl"
+    known = {**(before.suites if before and before.doctor else {}), **results.outcomes(journal)}
     kept = {
-        path: suite
-        for path, suite in (before.suites if before and before.doctor else {}).items()
-        if codes.get(path) == suite.code and not suite.failures
+        path: suite for path, suite in known.items() if codes.get(path) == suite.code and not suite.failures
     }
     left = {path: code for path, code in codes.items() if path not in kept}
-    if before is not None and not left:
+    if before is not None and not left and not journal.exists():
         print(f"{release.version}: done, {before.state}", flush=True)
         return
     print(f"{release.version}: installing, Python {release.python}; {len(left)} files to run", flush=True)
@@ -93,13 +97,17 @@ def _run(release: Release) -> None:
     with environment(release) as executables, tempfile.TemporaryDirectory() as folder:
         python, torch = json.loads(_output(executables / "python", "-c", _VERSIONS))
         doctor = subprocess.run([executables / "sglang-topp", "doctor"], cwd=folder, env=_environment())
-        junit = Path(folder) / "junit.xml"
+        with journal.open("a") as file:
+            file.write(f"\n{json.dumps(left)}\n")  # what was written last may have no end
         words = [word for path in left for word in results.words(release, path)]
-        command = [executables / "python", "-m", "pytest", "-q", *words, f"--junitxml={junit}"]
-        ended = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, env=_environment())
-        if ended.returncode not in (0, 1):  # interrupted, or pytest itself failed: that is no result
-            raise SystemExit(f"{release.version}: pytest ended with status {ended.returncode}")
-        suites = {**kept, **results.outcomes(junit, left)}
+        command = [executables / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+        command += ["-p", "tests.matrix.journal", "--journal", journal, "--continue-on-collection-errors"]
+        # Of a package of the release's, which is compiled as a test imports it.
+        command += ["-W", "ignore:invalid escape sequence"]
+        ended = _wait(command) if left else 0
+    suites = {**kept, **results.outcomes(journal)}
+    if ended not in (0, 1) or not codes.keys() <= suites.keys():  # interrupted, or pytest itself failed
+        raise SystemExit(f"{release.version}: pytest ended with status {ended}; what came out is kept")
     result = Result(
         release=release.version,
         python=python,
@@ -107,9 +115,10 @@ def _run(release: Release) -> None:
         set="whole" if release.whole else "short",
         doctor=doctor.returncode == 0,
         suites={path: suites[path] for path in codes},
-        refused=_refused(release),
+        refused=tuple(REASONS.get(release.version, ())),
     )
     results.write(replace(result, commit=_output("git", "rev-parse", "--short=10", "HEAD").strip()))
+    journal.unlink()
     minutes = (time.monotonic() - start) / 60
     print(
         f"{release.version}: {result.state}, {result.passed} passed, {len(result.failures)} failed,"
@@ -118,10 +127,18 @@ def _run(release: Release) -> None:
     )
 
 
-def _refused(release: Release) -> dict[str, str]:
-    """What is not served on it, and why, as the patch set has it."""
-    served = SERVED.get(release.version)
-    return {} if served is None else {str(what): why for what, why in served.refused.items()}
+def _wait(pytest: Sequence[str | Path]) -> int:
+    """Its exit status. Where this process is ended, pytest is told, and ends the engines that it started."""
+    # Where a shell started this in the background the signal is ignored, and pytest would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(pytest, cwd=ROOT, env=_environment()) as running:
+        try:
+            return running.wait()
+        except (KeyboardInterrupt, SystemExit) as ending:
+            if isinstance(ending, SystemExit):  # a terminal's Ctrl-C has reached pytest too
+                running.send_signal(signal.SIGINT)
+            running.wait()
+            raise
 
 
 def _environment() -> dict[str, str]:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from tests.matrix.releases import FOLDER, Release
 
-__all__ = ["ROOT", "UV", "environment", "pin"]
+__all__ = ["JOURNALS", "ROOT", "UV", "environment", "pin"]
 
 ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).with_name("uv")
-_ENVIRONMENT = ROOT / ".matrix" / "environment"
+JOURNALS = ROOT / ".matrix"  # what came out of runs that were ended
+_ENVIRONMENT = JOURNALS / "environment"
 _EXTRAS = ("torch", "server", "sglang", "tensordict", "data")
 
 

@@ -2,10 +2,10 @@
 
     {"release", "python", "torch", "set", "doctor",
      "suites": {path: {"code", "passed", "failures": [...], "skipped": {reason: count}}},
-     "refused": {what: why}, "date", "commit"}
+     "refused": [what, ...], "date", "commit"}
 
-`set` is "whole" or "short"; `suites` has an entry for each file of tests; `refused` says what is not served
-on the release, and why.
+`set` is "whole" or "short"; `suites` has an entry for each file of tests; `refused` names what was not served
+on the release when it was run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import datetime
 import hashlib
 import json
 import subprocess
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree
 
 from tests.matrix.environment import ROOT
 from tests.matrix.releases import FOLDER, RELEASES, Release
@@ -56,7 +54,7 @@ class Result:
     set: str
     doctor: bool
     suites: Mapping[str, Suite]
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
     date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date().isoformat())
     commit: str = ""
 
@@ -81,36 +79,25 @@ class Result:
         return "supported" if self.is_served else "fails"
 
 
-def outcomes(junit: Path, codes: Mapping[str, str]) -> dict[str, Suite]:
-    """What came out of a run of pytest, by file of tests.
+def outcomes(journal: Path) -> dict[str, Suite]:
+    """What came out of runs of pytest, by file of tests: the latest of each.
 
     Args:
-        junit: the XML that `pytest --junitxml` wrote.
-        codes: the digest of each file that was run.
-
-    Raises:
-        ValueError: it tells of another file.
+        journal: for each run a line {path: digest} of what it was to run, and after it what
+            `tests.matrix.journal` wrote; it may end anywhere, and need not be there.
     """
-    passed, failures = Counter[str](), defaultdict[str, list[str]](list)
-    skipped = defaultdict[str, Counter[str]](Counter)
-    for case in ElementTree.parse(junit).getroot().iter("testcase"):
-        # A file that could not be collected, or was left out whole, is a case without a class.
-        module, name = case.get("classname") or case.get("name") or "", case.get("name")
-        path = module.replace(".", "/") + ".py"
-        if path not in codes:
-            raise ValueError(f"{junit.name}: got a case of {path}, expected some of {', '.join(codes)}")
-        failed = [each for each in case if each.tag in ("failure", "error")]
-        left_out = case.find("skipped")
-        if failed:
-            failures[path].append(f"{name}: {_first_line(failed[0])}")
-        elif left_out is not None:
-            skipped[path][_first_line(left_out)] += 1
+    suites, codes = dict[str, Suite](), dict[str, str]()
+    for line in journal.read_text().splitlines() if journal.exists() else ():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # its run was ended as it wrote
+        if "path" in found:
+            path = found.pop("path")
+            suites[path] = Suite(codes[path], found["passed"], tuple(found["failures"]), found["skipped"])
         else:
-            passed[path] += 1
-    return {
-        path: Suite(code, passed[path], tuple(failures[path]), dict(skipped[path]))
-        for path, code in codes.items()
-    }
+            codes = found
+    return suites
 
 
 def write(result: Result, folder: Path = FOLDER) -> Path:
@@ -126,7 +113,8 @@ def read(folder: Path = FOLDER) -> list[Result]:
     for version in RELEASES:
         if written := found.get(version):
             suites = {path: Suite(**suite) for path, suite in written.pop("suites").items()}
-            results.append(Result(**written, suites=suites))
+            refused = tuple(written.pop("refused"))
+            results.append(Result(**written, suites=suites, refused=refused))
     return results
 
 
@@ -172,19 +160,24 @@ def _digest(paths: Iterable[str], more: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def table(results: Sequence[Result]) -> str:
-    """The README's table of releases, and why something is not served on some of them, in Markdown."""
+def table(results: Sequence[Result], refused: Mapping[str, Mapping[str, str]]) -> str:
+    """The README's table of releases, and why something is not served on some of them, in Markdown.
+
+    Args:
+        refused: for each release what is not served on it now, and why.
+    """
     lines = ["| SGLang | torch | Python | state | tests | not served there |", "|---|---|---|---|---|---|"]
     reasons: dict[tuple[str, str], list[str]] = {}
     for each in results:
         count = f"{each.passed:,} of the {each.set} set"
         if each.failures:
             count += f", {len(each.failures)} failed"
-        refused = ", ".join(f"`{what}`" for what in sorted(each.refused))
-        for refusal in each.refused.items():
+        refusals = refused.get(each.release, {})
+        for refusal in refusals.items():
             reasons.setdefault(refusal, []).append(each.release)
         torch, python = each.torch.partition("+")[0], ".".join(each.python.split(".")[:2])
-        lines.append(f"| {each.release} | {torch} | {python} | {each.state} | {count} | {refused} |")
+        names = ", ".join(f"`{what}`" for what in sorted(refusals))
+        lines.append(f"| {each.release} | {torch} | {python} | {each.state} | {count} | {names} |")
     lines.append(
         "| any other | | | refused | | requests for sets get a 400 that says so, everything else is served |"
     )
@@ -203,8 +196,3 @@ def _spans(some: Sequence[str], releases: Sequence[str]) -> str:
             spans += [] if spans and spans[-1][-1] == before else [[]]
             spans[-1].append(one)
     return ", ".join(span[0] if len(span) == 1 else f"{span[-1]} to {span[0]}" for span in reversed(spans))
-
-
-def _first_line(element: ElementTree.Element) -> str:
-    text = element.get("message") or element.text or ""
-    return text.strip().partition("\n")[0][:200]
