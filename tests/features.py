@@ -11,6 +11,7 @@ import torch
 from sglang_topp_patches.releases import Feature, refused
 
 __all__ = [
+    "can_flush_while_paused",
     "can_refuse_a_flush",
     "grammar_problem",
     "has_argument",
@@ -44,6 +45,15 @@ def has_argument(name: str) -> bool:
         from sglang.srt.server_args import ServerArgs
 
     return hasattr(ServerArgs, name)
+
+
+def can_flush_while_paused() -> bool:
+    """Whether the cache is flushed while requests that a pause retracted wait: before 0.5.21 it is in use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.managers.scheduler import Scheduler
+
+    return "ignore_waiting" in inspect.signature(Scheduler.is_fully_idle).parameters
 
 
 def can_refuse_a_flush() -> bool:

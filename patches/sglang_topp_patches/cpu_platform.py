@@ -155,12 +155,12 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        return MHATokenToKVPool  # type: ignore[no-any-return]
+        return MHATokenToKVPool  # type: ignore[no-any-return]  # SGLang ships no types
 
     def get_mla_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        return MLATokenToKVPool  # type: ignore[no-any-return]
+        return MLATokenToKVPool  # type: ignore[no-any-return]  # SGLang ships no types
 
     def get_kv_pool_cls(self, *, kind: str) -> None:
         return None
@@ -168,7 +168,7 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_paged_allocator_cls(self) -> type:
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
-        return PagedTokenToKVPoolAllocator  # type: ignore[no-any-return]
+        return PagedTokenToKVPoolAllocator  # type: ignore[no-any-return]  # SGLang ships no types
 
     def get_graph_runner_cls(self) -> None:
         return None

@@ -171,7 +171,7 @@ class PackageSource:
     def _names(self, module: str) -> dict[str, ast.AST]:
         return dict(_definitions(self._tree(module), nested=False))
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019  # likewise
     def _tree(self, module: str) -> ast.Module:
         path = self._path(module)
         if path is None:

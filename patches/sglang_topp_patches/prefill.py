@@ -36,7 +36,6 @@ __all__ = [
     "forget_rows",
     "forward",
     "hear_logits",
-    "is_sent_once",
     "process_by_chunk",
     "process_whole",
 ]
@@ -231,15 +230,6 @@ def compute_logprobs_only(
     rows = rows_of(forward_batch.top_logprobs_nums)
     if rows is not None and rows.prompt is not None:
         internals().attach(logits_output, PassSets((rows.prompt,)))
-
-
-def is_sent_once(result: bool, self: Any, key: str) -> bool:
-    """AFTER hook on `SchedulerOutputStreamer.is_request_level_customized_info_key`.
-
-    Such a key goes out whole, with the first chunk of a stream or with the finished answer, not
-    sliced by generated tokens: a request with `max_new_tokens` 0 has its prompt's sets too.
-    """
-    return result or key == PROMPT_KEY
 
 
 def forget_rows(result: None, self: Any) -> None:

@@ -15,11 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
 from sglang_topp_patches import seam_groups as seams
-from sglang_topp_patches.internals.auxiliary_output import (
-    AuxiliaryOutput,
-    AuxiliaryOutputSentOnce,
-    SingleAuxiliaryOutput,
-)
+from sglang_topp_patches.internals.auxiliary_output import AuxiliaryOutput, SingleAuxiliaryOutput
 from sglang_topp_patches.internals.customized_info import CustomizedInfo, CustomizedInfoOneNormalizer
 from sglang_topp_patches.internals.interface import Internals
 from sglang_topp_patches.internals.sampler_logprobs import (
@@ -98,9 +94,13 @@ _BEFORE_0_5_20 = {
 }
 _BEFORE_0_5_19 = {
     **_BEFORE_0_5_20,
-    Feature.DISAGGREGATION: "was not tried on this release",
     Feature.PIPELINE: "SGLang hands nothing of an extension's on from stage to stage",
     Feature.WEIGHT_VERSIONS: "SGLang's scheduler is not told the name of its weights",
+}
+_BEFORE_0_5_13 = {
+    **_BEFORE_0_5_19,
+    # Its tensors reach the HTTP process as they are. 0.5.12 also ends nixl transfers for hybrid models alone.
+    Feature.DISAGGREGATION: "a request for `top_logprobs_num` ends SGLang's prefill server",
 }
 
 _SGLANG_0_5_22 = (
@@ -110,7 +110,6 @@ _SGLANG_0_5_22 = (
     *seams.SAMPLER_SOURCE,
     *seams.HIGHEST,
     *seams.SCORED_ON_HOST,
-    *seams.ONCE_PER_REQUEST,
     *seams.DETOKENIZER,
 )
 _SGLANG_0_5_20 = (
@@ -134,8 +133,8 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "0.5.23": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.RESUMED)),
         "0.5.22": Release(AuxiliaryOutput(), (*_SGLANG_0_5_22, *seams.SOME_STATUSES), _BEFORE_0_5_23),
-        "0.5.21": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
-        "0.5.20": Release(AuxiliaryOutputSentOnce(), _SGLANG_0_5_20, _BEFORE_0_5_23),
+        "0.5.21": Release(AuxiliaryOutput(), _SGLANG_0_5_20, _BEFORE_0_5_23),
+        "0.5.20": Release(AuxiliaryOutput(), _SGLANG_0_5_20, _BEFORE_0_5_23),
         "0.5.19": Release(
             SingleAuxiliaryOutput(),
             (*_WITH_AUXILIARY_OUTPUT, *seams.SOME_STATUSES, *seams.HTTP_ADDITIONS, *seams.PROMPT_ROWS),
@@ -149,8 +148,8 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.14": Release(SamplerLogprobsUnaligned(), _SGLANG_0_5_14, _BEFORE_0_5_19),
         "0.5.13.post1": Release(SamplerLogprobsWithoutContext(), _SGLANG_0_5_13, _BEFORE_0_5_19),
         "0.5.13": Release(SamplerLogprobsWithoutContext(), _SGLANG_0_5_13, _BEFORE_0_5_19),
-        "0.5.12.post1": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_19),
-        "0.5.12": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_19),
+        "0.5.12.post1": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
+        "0.5.12": Release(SamplerLogprobsOfWorkerBatch(), _SGLANG_0_5_12, _BEFORE_0_5_13),
     }
 )
 """SGLang version to what it has, the newest first."""

@@ -149,8 +149,8 @@ SERVED = (
     Seam(
         f"{_TOKENIZER_MANAGER}._handle_abort_req",
         ("self", "recv_obj"),
-        "the last chunk of a request that is aborted while it waits repeats nothing",
-        (_around("tokenizer_manager.repeat_nothing"),),
+        "the last chunk of a request that is aborted while it waits fits its sets",
+        (_around("tokenizer_manager.write_last_chunk"),),
     ),
     Seam(
         "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info",
@@ -468,16 +468,6 @@ STREAMER = (
     ),
 )
 """What the scheduler sends goes through an object of its own, from 0.5.13 on."""
-
-ONCE_PER_REQUEST = (
-    Seam(
-        f"{_STREAMER}.is_request_level_customized_info_key",
-        ("self", "key"),
-        "the prompt's sets go out once per request",
-        (_after("prefill.is_sent_once"),),
-    ),
-)
-"""Entries that go out once per request, from 0.5.22 on."""
 
 DETOKENIZER = (
     Seam(

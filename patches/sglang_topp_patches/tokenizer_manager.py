@@ -42,7 +42,7 @@ __all__ = [
     "answer_with_status",
     "merge_chunks",
     "receive_entries",
-    "repeat_nothing",
+    "write_last_chunk",
     "write_meta_info",
     "write_sets",
     "write_sets_of",
@@ -252,22 +252,27 @@ def merge_chunks(
     return result
 
 
-def repeat_nothing(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
+def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
     """AROUND hook on `TokenizerManager._handle_abort_req`, which ends a request that waits.
 
-    One that a pause made wait again may have been streamed in part. Where chunks hold only what is new,
-    SGLang's last one repeats all of the text and of the log-probs, and the last token: it has nothing new.
+    One that a pause made wait again may have been streamed in part. SGLang's last chunk then has all of the
+    text and of the log-probs, with the last token alone (before 0.5.20 or where chunks hold only what is
+    new). Now it has all tokens, or where chunks hold only what is new, nothing.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
     if state is None or not asking_field(vars(state.obj).get):
         return
-    if getattr(state.obj, "stream", False) and internals().streams_increments(self):
+    if not getattr(state.obj, "stream", False):
+        return
+    out = state.out_list[-1]
+    if internals().streams_increments(self):
         from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
 
-        out = state.out_list[-1]
         out |= {"text": "", "output_ids": []}
         _slice_streaming_output_meta_info(out["meta_info"], len(state.output_ids))
+    else:
+        out["output_ids"] = list(state.output_ids)
 
 
 def _list_form(self: Any, side: wire.Side, positions: Positions, with_text: bool) -> dict[str, Any]:
@@ -293,8 +298,12 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
 
 
 def _fail(meta_info: dict[str, Any], message: str, refusal: Entry | None) -> None:
-    if refusal is None and (meta_info.get("finish_reason") or {}).get("type") == "abort":
-        return  # an error already, and its own cause comes first
+    reason = meta_info.get("finish_reason") or {}
+    if refusal is None and reason.get("type") == "abort":  # an error already, and its own cause comes first
+        if reason.get("status_code") is None:  # it may show tokens
+            both = "; ".join(filter(None, (reason.get("message"), message)))
+            meta_info["finish_reason"] = {**reason, "message": both}
+        return
     meta_info["finish_reason"] = {
         "type": "abort",
         "message": message,

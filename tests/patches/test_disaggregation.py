@@ -44,7 +44,7 @@ FIRST = First(
 )
 
 
-class Server(CommonKVBootstrapServer):  # type: ignore[misc]
+class Server(CommonKVBootstrapServer):  # type: ignore[misc]  # SGLang ships no types
     """SGLang's, with the hook in place."""
 
     def _setup_routes(self) -> None:
@@ -73,7 +73,7 @@ def run(cls: type[Any], port: int) -> Any:
 
 
 def stop(server: Any) -> None:
-    for task in list(server._background_tasks):  # which it leaves running
+    for task in list(getattr(server, "_background_tasks", ())):  # which SGLang 0.5.19 and later leave running
         server._loop.call_soon_threadsafe(task.cancel)
     server.close()
 

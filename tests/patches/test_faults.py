@@ -386,4 +386,7 @@ def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:
 def test_an_abort_keeps_its_own_cause(logprobs: torch.Tensor) -> None:
     answer = Answer([1, 2, 3])
     answer.meta_info["finish_reason"] = {"type": "abort", "message": "the user did it"}
-    assert answer.receive(None)["finish_reason"]["message"] == "the user did it"
+    assert answer.receive(None)["finish_reason"] == {
+        "type": "abort",
+        "message": "the user did it; top_logprobs_p: 0 candidate sets for 3 generated tokens",
+    }

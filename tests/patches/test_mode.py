@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_topp_patches import mode
-from sglang_topp_patches.releases import Feature
+from sglang_topp_patches.releases import Feature, refused
 from tests.features import needs
 
 
@@ -46,14 +46,15 @@ def test_disaggregated_servers_serve_but_in_some_modes(role: str) -> None:
     assert "backend fake" in reasons(disaggregation_transfer_backend="fake")[0]
     assert "--pp-size" in reasons(pp_size=2)[0]
     # Several HTTP processes may ask; the one that is asked must be the one that keeps.
-    assert bool(reasons(tokenizer_worker_num=2)) is (role == "prefill")
+    refused_anyway = bool(refused(Feature.HTTP_WORKERS))
+    assert bool(reasons(tokenizer_worker_num=2)) is (role == "prefill" or refused_anyway)
 
 
 def test_the_rust_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, refused in (("1", True), ("true", True), ("Yes", True), ("0", False), ("", False)):
+    for value, is_refused in (("1", True), ("true", True), ("Yes", True), ("0", False), ("", False)):
         monkeypatch.setenv("SGLANG_RUST_SERVER", value)
-        assert bool(mode.environment_refusals()) is refused
-        assert bool(mode.refusals_of(SimpleNamespace())) is refused
+        assert bool(mode.environment_refusals()) is is_refused
+        assert bool(mode.refusals_of(SimpleNamespace())) is is_refused
 
 
 def test_logprobs_before_temperature_refuse_other_temperatures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
-from sglang_topp_patches.tokenizer_manager import answer_with_status, repeat_nothing
+from sglang_topp_patches.tokenizer_manager import answer_with_status, write_last_chunk
 
 
 def make_manager() -> Any:
@@ -50,7 +50,7 @@ def make_manager() -> Any:
 
 def test_what_was_streamed_is_not_repeated() -> None:
     manager = make_manager()
-    repeat_nothing(TokenizerManager._handle_abort_req, manager, AbortReq(rid="a"))
+    write_last_chunk(TokenizerManager._handle_abort_req, manager, AbortReq(rid="a"))
     (chunk,) = manager.state.out_list
     assert (chunk["text"], chunk["output_ids"]) == ("", [])
     assert chunk["meta_info"]["output_token_logprobs"] == chunk["meta_info"]["output_top_logprobs"] == []
@@ -58,17 +58,24 @@ def test_what_was_streamed_is_not_repeated() -> None:
     assert chunk["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-@pytest.mark.parametrize("other", ["without sets", "cumulative", "gone"])
+def test_where_chunks_hold_everything_the_last_one_does() -> None:
+    manager = make_manager()
+    manager.incremental_streaming_output = manager.server_args.incremental_streaming_output = False
+    write_last_chunk(TokenizerManager._handle_abort_req, manager, AbortReq(rid="a"))
+    (chunk,) = manager.state.out_list
+    assert (chunk["text"], chunk["output_ids"]) == ("ab", [5, 6])
+    assert len(chunk["meta_info"]["output_token_logprobs"]) == chunk["meta_info"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("other", ["without sets", "gone"])
 def test_other_requests_are_answered_as_sglang_does(other: str) -> None:
     sglangs = TokenizerManager._handle_abort_req
     answers = []
-    for handle in (sglangs, partial(repeat_nothing, sglangs)):
+    for handle in (sglangs, partial(write_last_chunk, sglangs)):
         manager = make_manager()
         state = manager.state
         if other == "without sets":
             state.obj.top_logprobs_p = None
-        elif other == "cumulative":
-            manager.incremental_streaming_output = manager.server_args.incremental_streaming_output = False
         else:
             manager.rid_to_state.clear()
         with contextlib.suppress(KeyError):  # what is gone, in 0.5.12

@@ -11,7 +11,7 @@ import torch
 
 from sglang_topp_patches.payload import PROMPT_KEY
 
-__all__ = ["AuxiliaryOutput", "AuxiliaryOutputSentOnce", "Outputs", "SentOnce", "SingleAuxiliaryOutput"]
+__all__ = ["AuxiliaryOutput", "Outputs", "SentOnce", "SingleAuxiliaryOutput"]
 
 
 class AuxiliaryOutput:
@@ -77,13 +77,28 @@ class AuxiliaryOutput:
         return logprobs
 
     def prompt_rows(self) -> list[Any]:
-        """SGLang asks which keys are those (`is_request_level_customized_info_key`)."""
-        return []
+        """A list that is empty once SGLang has taken a part of it.
+
+        SGLang's own way, from 0.5.22 on (`is_request_level_customized_info_key`), sends those of an answer
+        that is not streamed when it is finished. A request that is aborted while a pause has it wait does not
+        get there: it shows the tokens that SGLang has sent, which is after every 50.
+        """
+        return SentOnce()
 
     def align(self, reqs: Sequence[Any]) -> None:
         """They are."""
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
+        """With each request's prompt rows out of their one entry."""
+        info = self._arrived(recv_obj)
+        if PROMPT_KEY in info:
+            info[PROMPT_KEY] = [
+                [row for whole in entries if whole is not None for row in whole]
+                for entries in info[PROMPT_KEY]
+            ]
+        return info
+
+    def _arrived(self, recv_obj: Any) -> dict[str, Any]:
         """SGLang pickles it beside the message."""
         from sglang.srt.managers.io_struct import unwrap_from_pickle
 
@@ -99,8 +114,8 @@ class AuxiliaryOutput:
 
 
 class SentOnce(list[Any]):
-    """Entries of `customized_info` that go out once, whole: SGLang before 0.5.22 takes the part of each list
-    that belongs to the tokens it sends."""
+    """Entries of `customized_info` that go out once, whole: SGLang takes the part of each list that belongs
+    to the tokens it sends."""
 
     def __getitem__(self, part: Any) -> Any:
         if not isinstance(part, slice):
@@ -111,28 +126,7 @@ class SentOnce(list[Any]):
         return [whole] if whole else []
 
 
-class AuxiliaryOutputSentOnce(AuxiliaryOutput):
-    """`Internals` of 0.5.20 and 0.5.21."""
-
-    def prompt_rows(self) -> list[Any]:
-        """A list that is empty once SGLang has taken a part of it."""
-        return SentOnce()
-
-    def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """With each request's prompt rows out of their one entry."""
-        info = self._arrived(recv_obj)
-        if PROMPT_KEY in info:
-            info[PROMPT_KEY] = [
-                [row for whole in entries if whole is not None for row in whole]
-                for entries in info[PROMPT_KEY]
-            ]
-        return info
-
-    def _arrived(self, recv_obj: Any) -> dict[str, Any]:
-        return super().take_customized_info(recv_obj)
-
-
-class SingleAuxiliaryOutput(AuxiliaryOutputSentOnce):
+class SingleAuxiliaryOutput(AuxiliaryOutput):
     """`Internals` of 0.5.19, where a pass has one auxiliary output at the most."""
 
     def append(self, current: Any, output: Any) -> Any:
