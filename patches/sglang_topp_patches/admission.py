@@ -25,7 +25,7 @@ def check_request(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     field = asking_field(custom.get)
     if not field or req.to_finish is not None:
         return
-    problem = temperature_refusal(req.sampling_params.temperature)
+    problem = temperature_refusal(req.sampling_params.temperature) or _unscored_prompt(req)
     if KEY not in custom:
         causes = (*status().problems, *refusals_of(self.server_args))
         problem = "; ".join(causes) or "it came by a way that cannot carry candidate sets; ask POST /generate"
@@ -35,3 +35,13 @@ def check_request(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         for name in FIELDS:
             custom.pop(name, None)
         req.set_finish_with_abort(f"{field}: candidate sets are not served here: {problem}")
+
+
+def _unscored_prompt(req: Any) -> str:
+    """SGLang drops `logprob_start_len` in streaming sessions, with a line in its log."""
+    if not getattr(getattr(req, "session", None), "streaming", False):
+        return ""
+    start = req.logprob_start_len
+    if not 0 <= start < len(req.origin_input_ids):
+        return ""
+    return f"logprob_start_len: got {start} in a streaming session, where SGLang scores no prompt"

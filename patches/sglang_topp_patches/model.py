@@ -72,6 +72,8 @@ def check_request(field: Callable[[str], Any]) -> None:
     # Beside a text they are what SGLang takes.
     ids = field("input_ids")
     is_batch = _holds(ids, list)
+    if isinstance(ids, list) and not ids and field("text") is not None:  # without a text SGLang refuses it
+        raise InvalidInputError("input_ids: got no token id, expected at least one")
     for name, one in (
         _each("input_ids", ids, list) if is_batch else [("input_ids", () if ids is None else ids)]
     ):
@@ -82,7 +84,8 @@ def check_request(field: Callable[[str], Any]) -> None:
         _check_embeds(field("input_embeds"))
     count = _check_lists(field, _model)
     overrides = field("positional_embed_overrides")
-    if any(isinstance(one, _JSON) for one in (overrides if isinstance(overrides, list) else [overrides])):
+    given = overrides if isinstance(overrides, list) and overrides else [overrides]
+    if any(isinstance(one, _JSON) for one in given):
         # A field for objects of the Python interface: the scheduler fails on anything else.
         raise InvalidInputError("positional_embed_overrides: got JSON, which cannot hold it; leave it out")
     if (session := field("session_params")) is not None:

@@ -71,3 +71,15 @@ def test_a_temperature_that_the_model_brings_along(monkeypatch: pytest.MonkeyPat
         assert bool(req.to_finish) is refused
         if refused:
             assert "got 0.6 where only temperature 1" in req.to_finish
+
+
+@pytest.mark.usefixtures("whole")
+@pytest.mark.parametrize(
+    ("streaming", "start", "refused"), [(True, 0, True), (True, 3, False), (False, 0, False)]
+)
+def test_a_prompt_that_sglang_will_not_score(streaming: bool, start: int, refused: bool) -> None:
+    req: Any = Request({"top_logprobs_p": 0.9, KEY: 1})
+    req.session, req.origin_input_ids = SimpleNamespace(streaming=streaming), [1, 2, 3]
+    req.logprob_start_len = start
+    admission.check_request(SCHEDULER, req)
+    assert bool(req.to_finish) is refused

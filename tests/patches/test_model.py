@@ -78,6 +78,9 @@ def test_where_nothing_is_known_nothing_is_served(monkeypatch: pytest.MonkeyPatc
         ({"text": "a", "rid": ["x"]}, "rid: got a list of 1, expected one value"),
         ({"text": "a", "positional_embed_overrides": {}}, "positional_embed_overrides: got JSON"),
         ({"text": ["a"], "positional_embed_overrides": [5]}, "positional_embed_overrides: got JSON"),
+        ({"text": "a", "positional_embed_overrides": []}, "positional_embed_overrides: got JSON"),
+        ({"text": "a", "input_ids": []}, "input_ids: got no token id"),
+        ({"text": ["a"], "input_ids": []}, "input_ids: got no token id"),
         ({"input_ids": [[1], [2]], "top_logprobs_num": [1]}, "top_logprobs_num: .* each of 2 prompts"),
     ],
 )

@@ -328,3 +328,12 @@ async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.Monkey
     with pytest.raises(ConnectionError, match="took nothing"):
         await _serve(app, send)
     assert ended == ["the reader took nothing for 0.05 s"]
+
+
+def test_generate_says_where_it_does_not_look() -> None:
+    from sglang_topp_patches.request import check_body
+
+    for place in ("custom_params", "extra_body"):
+        sentence = check_body(None, {"text": "a", place: {"top_logprobs_p": 0.5}})
+        assert sentence is not None
+        assert sentence.startswith(f"{place}.top_logprobs_p: /generate does not look there")
