@@ -17,13 +17,12 @@ __all__ = ["InFlight"]
 class InFlight:
     """What has been asked of one engine. Every streamed chunk moves the test's clock.
 
-    Attributes:
-        chunks: of every streamed request, by the name that it was sent under.
+    Chunks are parsed when they are looked at: who falls behind the engine is late with what it orders.
     """
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http
-        self.chunks: dict[str, list[dict[str, Any]]] = {}
+        self._events: dict[str, list[bytes]] = {}
         self._tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._moved = asyncio.Event()
 
@@ -44,11 +43,20 @@ class InFlight:
         """One request; `name` starts its id."""
         body = {"rid": f"{name}.{id(self)}", "return_prompt_token_ids": True, **body}
         if body.get("stream"):
-            self.chunks[name] = []
-            answer = self._stream(self.chunks[name], body)
+            self._events[name] = []
+            answer = self._stream(self._events[name], body)
         else:
             answer = self._ask(body)
         self._tasks[name] = asyncio.create_task(answer)
+
+    def chunks(self, name: str) -> list[dict[str, Any]]:
+        """Those of a stream until now; none of what is not streamed."""
+        return [json.loads(event) for event in self._events.get(name, ())]
+
+    @property
+    def streams(self) -> list[str]:
+        """The names of the requests that are streamed."""
+        return list(self._events)
 
     async def answers(self) -> dict[str, dict[str, Any]]:
         """Every request's answer, or last chunk, under its name."""
@@ -58,19 +66,24 @@ class InFlight:
     def is_done(self, name: str) -> bool:
         return self._tasks[name].done()
 
-    async def arrive(self) -> None:
-        """Return once the scheduler has every request that has not ended."""
-        while True:
-            loads = (await self.http.get("/v1/loads")).json()["loads"]
-            there = sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
-            if there >= sum(not task.done() for task in self._tasks.values()):
-                return
-            await asyncio.sleep(0.02)
+    async def arrive(self, others: int = 0) -> None:
+        """Return once the scheduler has every request that has not ended, and so many samples of others.
+
+        Raises:
+            TimeoutError: it has not in a minute; one of the others may have ended.
+        """
+        async with asyncio.timeout(60):
+            while True:
+                loads = (await self.http.get("/v1/loads")).json()["loads"]
+                there = sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+                if there >= others + sum(not task.done() for task in self._tasks.values()):
+                    return
+                await asyncio.sleep(0.02)
 
     async def move(self, name: str, chunks: int) -> None:
         """Return once a stream has got so many chunks more."""
-        end = len(self.chunks[name]) + chunks
-        while len(self.chunks[name]) < end:
+        end = len(self._events[name]) + chunks
+        while len(self._events[name]) < end:
             assert not self.is_done(name), f"{name} ended before it was expected to"
             self._moved.clear()
             await self._moved.wait()
@@ -100,18 +113,22 @@ class InFlight:
         parsed: dict[str, Any] = answer.json()
         return parsed
 
-    async def _stream(self, chunks: list[dict[str, Any]], body: dict[str, Any]) -> dict[str, Any]:
+    async def _stream(self, events: list[bytes], body: dict[str, Any]) -> dict[str, Any]:
         try:
             async with self.http.stream("POST", "/generate", json=body) as answer:
                 assert answer.status_code == 200, await answer.aread()
-                rest = b""
+                rest: list[bytes] = []
                 async for part in answer.aiter_bytes():
                     # Not `aiter_lines`, which ends a line at characters that may stand in a text.
-                    *lines, rest = (rest + part).split(b"\n")
-                    for line in lines:
+                    first, *others = part.split(b"\n")
+                    rest.append(first)
+                    for other in others:
+                        line = b"".join(rest)
+                        rest = [other]
                         if line.startswith(b"data: {"):
-                            chunks.append(json.loads(line.removeprefix(b"data: ")))
+                            events.append(line.removeprefix(b"data: "))
                             self._moved.set()
         finally:
             self._moved.set()
-        return chunks[-1]
+        last: dict[str, Any] = json.loads(events[-1])
+        return last

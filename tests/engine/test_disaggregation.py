@@ -255,7 +255,9 @@ async def test_each_token_has_the_version_of_the_server_that_drew_it(pair: Pair)
 async def test_aborted_requests_have_the_sets_of_what_they_show(pair: Pair) -> None:
     body = {"rid": "to-abort", "text": "x", "sampling_params": {**SAMPLING, "max_new_tokens": 2000}, **WANTED}
     sending = asyncio.create_task(pair.send(body))
-    await asyncio.sleep(2)
+    while not pair.held()[1]:  # of what the decode server has sent
+        assert not sending.done()
+        await asyncio.sleep(0.1)
     async with httpx.AsyncClient(timeout=60) as http:
         await http.post(f"{pair.decode.url}/abort_request", json={"rid": "to-abort"})
     answer = (await sending)[1].json()

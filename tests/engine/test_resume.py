@@ -190,7 +190,8 @@ async def test_interruptions_that_nobody_sees(
     reference_models: dict[str, Any],
 ) -> None:
     """Pauses that abort, with weights pushed in them: samples come whole, each token's weights named."""
-    sampling = {**LONG, "max_new_tokens": 40, "n": 2}
+    length = 200  # they are there, in each round, before one of them has ended
+    sampling = {**LONG, "max_new_tokens": length, "n": 2}
     async with InFlight.at(engine.url) as requests:
         await client.generate([PROMPTS[0]], {"max_new_tokens": 1})
         asked = asyncio.create_task(
@@ -198,6 +199,7 @@ async def test_interruptions_that_nobody_sees(
         )
         for number, version in enumerate(("other-1", "head-1")):
             requests.send(f"clock-{number}", **clock())
+            await requests.arrive(others=4)
             await requests.move(f"clock-{number}", 6)
             await requests.pause("abort")
             await requests.push(weight_folders[version], version)
@@ -207,7 +209,7 @@ async def test_interruptions_that_nobody_sees(
     assert [(one.prompt_index, one.sample_index) for one in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for rollout in rollouts:
         assert rollout.finish_reason == "length"
-        assert len(rollout.output_ids) == 40
+        assert len(rollout.output_ids) == length
         check(rollout, reference_models)
     versions = {version for rollout in rollouts for version, _ in rollout.weight_spans or ()}
     assert versions == {"default", "other-1", "head-1"}
@@ -237,6 +239,7 @@ async def test_an_abort_returns_what_was_generated(
             client.generate(PROMPTS[:2], sampling, top_logprobs_p=P, on_abort="return", request_id="part")
         )
         requests.send("clock", **clock())
+        await requests.arrive(others=4)
         await requests.move("clock", 8)
         if mode is not None:
             await requests.pause(mode)
@@ -362,6 +365,7 @@ async def test_through_the_sidecar(engine: Engine, reference_models: dict[str, A
                 )
                 async with InFlight.at(engine.url) as requests:
                     requests.send("clock", **clock())
+                    await requests.arrive(others=4)
                     await requests.move("clock", 6)
                     if "all" in order:
                         answer = await http.post("/abort", json=order)

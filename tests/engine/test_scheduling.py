@@ -34,6 +34,7 @@ def modes(model_path: Path, log_folder: Path) -> Iterator[Engine]:
     arguments += ["--enable-custom-logit-processor", "--enable-priority-scheduling"]
     arguments += ["--priority-scheduling-preemption-threshold", "5", "--max-running-requests", "4"]
     arguments += ["--max-total-tokens", "512", "--schedule-conservativeness", "0.05"]
+    arguments += ["--enable-streaming-session"]
     with run_engine(model_path, log_folder / "modes.log", *arguments) as running:
         yield running
 
@@ -160,6 +161,20 @@ async def test_the_turns_of_a_session(http: httpx.AsyncClient) -> None:
         assert len(check_whole(answer, 0.8, context)) == 8
         context += answer["output_ids"]
         rid = answer["meta_info"]["id"]
+    assert (await http.post("/close_session", json={"session_id": session})).status_code == 200
+
+
+async def test_a_streaming_session_scores_no_prompt(http: httpx.AsyncClient) -> None:
+    order = {"capacity_of_str_len": 1000, "streaming": True}
+    session = (await http.post("/open_session", json=order)).json()
+    turn = {"session_params": {"id": session}, "priority": 0}
+    body = {"input_ids": [70, 71, 72], "sampling_params": {**SAMPLING, "max_new_tokens": 8}, **WHOLE, **turn}
+    refused = await http.post("/generate", json={**body, "logprob_start_len": 0})
+    assert refused.status_code == 400
+    assert "logprob_start_len: got 0 in a streaming session" in refused.text
+    for ids in ([70, 71, 72], [80]):
+        answer = await ask(http, ids, 8, **turn)
+        assert len(check_whole(answer, 0.8)) == 8
     assert (await http.post("/close_session", json={"session_id": session})).status_code == 200
 
 

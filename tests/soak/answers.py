@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_topp import CandidateSets, wire
 from sglang_topp_client import Rollout
-from sglang_topp_client.record import from_record
+from sglang_topp_client.record import error_from_record, from_record
 from tests.engine.checks import ROUNDING, check_rollout, checked_sets
 from tests.soak.asks import VOCAB_SIZE, Ask
 
@@ -82,6 +82,9 @@ def check_support(sets: CandidateSets, sampling: dict[str, Any]) -> None:
 def check_lines(text: str, ask: Ask) -> None:
     """The NDJSON of `/rollouts`."""
     *records, end = map(json.loads, filter(None, text.split("\n")))
+    for record in records:
+        if "error" in record:  # one prompt's, of a sample that was stopped with all others
+            raise error_from_record(record["error"])
     assert end == {"done": True, "rollouts": ask.n}, end
     check_whole([from_record(record) for record in records], ask)
 

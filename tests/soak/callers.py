@@ -118,7 +118,7 @@ class Callers:
         sending = asyncio.ensure_future(coroutine)
         fate = self.rng.random()
         if fate < 0.1:
-            await self.counted("hung up", self._hang_up(sending), ask)
+            await self.counted("hung up", self._unless_all_stopped(self._hang_up(sending)), ask)
         elif fate < 0.15 and abort is not None:
             await self.counted("aborted", self._abort(sending, abort), ask)
         else:
@@ -140,7 +140,7 @@ class Callers:
         with suppress(AbortedError, RolloutError):
             await sending
 
-    async def _unless_all_stopped(self, sending: asyncio.Future[None]) -> None:
+    async def _unless_all_stopped(self, sending: Awaitable[None]) -> None:
         """It ends well, or somebody stopped everything meanwhile."""
         num_over = self._num_stops_over
         try:
