@@ -3,6 +3,7 @@ is answered with a 400 where SGLang's scheduler would die of it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from inspect import signature
@@ -88,6 +89,8 @@ def check_request(field: Callable[[str], Any]) -> None:
     if any(isinstance(one, _JSON) for one in given):
         # A field for objects of the Python interface: the scheduler fails on anything else.
         raise InvalidInputError("positional_embed_overrides: got JSON, which cannot hold it; leave it out")
+    for name, processor in _each("custom_logit_processor", field("custom_logit_processor"), str):
+        _check_processor(name, processor)
     if (session := field("session_params")) is not None:
         known = _session_fields()
         if not isinstance(session, dict) or not session.keys() <= known:
@@ -129,6 +132,16 @@ def _session_fields() -> set[str]:
     from sglang.srt.managers.io_struct import SessionParams
 
     return set(signature(SessionParams).parameters)
+
+
+def _check_processor(name: str, given: str) -> None:
+    """The scheduler fails on another form. What is in it is run there, and not looked at here."""
+    try:
+        bytes.fromhex(json.loads(given)["callable"])
+    except (ValueError, KeyError, TypeError):
+        raise InvalidInputError(
+            f"{name}: expected what `CustomLogitProcessor.to_str` of SGLang returns"
+        ) from None
 
 
 def _check_embeds(embeds: Any) -> None:

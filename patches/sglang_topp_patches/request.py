@@ -75,13 +75,9 @@ def check_body(error: str | None, body: Any) -> str | None:
         asked = _Asked.of(body.get, num_prompts)
         if asked.any:
             model.check_request(body.get)
-        if wrong := routes.misplaced("/generate", body):
-            raise InvalidInputError(
-                f"{wrong[0]}: /generate does not look there; expected at the top level or in {_CUSTOM[:-1]}"
-            )
     except InvalidInputError as problem:
         return str(problem)
-    return None
+    return routes.misplaced(body)
 
 
 def normalize(original: Callable[[Any], None], self: Any) -> None:

@@ -1,4 +1,5 @@
-"""Every route of SGLang's HTTP server: where candidate sets are served, and that no other drops the wish.
+"""Every route of SGLang's HTTP server: where candidate sets are served and answers are resumed, and that no
+other drops the wish.
 
 SGLang's models pass over fields that they do not know. `Guard` stands before the routes: one that cannot
 answer with candidate sets refuses a body that asks for them, instead of answering without. It also holds
@@ -20,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.resumable import RESUMED
 from sglang_topp_patches.budget import in_flight
 from sglang_topp_patches.payload import BASE64, FIELDS
 from sglang_topp_patches.seams import status
@@ -44,13 +46,14 @@ __all__ = [
 
 _CONTAINERS = ("sampling_params", "custom_params", "extra_body", "options", "parameters", "instances")
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+_GENERATE = "/generate"
 _VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")
 
 OPENAI = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
 """Routes in OpenAI's form that answer with candidate sets, in `sglext`."""
 
 SERVED: Mapping[str, tuple[str, ...]] = {
-    "/generate": ("", "sampling_params.custom_params."),
+    _GENERATE: ("", "sampling_params.custom_params."),
     _VERTEX: ("parameters.", "parameters.sampling_params.custom_params."),
     **dict.fromkeys(OPENAI, ("", "custom_params.")),
 }
@@ -103,7 +106,7 @@ NO_PROMPT = frozenset(
 )
 """Routes that take no prompt: there is nothing there to ask sets for, and their bodies are not looked at."""
 
-_CANNOT = "cannot return candidate sets; send the request to /generate"
+_ASKING = (*FIELDS, RESUMED)
 _TOO_DEEP = "a body nested too deep to be read"
 # A reader who does not take a piece within this time is gone, or holds others up.
 _PIECE_BYTES = 1 << 20
@@ -120,13 +123,15 @@ class Call:
     """One call of a served route: what its samples hold, until the answer has been sent.
 
     Attributes:
+        path: the route.
         account: of all its samples.
         problem: why it was ended; empty while it was not.
         fields: of a call in OpenAI's form, which has no place for them further on: ours at its body's top
             level, until `openai_api` takes them; else None.
     """
 
-    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
+        self.path = path
         self.problem = ""
         self.fields = fields
         self.account = in_flight().open(self._end)
@@ -159,31 +164,29 @@ class Guard:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
             return await self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path == "/generate":
+        if path == _GENERATE:
             # Its own contract check names what is wrong; a body of megabytes is parsed there, once.
-            return await self._serve(scope, receive, send)
+            return await self._serve(Call(path), scope, receive, send)
         if path in NO_PROMPT:
             return await self._app(scope, receive, send)
         body, receive = await read_body(receive)
         asked = _asked_at(body)
         if unserved := [place for place in asked if not _is_served(path, place)]:
-            return await _refusal(path, f"{unserved[0]}: {path} {_CANNOT}", unserved[0])(scope, receive, send)
+            place = unserved[0]
+            return await _refusal(path, _cannot(path, place), place)(scope, receive, send)
         if path in OPENAI and asked:
             if problem := _openai_problem(asked):
                 return await _refusal(path, f"{asked[0]}: {problem}", asked[0])(scope, receive, send)
-            return await self._serve(scope, receive, send, _top_level(body))
+            return await self._serve(Call(path, _top_level(body)), scope, receive, send)
         if path in SERVED and path not in OPENAI:
-            return await self._serve(scope, receive, send)
+            return await self._serve(Call(path), scope, receive, send)
         token = path_without_sets.set(path)
         try:
             await self._app(scope, receive, send)
         finally:
             path_without_sets.reset(token)
 
-    async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, fields: Mapping[str, Any] | None = None
-    ) -> None:
-        call = Call(fields)
+    async def _serve(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         token = current_call.set(call)
         try:
             await self._app(scope, receive, _in_pieces(send, call))
@@ -195,13 +198,13 @@ class Guard:
 def refuse_grpc(self: Any, *, req_dict: Mapping[str, Any], **kwargs: Any) -> None:
     """BEFORE hook on `RuntimeHandle.submit_request`: SGLang's gRPC messages have no room for sets."""
     for place in _places(req_dict, ""):
-        raise InvalidInputError(f"{place}: gRPC {_CANNOT}")
+        raise InvalidInputError(_cannot("gRPC", place))
 
 
 def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: bytes, *args: Any) -> None:
     """BEFORE hook on `RuntimeHandle._submit_openai`, the OpenAI routes over gRPC."""
     for place in _asked_at(json_body):
-        raise InvalidInputError(f"{place}: gRPC {_CANNOT}")
+        raise InvalidInputError(_cannot("gRPC", place))
 
 
 def guard(app: Any) -> None:
@@ -229,7 +232,15 @@ def _is_guarded(app: Any) -> bool:
 
 
 def _is_served(path: str, place: str) -> bool:
-    return any(place == f"{prefix}{field}" for prefix in SERVED.get(path, ()) for field in FIELDS)
+    prefixes = SERVED.get(path, ())
+    if place.endswith(RESUMED):
+        return path not in OPENAI and place in [f"{prefix}{RESUMED}" for prefix in prefixes[:1]]
+    return any(place == f"{prefix}{field}" for prefix in prefixes for field in FIELDS)
+
+
+def _cannot(path: str, place: str) -> str:
+    what = "go on with an answer" if place.endswith(RESUMED) else "return candidate sets"
+    return f"{place}: {path} cannot {what}; send the request to /generate"
 
 
 async def read_body(receive: Receive) -> tuple[bytes, Receive]:
@@ -248,18 +259,27 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
     return body, again
 
 
-def misplaced(path: str, body: Any) -> list[str]:
-    """The places in a body, dotted, that ask for sets where this route does not look."""
+def misplaced(body: Any) -> str | None:
+    """What is wrong with a wish that stands where `/generate` does not look; None where none does.
+
+    SGLang's Vertex route makes its own request, and has it checked with its own body.
+    """
+    call = current_call.get()
+    path = _GENERATE if call is None else call.path
     try:
-        return [place for place in _places(body, "") if not _is_served(path, place)]
+        place = next((place for place in _places(body, "") if not _is_served(path, place)), None)
     except RecursionError:
-        return [_TOO_DEEP]
+        return _TOO_DEEP
+    if place is None:
+        return None
+    inside = "" if place.endswith(RESUMED) else " or in sampling_params.custom_params"
+    return f"{place}: {path} does not look there; expected at the top level{inside}"
 
 
 def _asked_at(body: bytes) -> list[str]:
-    """The places in a body, dotted, that ask for sets."""
+    """The places in a body, dotted, that ask for sets or go on with an answer."""
     # A name may be written with escapes.
-    if b"\\u" not in body and not any(field.encode() in body for field in FIELDS):
+    if b"\\u" not in body and not any(field.encode() in body for field in _ASKING):
         return []
     try:
         return list(_places(json.loads(body), ""))
@@ -267,7 +287,7 @@ def _asked_at(body: bytes) -> list[str]:
         return [_TOO_DEEP]
     except ValueError:
         # No JSON: a form (audio), or what the route itself refuses.
-        return [field for field in FIELDS if b'name="%s"' % field.encode() in body]
+        return [field for field in _ASKING if b'name="%s"' % field.encode() in body]
 
 
 def _places(value: Any, prefix: str) -> Iterator[str]:
@@ -276,6 +296,8 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
             yield from _places(item, prefix)
     elif isinstance(value, dict):
         yield from (f"{prefix}{field}" for field in FIELDS if value.get(field) not in (None, False, 0))
+        if value.get(RESUMED) is not None:  # 0 asks for something
+            yield f"{prefix}{RESUMED}"
         for name in _CONTAINERS:
             if isinstance(value.get(name), dict | list):
                 yield from _places(value[name], f"{prefix}{name}.")

@@ -263,6 +263,7 @@ def test_fixed_k_arrays_replace_the_lists(engine: Engine) -> None:
         ({"sampling_params": {"custom_params": {"top_logprobs_p": 0.3}}}, "one place"),
         ({"sampling_params": {"custom_params": "mine"}}, "custom_params"),
         ({"sampling_params": {"custom_params": [1]}}, "custom_params"),
+        ({"top_logprobs_p": None, "extra_body": {"top_logprobs_p": 0.5}}, "extra_body.top_logprobs_p"),
         ({"text": ["a", "b"], "sampling_params": [SAMPLING] * 3}, "sampling_params"),
         (
             {

@@ -21,7 +21,7 @@ DONE = "data: [DONE]\n\n"
 
 @pytest.fixture
 def call() -> Iterator[routes.Call]:
-    call = routes.Call({"top_logprobs_p": 0.9})
+    call = routes.Call(fields={"top_logprobs_p": 0.9})
     token = routes.current_call.set(call)
     yield call
     routes.current_call.reset(token)

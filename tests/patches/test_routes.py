@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches import budget, releases, routes, seams
+from sglang_topp_patches.request import check_body
 
 ASKED = {"top_logprobs_p": 0.9}
 
@@ -77,7 +78,12 @@ async def test_what_cannot_answer_with_sets_refuses(
         answer = await client.request(method, path, json={"prompt": "x", **body})
         assert answer.status_code == 400, body
         assert "send the request to /generate" in answer.text
-    for body in ({"prompt": "top_logprobs_p"}, {"top_logprobs_p": None}, {"top_logprobs_p": 0}, []):
+    for count in (0, 3, [1, None]):
+        answer = await client.request(method, path, json={"prompt": "x", "resumed_tokens": count})
+        assert answer.status_code == 400
+        assert f"resumed_tokens: {path} cannot go on with an answer" in answer.text
+    nothing = ({"top_logprobs_p": None}, {"top_logprobs_p": 0}, {"resumed_tokens": None})
+    for body in ({"prompt": "top_logprobs_p"}, *nothing, []):
         sent = json.dumps(body).encode()
         answer = await client.request(
             method, path, content=sent, headers={"content-type": "application/json"}
@@ -101,13 +107,16 @@ async def test_a_form_that_asks_is_refused(client: httpx.AsyncClient) -> None:
 
 async def test_vertex_takes_the_fields_among_its_parameters_alone(client: httpx.AsyncClient) -> None:
     instances = [{"text": "x"}]
-    for good in (ASKED, {"sampling_params": {"custom_params": ASKED}}):
+    resumed = {"resumed_tokens": 1}
+    for good in (ASKED, {"sampling_params": {"custom_params": ASKED}}, resumed):
         answer = await client.post("/vertex_generate", json={"instances": instances, "parameters": good})
         assert answer.status_code == 200
     for bad in (
         {"instances": [{"text": "x", **ASKED}]},
         {"instances": instances, **ASKED},
         {"instances": instances, "parameters": {"sampling_params": ASKED}},
+        {"instances": instances, **resumed},
+        {"instances": instances, "parameters": {"sampling_params": {"custom_params": resumed}}},
     ):
         answer = await client.post("/vertex_generate", json=bad)
         assert answer.status_code == 400
@@ -223,15 +232,29 @@ async def test_openais_routes_know_that_nobody_asked() -> None:
 
 
 def test_what_generate_does_not_look_at_is_named() -> None:
-    for body in ({"extra_body": ASKED}, {"custom_params": ASKED}, {"options": ASKED}):
-        (place,) = routes.misplaced("/generate", {"text": "x", **body})
-        assert place.endswith(".top_logprobs_p")
+    for place in ("custom_params", "extra_body", "options"):
+        sentence = check_body(None, {"text": "a", place: ASKED})
+        assert sentence is not None
+        assert sentence.startswith(f"{place}.top_logprobs_p: /generate does not look there; expected at")
+    inside = {"sampling_params": {"custom_params": {"resumed_tokens": 1}}}
+    sentence = check_body(None, {"input_ids": [1], **inside})
+    assert sentence is not None
+    assert sentence.endswith("resumed_tokens: /generate does not look there; expected at the top level")
     deep: Any = ASKED
     for _ in range(2000):
         deep = {"custom_params": deep}
-    assert routes.misplaced("/generate", deep)
-    for body in (ASKED, {"sampling_params": {"custom_params": ASKED}}, {"text": "top_logprobs_p"}):
-        assert routes.misplaced("/generate", body) == []
+    assert routes.misplaced(deep) == "a body nested too deep to be read"
+    for body in (ASKED, {"sampling_params": {"custom_params": ASKED}}, {"resumed_tokens": 0}, {"text": "x"}):
+        assert routes.misplaced(body) is None
+
+
+def test_the_vertex_routes_own_body_is_no_misplaced_wish() -> None:
+    token = routes.current_call.set(routes.Call("/vertex_generate"))
+    try:
+        for fields in (ASKED, {"resumed_tokens": 0}):
+            assert check_body(None, {"instances": [{"text": "x"}], "parameters": fields}) is None
+    finally:
+        routes.current_call.reset(token)
 
 
 async def test_code_behind_a_refused_route_knows() -> None:
@@ -254,6 +277,8 @@ def test_grpc_refuses() -> None:
             routes.refuse_grpc(None, req_type="generate", req_dict={"text": "x", **asking})
         with pytest.raises(InvalidInputError, match="gRPC cannot return candidate sets"):
             routes.refuse_grpc_openai(None, "chat", False, json.dumps(asking).encode(), None)
+    with pytest.raises(InvalidInputError, match="gRPC cannot go on with an answer"):
+        routes.refuse_grpc(None, req_type="generate", req_dict={"input_ids": [1], "resumed_tokens": 1})
     routes.refuse_grpc(None, req_type="generate", req_dict={"text": "top_logprobs_p"})
     routes.refuse_grpc_openai(None, "chat", False, b'{"prompt": "top_logprobs_p"}', None)
 
@@ -330,10 +355,10 @@ async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.Monkey
     assert ended == ["the reader took nothing for 0.05 s"]
 
 
-def test_generate_says_where_it_does_not_look() -> None:
-    from sglang_topp_patches.request import check_body
-
-    for place in ("custom_params", "extra_body"):
-        sentence = check_body(None, {"text": "a", place: {"top_logprobs_p": 0.5}})
-        assert sentence is not None
-        assert sentence.startswith(f"{place}.top_logprobs_p: /generate does not look there")
+@pytest.mark.parametrize("path", sorted(routes.OPENAI))
+async def test_openais_routes_do_not_pass_a_resumed_answer_over(client: httpx.AsyncClient, path: str) -> None:
+    for place in ("", "custom_params", "extra_body"):
+        body = {"resumed_tokens": 0}
+        answer = await client.post(path, json={"prompt": "x", **({place: body} if place else body)})
+        assert answer.status_code == 400
+        assert answer.json()["param"].endswith("resumed_tokens")
