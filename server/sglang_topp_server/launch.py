@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from sglang_topp.errors import InvalidInputError, PatchError, ServerError, TransportError
 from sglang_topp_server.engine_status import Phase
@@ -19,6 +21,7 @@ from sglang_topp_server.workers import Workers
 __all__ = ["check_free", "engine_command", "engine_environment", "run", "url_of"]
 
 _POLL_S = 0.1
+_UNTIL_THE_ENGINE_LISTENS = range(10_000, 22_000)
 # What the keeper needs beyond the engine's grace: to kill, reap and exit.
 _KEEPER_S = 30.0
 _STDERR = 2
@@ -62,12 +65,23 @@ def url_of(host: str, port: int) -> str:
 def check_free(host: str, port: int) -> int:
     """The port if nothing listens there, or for port 0 one where nothing does.
 
+    Linux hands ports from 32768 on to whoever connects, and an engine listens half a minute after this: for
+    port 0 it is one below those, as is the one 10,000 above it, which SGLang may take too.
+
     Raises:
         InvalidInputError: something does; an engine started there would fail, and the sidecar would talk
             to a stranger meanwhile.
     """
-    with _listen(host, port) as probe:
-        return int(probe.getsockname()[1])
+    candidates = [port] if port else random.sample(_UNTIL_THE_ENGINE_LISTENS, 100)
+    for candidate in candidates[:-1]:
+        with suppress(InvalidInputError):
+            return _check_free(host, candidate)
+    return _check_free(host, candidates[-1])
+
+
+def _check_free(host: str, port: int) -> int:
+    with _listen(host, port):
+        return port
 
 
 async def run(settings: Settings, command: Sequence[str] | None = None) -> None:

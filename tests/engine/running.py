@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from sglang_topp_server.launch import check_free
 
 __all__ = [
     "START_LIMIT_S",
@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 START_LIMIT_S = 400
-_PORTS = (10_000, 22_000)
 _given: set[int] = set()
 
 
@@ -71,22 +70,11 @@ def num_prefilled(engine: Engine) -> int:
 
 
 def free_port() -> int:
-    """A port of loopback, for a server that listens half a minute later.
-
-    Below those that Linux hands to whoever connects (`ip_local_port_range`), which may be in use by then, as
-    is the one 10,000 above it, which SGLang may take too.
-    """
-    while True:
-        port = random.randrange(*_PORTS)
-        if port in _given:
-            continue
-        _given.add(port)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
+    """One for a server that listens half a minute later; no port twice."""
+    while (port := check_free("127.0.0.1", 0)) in _given:
+        pass
+    _given.add(port)
+    return port
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:

@@ -343,7 +343,9 @@ def test_where_a_server_is_reached(host, url):
 
 
 def test_a_free_port_is_found_and_a_taken_one_refused():
-    assert launch.check_free("127.0.0.1", 0) > 0
+    port = launch.check_free("127.0.0.1", 0)
+    assert 1024 < port < port + 10_000 < 32_768  # from there on whoever connects is given one
+    assert launch.check_free("127.0.0.1", port) == port
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(InvalidInputError, match="cannot listen"),
