@@ -84,6 +84,8 @@ def check_request(field: Callable[[str], Any]) -> None:
     if field("text") is None and ids is None:
         _check_embeds(field("input_embeds"))
     count = _check_lists(field, _model)
+    if isinstance(field("text"), list) and ids is not None and (not is_batch or len(ids) != count):
+        raise InvalidInputError(f"input_ids: expected a list for each of {count} prompts, or none at all")
     overrides = field("positional_embed_overrides")
     given = overrides if isinstance(overrides, list) and overrides else [overrides]
     if any(isinstance(one, _JSON) for one in given):
@@ -166,6 +168,8 @@ def _check_lists(field: Callable[[str], Any], model: Model) -> int:
     count = num_prompts(field)
     for name in _ONE_OR_PER_PROMPT:
         value = field(name)
+        if name == "lora_id" and count is not None and isinstance(value, str):
+            raise InvalidInputError(f"{name}: got {value!r}, expected one for each of {count} prompts")
         # A list for one prompt reaches the scheduler as it is.
         if isinstance(value, list) and len(value) != count:
             expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
@@ -180,6 +184,9 @@ def _check_lists(field: Callable[[str], Any], model: Model) -> int:
                 is_all = _most_top_logprobs == model.vocab_size
                 why = "the model's vocabulary" if is_all else "on a disaggregated server"
                 raise InvalidInputError(f"{name}: got {one}, expected at most {_most_top_logprobs}, {why}")
+    if _holds(ids := field("token_ids_logprob"), list) and len(ids) != count:
+        or_lists = "" if count is None else f", or a list of them for each of {count} prompts"
+        raise InvalidInputError(f"token_ids_logprob: got {len(ids)} lists, expected token ids{or_lists}")
     return count or 1
 
 

@@ -27,6 +27,7 @@ from sglang_topp import CandidateSets, wire
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_rollout, checked_sets
+from tests.engine.in_flight import InFlight
 from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 from tests.engine.running import Engine, free_port, run_engine, run_gateway
 from tests.features import has_argument, needs, skip_without
@@ -253,14 +254,14 @@ async def test_each_token_has_the_version_of_the_server_that_drew_it(pair: Pair)
 
 
 async def test_aborted_requests_have_the_sets_of_what_they_show(pair: Pair) -> None:
-    body = {"rid": "to-abort", "text": "x", "sampling_params": {**SAMPLING, "max_new_tokens": 2000}, **WANTED}
-    sending = asyncio.create_task(pair.send(body))
-    while not pair.held()[1]:  # of what the decode server has sent
-        assert not sending.done()
-        await asyncio.sleep(0.1)
-    async with httpx.AsyncClient(timeout=60) as http:
-        await http.post(f"{pair.decode.url}/abort_request", json={"rid": "to-abort"})
-    answer = (await sending)[1].json()
+    sampling = {**SAMPLING, "max_new_tokens": 2000}
+    body = {"text": "x", "sampling_params": sampling, **WANTED, **pair.rooms()}
+    async with InFlight.at(pair.prefill.url) as first, InFlight.at(pair.decode.url) as requests:
+        first.send("to-abort", **body)
+        requests.send("to-abort", **body, stream=True)
+        await requests.move("to-abort", 2)
+        await requests.abort("to-abort")
+        answer = (await requests.answers())["to-abort"]
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(checked_sets(answer, 0.8)) < 2000
 

@@ -84,6 +84,11 @@ def test_where_nothing_is_known_nothing_is_served(monkeypatch: pytest.MonkeyPatc
         ({"text": "a", "custom_logit_processor": '{"callable": "xyz"}'}, "custom_logit_processor: expected"),
         ({"text": ["a"], "custom_logit_processor": ["[]"]}, r"custom_logit_processor\[0\]: expected what"),
         ({"text": ["a"], "input_ids": []}, "input_ids: got no token id"),
+        ({"text": ["a", "b"], "input_ids": [1]}, "input_ids: expected a list for each of 2 prompts"),
+        ({"text": ["a", "b"], "input_ids": [[1]]}, "input_ids: expected a list for each of 2 prompts"),
+        ({"text": ["a", "b"], "token_ids_logprob": [[1]]}, "token_ids_logprob: got 1 lists, .* each of 2"),
+        ({"text": "a", "token_ids_logprob": [[1]]}, "token_ids_logprob: got 1 lists, expected token ids"),
+        ({"text": ["a", "b"], "lora_id": "x"}, "lora_id: got 'x', expected one for each of 2 prompts"),
         ({"input_ids": [[1], [2]], "top_logprobs_num": [1]}, "top_logprobs_num: .* each of 2 prompts"),
     ],
 )
