@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 
+from tests.engine.running import read_events
+
 __all__ = ["InFlight"]
 
 
@@ -117,17 +119,9 @@ class InFlight:
         try:
             async with self.http.stream("POST", "/generate", json=body) as answer:
                 assert answer.status_code == 200, await answer.aread()
-                rest: list[bytes] = []
-                async for part in answer.aiter_bytes():
-                    # Not `aiter_lines`, which ends a line at characters that may stand in a text.
-                    first, *others = part.split(b"\n")
-                    rest.append(first)
-                    for other in others:
-                        line = b"".join(rest)
-                        rest = [other]
-                        if line.startswith(b"data: {"):
-                            events.append(line.removeprefix(b"data: "))
-                            self._moved.set()
+                async for event in read_events(answer):
+                    events.append(event)
+                    self._moved.set()
         finally:
             self._moved.set()
         last: dict[str, Any] = json.loads(events[-1])

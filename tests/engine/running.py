@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from sglang_topp_server.launch import check_free
 __all__ = [
     "START_LIMIT_S",
     "Engine",
+    "chunks_of",
     "free_port",
     "num_prefilled",
+    "read_events",
     "run_engine",
     "run_gateway",
     "run_sidecar",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 START_LIMIT_S = 400
+_EVENT = b"data: "
 _given: set[int] = set()
 
 
@@ -53,14 +56,32 @@ class Engine:
 
     def stream(self, **body: Any) -> list[dict[str, Any]]:
         """The chunks of a streamed answer."""
-        chunks = []
-        with self.http.stream("POST", "/generate", json={**body, "stream": True}) as answer:
-            assert answer.status_code == 200, answer.read()
-            # Not `iter_lines`, which ends a line at characters that may stand in a text.
-            for line in answer.read().split(b"\n"):
-                if line.startswith(b"data: ") and line != b"data: [DONE]":
-                    chunks.append(json.loads(line.removeprefix(b"data: ")))
-        return chunks
+        answer = self.post(**body, stream=True)
+        assert answer.status_code == 200, answer.text
+        return chunks_of(answer.content)
+
+
+def chunks_of(streamed: bytes) -> list[dict[str, Any]]:
+    """The chunks of a streamed answer.
+
+    Its lines end at newlines alone: a generated text may hold other characters that end one for
+    `str.splitlines` and httpx's `iter_lines`.
+    """
+    events = [line.removeprefix(_EVENT) for line in streamed.split(b"\n") if line.startswith(_EVENT + b"{")]
+    return [json.loads(event) for event in events]
+
+
+async def read_events(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The chunks of an answer that is being streamed, not parsed."""
+    rest: list[bytes] = []
+    async for part in answer.aiter_bytes():
+        first, *others = part.split(b"\n")
+        rest.append(first)
+        for other in others:
+            line = b"".join(rest)
+            rest = [other]
+            if line.startswith(_EVENT + b"{"):
+                yield line.removeprefix(_EVENT)
 
 
 def num_prefilled(engine: Engine) -> int:

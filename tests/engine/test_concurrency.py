@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from sglang_topp import wire
 from tests.engine.checks import checked_sets
-from tests.engine.running import Engine
+from tests.engine.running import Engine, chunks_of
 
 REQUESTS = 64
 
@@ -44,9 +43,9 @@ async def _send(http: httpx.AsyncClient, index: int, rng: random.Random) -> str:
         answer = await sending
         if answer.status_code != 200:
             return "aborted"
-        chunks = _chunks(answer.text) if body["stream"] else [answer.json()]
+        chunks = chunks_of(answer.content) if body["stream"] else [answer.json()]
     elif body["stream"]:
-        chunks = _chunks((await http.post("/generate", json=body)).text)
+        chunks = chunks_of((await http.post("/generate", json=body)).content)
     else:
         chunks = [(await http.post("/generate", json=body)).json()]
 
@@ -62,11 +61,6 @@ async def _send(http: httpx.AsyncClient, index: int, rng: random.Random) -> str:
             assert not wire.has_output_sets(chunk["meta_info"])
     assert len(chunks[-1]["output_ids"]) == body["sampling_params"]["max_new_tokens"]
     return "with sets" if p else "without"
-
-
-def _chunks(text: str) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
-    return [json.loads(line) for line in lines]
 
 
 async def test_mixed_requests(engine: Engine) -> None:

@@ -3,7 +3,6 @@ of it either serves sets or says why not, and no request takes more than its sha
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import pytest
 from sglang_topp import CandidateSets
 from sglang_topp_patches.releases import Feature, refused
 from tests.engine.checks import checked_sets
-from tests.engine.running import Engine, run_engine
+from tests.engine.running import Engine, chunks_of, run_engine
 
 SAMPLING = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 1.0}
 WANTED = {"return_logprob": True, "top_logprobs_p": 0.9}
@@ -142,9 +141,7 @@ def test_a_sample_beyond_its_budget_is_an_error_that_says_what_fits(doors: Engin
     assert f"expected at most {PER_SAMPLE} for one sample" in answer.text
     assert f"{fitting} positions fit" in answer.text
     if stream:
-        *shown, last = [
-            json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
-        ]
+        *shown, last = chunks_of(answer.content)
         for chunk in shown:
             CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"])
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
@@ -306,14 +303,14 @@ def test_a_paused_reader_costs_its_sets_and_no_more(engine: Engine) -> None:
     """
     tokens = 600
     with httpx.stream("POST", f"{engine.url}/generate", json={**_whole(tokens), "stream": True}) as answer:
-        lines = answer.iter_lines()
-        next(lines)
+        parts = answer.iter_bytes()
+        first = next(parts)
         before = _resident_bytes(engine.process.pid)
         most = 0
         for _ in range(30):
             most = max(most, _resident_bytes(engine.process.pid))
             time.sleep(0.5)
-        *_, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        *_, last = chunks_of(b"".join([first, *parts]))
     sets = CandidateSets.from_meta_info(last["meta_info"], last["output_ids"])
     assert len(sets) == tokens
     assert most - before < 200 * 2**20

@@ -107,7 +107,7 @@ def test_prompt_sets(answers: Any) -> None:
 @pytest.mark.parametrize("name", ["stream", "async stream"])
 def test_every_chunk_of_a_stream_has_the_sets_of_its_tokens(answers: Any, name: str) -> None:
     chunks = answers[name]
-    assert len(chunks) > 5
+    assert len(chunks) > 1  # SGLang merges what its HTTP process falls behind with
     for chunk in chunks:
         check(chunk, 0.8, len(chunk["output_ids"]))
     assert len(chunks[-1]["output_ids"]) == 12

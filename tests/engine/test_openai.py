@@ -220,7 +220,7 @@ def test_an_echoed_prompt_that_is_scored_has_its_sets(client: openai.OpenAI) -> 
 def test_a_stream_ends_with_the_sets_of_every_choice(client: openai.OpenAI, ask: Any, base64: bool) -> None:
     extra = {**asked("body", base64), "stream_options": {"include_usage": True}}
     *others, last = ask(client, extra, n=2, stream=True)
-    assert len(others) > 4
+    assert len(others) > 2  # SGLang merges what its HTTP process falls behind with
     assert not any(getattr(chunk, "sglext", None) for chunk in others)
     assert others[-1].usage.completion_tokens == 2 * TOKENS
     assert last.choices == []

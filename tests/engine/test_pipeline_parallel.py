@@ -102,7 +102,7 @@ def test_streams_hold_the_sets_of_their_tokens(stages: Engine, base64: bool) -> 
         return_logprobs_in_base64=base64,
         **WANTED,
     )
-    assert len(chunks) > 5
+    assert len(chunks) > 1  # SGLang merges what its HTTP process falls behind with
     for chunk in chunks:
         checked_sets(chunk, 0.9)
         assert len(wire.decode_input_sets(chunk["meta_info"], PROMPT_IDS[95:100])) == 5

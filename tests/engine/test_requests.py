@@ -119,7 +119,7 @@ def test_a_prompt_that_is_only_scored_beside_others(engine: Engine, stream: bool
 
 def test_streaming_is_cumulative(engine: Engine) -> None:
     chunks = engine.stream(text=PROMPT, sampling_params=SAMPLING, **WANTED)
-    assert len(chunks) > 5
+    assert len(chunks) > 1  # SGLang merges what its HTTP process falls behind with
     for chunk in chunks:
         checked_sets(chunk, 0.8)
     assert len(chunks[-1]["output_ids"]) == 24

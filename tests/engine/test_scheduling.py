@@ -21,7 +21,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang_topp import wire
 from tests.engine.checks import check_whole
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.running import Engine, run_engine
+from tests.engine.running import Engine, read_events, run_engine
 
 SAMPLING = {"temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 WHOLE = {"return_logprob": True, "top_logprobs_p": 0.8, "top_logprobs_num": VOCAB_SIZE}
@@ -61,11 +61,10 @@ async def follow(
     sampling = {**SAMPLING, "max_new_tokens": max_new_tokens}
     body = {"input_ids": input_ids, "sampling_params": sampling, "logprob_start_len": 0, **WHOLE}
     async with http.stream("POST", "/generate", json={**body, "priority": 0, "stream": True}) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                chunk = line.removeprefix("data: ")
-                begun.set()
-    return json.loads(chunk)
+        async for event in read_events(answer):
+            last = event
+            begun.set()
+    return json.loads(last)
 
 
 async def under_way(

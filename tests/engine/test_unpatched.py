@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from sglang_topp.errors import MissingCandidateSetsError, PatchError, SglangToppError
 from sglang_topp_client import RolloutClient
-from tests.engine.running import Engine, run_engine, run_gateway, run_sidecar
+from tests.engine.running import Engine, chunks_of, run_engine, run_gateway, run_sidecar
 
 # SGLang's own allow-list of plugins: only the CPU platform, which it needs to start here.
 UNPATCHED = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
@@ -73,12 +72,10 @@ def test_without_the_feature_the_answers_are_the_same(
 ) -> None:
     def ask(server: Engine) -> tuple[int, dict[str, str], Any]:
         answer = server.post(**request_body, stream=stream)
-        text = answer.text
         if stream:
-            chunks = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
             # How many tokens one chunk holds depends on timing; each sample's last one holds them all.
-            last = {chunk.get("index", 0): chunk for chunk in map(json.loads, chunks)}
-            body = [last[index] for index in sorted(last)] or text
+            last = {chunk.get("index", 0): chunk for chunk in chunks_of(answer.content)}
+            body = [last[index] for index in sorted(last)] or answer.text
         else:
             body = answer.json()
         return answer.status_code, {"type": answer.headers["content-type"]}, _comparable(body)

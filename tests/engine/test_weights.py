@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,7 +22,7 @@ from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import check_rollout, checked_sets
 from tests.engine.in_flight import InFlight
-from tests.engine.running import Engine, num_prefilled, run_sidecar
+from tests.engine.running import Engine, chunks_of, num_prefilled, run_sidecar
 from tests.engine.weights import check_answer, check_sets, versions_of
 from tests.features import can_flush_while_paused, can_refuse_a_flush, skip_without
 
@@ -289,9 +288,8 @@ async def test_a_prompt_that_two_weights_scored_is_an_error_that_passes(
         answer, again = await answering, await asked_again
     if stream:
         assert answer.status_code == 200
-        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-        assert events.pop() == "[DONE]"
-        (last,) = map(json.loads, events)
+        assert answer.content.endswith(b"data: [DONE]\n\n")
+        (last,) = chunks_of(answer.content)
         reason = last["meta_info"]["finish_reason"]
         assert (reason["type"], reason["status_code"]) == ("abort", 503)
         assert not any("top_p" in name for name in last["meta_info"])

@@ -18,7 +18,7 @@ from sglang_topp import CandidateSets, wire
 from sglang_topp_patches.releases import Feature
 from tests.engine.checks import checked_sets
 from tests.engine.in_flight import InFlight
-from tests.engine.running import Engine, run_engine
+from tests.engine.running import Engine, chunks_of, read_events, run_engine
 from tests.engine.weights import check_answer, versions_of
 from tests.features import can_flush_while_paused, needs
 
@@ -52,7 +52,7 @@ def test_incremental_chunks_join_to_the_whole(tight_engine: Engine, base64: bool
         return_logprobs_in_base64=base64,
         **WANTED,
     )
-    assert len(chunks) > 5
+    assert len(chunks) > 1  # SGLang merges what its HTTP process falls behind with
     output_ids: list[int] = []
     parts = []
     for chunk in chunks:
@@ -86,7 +86,7 @@ def test_incremental_streams_in_openais_form_end_with_the_whole(
             *others, last = client.completions.create(
                 model="default", prompt="hello", max_tokens=30, n=2, stream=True, extra_body=extra
             )
-    assert len(others) > 5
+    assert len(others) > 1  # SGLang merges what its HTTP process falls behind with
     for entry in last.sglext["candidate_sets"]:
         assert len(CandidateSets.from_meta_info(entry, entry["output_ids"], vocab_size=512)) == 30
 
@@ -105,14 +105,13 @@ async def test_chunks_that_sglang_merges_keep_their_sets(tight_engine: Engine) -
         }
         tokens, chunks = 0, 0
         async with http.stream("POST", "/generate", json=body) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    sets = CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"])
-                    if base64:
-                        assert chunk["meta_info"]["output_top_logprobs_shape"] == [len(sets), 2]
-                    tokens += len(sets)
-                    chunks += 1
+            async for event in read_events(answer):
+                chunk = json.loads(event)
+                sets = CandidateSets.from_meta_info(chunk["meta_info"], chunk["output_ids"])
+                if base64:
+                    assert chunk["meta_info"]["output_top_logprobs_shape"] == [len(sets), 2]
+                tokens += len(sets)
+                chunks += 1
         return tokens, chunks
 
     async with httpx.AsyncClient(base_url=tight_engine.url, timeout=300) as http:
@@ -177,8 +176,7 @@ async def test_a_request_aborted_while_it_waits(tight_engine: Engine, base64: bo
         aborted = await waiting
         others = [(await filler).json() for filler in fillers]
     if stream:
-        (line,) = [line for line in aborted.text.splitlines() if line.startswith("data: {")]
-        answer = json.loads(line.removeprefix("data: "))
+        (answer,) = chunks_of(aborted.content)
     else:
         answer = aborted.json()
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
