@@ -1,0 +1,51 @@
+"""Sphinx settings: `make docs` builds the site, and a warning is an error."""
+
+import os
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+# `sglang-topp --help` fills the command-line reference: it must be found, and be as wide everywhere.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+os.environ["COLUMNS"] = "100"
+
+project = "sglang-topp"
+author = "the authors of sglang-topp"
+copyright = author
+version = release = version_of("sglang-topp")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.programoutput"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "sglang-topp"
+html_show_copyright = False
+highlight_language = "text"  # a fence without a language is a command or an answer
+
+myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]
+
+# Single backticks in docstrings are code.
+default_role = "code"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_preprocess_types = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_type_aliases = {
+    name: name for name in ("ArrayLike", "OnAbort", "Prompts", "RaggedRows", "SamplingParams")
+}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+# Links to names of other projects need their servers, which a build without a network cannot ask.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!sglang_topp).*"),
+    ("py:.*", r".*\._\w+"),
+    ("py:.*", r".*\.CompressedMask"),
+]
+
+# `make docs LINKS=1` asks every external address; these are the reader's own servers.
+linkcheck_ignore = [r"http://127\.0\.0\.1.*"]
