@@ -1,1 +1,1 @@
-"""Speed claims of this project: `python -m benchmarks [name ...]`, or `make bench` for all."""
+"""Benchmarks of this project: `python -m benchmarks [NAME ...]`, or `make bench` for all."""

@@ -1,6 +1,7 @@
-"""Run every benchmark, or those named: each module beside this one that has a `run()`.
+"""Run the named benchmarks, or all of them: each module in this folder that has a `run()`.
 
-What each prints is left in `benchmarks/results/` too, as JSON and, where matplotlib is there, as pictures.
+Each benchmark prints its tables and writes them to `benchmarks/results/`: as JSON, and as pictures if
+matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -11,37 +12,39 @@ import importlib.util
 import pkgutil
 
 import benchmarks
-from benchmarks import plots, results
-
-_TOOLS = ("__main__", "engine_stand_in", "harness", "memory", "plots", "results")
+from benchmarks.harness import plots, result_files
+from tests.cpu_platform import request_cpu_platform
 
 
 def main() -> None:
-    found = {}
-    for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks."):
-        name = module.name.removeprefix("benchmarks.")
-        if name not in _TOOLS and not module.ispkg:
-            found[name] = module.name
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", nargs="*", help=f"one of: {', '.join(found)}")
-    chosen = parser.parse_args().name or sorted(found)
-    if unknown := sorted(set(chosen) - set(found)):
-        parser.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join(found)}")
+    names = [
+        module.name
+        for module in pkgutil.iter_modules(benchmarks.__path__)
+        if not module.ispkg and module.name != "__main__"
+    ]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="*", help=f"one of: {', '.join(names)}")
+    chosen = parser.parse_args().name or sorted(names)
+    if unknown := sorted(set(chosen) - set(names)):
+        parser.error(f"no benchmark named {', '.join(unknown)}; choose from {', '.join(names)}")
+    request_cpu_platform()
     for name in chosen:
-        with results.recorded() as tables:
-            importlib.import_module(found[name]).run()
+        with result_files.collect_tables() as tables:
+            importlib.import_module(f"benchmarks.{name}").run()
         if tables:
-            _leave(name, tables)
+            _write_results(name, tables)
 
 
-def _leave(name: str, tables: list[results.Table]) -> None:
-    path = results.write(name, tables)
-    print(f"\nwritten: {path.name}")
+def _write_results(name: str, tables: list[result_files.Table]) -> None:
+    path = result_files.write(name, tables)
+    print(f"\nresults written to {path.name}")
     if importlib.util.find_spec("matplotlib") is None:
-        print("no pictures: matplotlib is not installed")
+        print("no pictures drawn: matplotlib is not installed")
         return
     for picture in plots.draw(path):
-        print(f"drawn: {picture.name}")
+        print(f"picture drawn: {picture.name}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Collation against the plain loop, and against a copy of the output's bytes.
+"""Collation against a plain loop, and against a copy of its output.
 
-1024 samples, prompts of 64..512 tokens, responses spread evenly over 16..2048. The baseline of the
-first tables is the loop in `reference.py` on lists; that of the last is a copy of every output into fresh
+1024 samples with prompts of 64 to 512 tokens and responses of 16 to 2048. The first two tables compare with
+the loop over lists in `reference_layouts.py`. The last table compares with a copy of every output into fresh
 memory, the least that any collation has to write.
 """
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import compare
-from sglang_topp.batch import collate_rl, collate_sft, reference
+from benchmarks.harness.paired_timing import compare
+from sglang_topp.batch import collate_rl, collate_sft, reference_layouts
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
 
 __all__ = ["candidate_sets", "rollouts", "run"]
 
 
 def rollouts(seed: int = 0, batch: int = 1024) -> dict[str, list[np.ndarray]]:
-    """Samples as arrays, in the dtypes in which an engine hands them over."""
+    """Return samples as arrays, in the dtypes that an engine returns."""
     rng = np.random.default_rng(seed)
     responses = rng.permutation(np.linspace(16, 2048, batch).astype(int))
     prompts = rng.integers(64, 513, batch)
@@ -35,12 +35,12 @@ def rollouts(seed: int = 0, batch: int = 1024) -> dict[str, list[np.ndarray]]:
 def candidate_sets(
     rng: np.random.Generator, sampled_ids: np.ndarray, replayed: np.ndarray, mean_size: float = 8.0
 ) -> CandidateSets:
-    """Sets of random sizes around `mean_size` that hold their sampled token; empty where not `replayed`."""
+    """Return sets of random sizes with mean `mean_size`, and empty sets where `replayed` is false."""
     sizes = np.where(replayed, rng.geometric(1 / mean_size, len(sampled_ids)).clip(max=512), 0)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rank = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
     chosen = rng.integers(0, np.maximum(sizes, 1))
-    # Distinct within a set, for the stride and the vocabulary's size have no common factor.
+    # The stride and the vocabulary size are coprime, so no id occurs twice in a set.
     ids = (np.repeat(sampled_ids, sizes) + 7919 * (rank - np.repeat(chosen, sizes))) % 150_000
     logprobs = -0.1 - 0.05 * rank
     sampled = np.where(replayed, sampled_ids, NO_TOKEN)
@@ -51,7 +51,7 @@ def run() -> None:
     arrays = rollouts()
     lists: dict[str, Any] = {name: [row.tolist() for row in rows] for name, rows in arrays.items()}
     from_lists = {
-        "loop": lambda: reference.collate_rl(**lists, pad_token_id=0),
+        "loop": lambda: reference_layouts.collate_rl(**lists, pad_token_id=0),
         "collate_rl, from arrays": lambda: collate_rl(**arrays, pad_token_id=0),
         "collate_rl, from lists": lambda: collate_rl(**lists, pad_token_id=0),
     }
@@ -63,7 +63,7 @@ def run() -> None:
     compare(
         "SFT collation, unpacked, B = 1024",
         {
-            "loop": lambda: reference.collate_sft(sft, counts, masks, pad_token_id=0),
+            "loop": lambda: reference_layouts.collate_sft(sft, counts, masks, pad_token_id=0),
             "collate_sft, from lists": lambda: collate_sft(sft, counts, masks, pad_token_id=0),
         },
         target=10,

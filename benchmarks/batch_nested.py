@@ -1,9 +1,11 @@
-"""Nesting and unnesting a batch that is 8.4 % full, in bytes and in time.
+"""Nesting and unnesting a batch that is 8.4 % full: bytes and time.
 
-1024 x 16384, an eighth of the rows that a controller would hold: 470 MB dense, so that it runs on a
-small machine. Two int64 fields (one of them the mask) and three float32 fields. Copies are NumPy's: on
-Linux it asks for huge pages, as the nested batches do; torch's clones fault 4 KiB at a time, and what
-they leave behind makes the kernel compact memory in the next contender's time.
+The batch has 1024 x 16384 positions, 470 MB when dense, so that the benchmark runs on a small machine. A
+controller would hold eight times as many rows. Two fields are int64 (one of them the mask), and three are
+float32.
+
+The baseline copies with NumPy. On Linux, NumPy uses huge pages, as the nested batches do. `torch.clone`
+faults memory in pages of 4 KiB, and the kernel would then compact memory during the next contender.
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from benchmarks.harness import compare, compare_counts
-from sglang_topp.batch import nest_batch, reference, unnest_batch
+from benchmarks.harness.paired_timing import compare, compare_counts
+from sglang_topp.batch import nest_batch, reference_layouts, unnest_batch
 
 __all__ = ["padded_batch", "run"]
 
 
 def padded_batch(rows: int = 1024, width: int = 16384, fill: float = 0.084) -> Mapping[str, torch.Tensor]:
-    """Left-padded rows of random lengths that fill about `fill` of a rows x width field."""
+    """Return left-padded rows of random lengths that fill about the share `fill` of each field."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(16, int(2 * fill * width) - 16, rows)
-    lengths[0] = width  # one long row makes the others narrow
+    lengths[0] = width  # one long row sets the width for all others
     keep = np.arange(width) >= width - lengths[:, None]
     batch = {"responses": np.zeros(keep.shape, np.int64), "response_mask": keep.astype(np.int64)}
     batch["responses"][keep] = rng.integers(0, 150_000, lengths.sum())
@@ -64,7 +66,8 @@ def run() -> None:
         "nest + unnest against the loop over rows",
         {
             "loop": lambda: [
-                reference.unnest(reference.nest(field, mask), width) for field in batch.values()
+                reference_layouts.unnest(reference_layouts.nest(field, mask), width)
+                for field in batch.values()
             ],
             "nest_batch, unnest_batch": lambda: unnest_batch(nest_batch(batch, fields, narrow=False)),
         },

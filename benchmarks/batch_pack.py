@@ -1,11 +1,11 @@
-"""Packing against the plain loop, and a whole step of a batch with candidate sets.
+"""Packing against plain loops, and collation of a whole batch with candidate sets.
 
-The samples of `batch_collate`: 1024, responses spread evenly over 16..2048. Rows of 16384 tokens on
-8 data-parallel ranks, aligned for 2 tensor-parallel and 2 context-parallel ranks.
+The samples are those of `batch_collate`. Rows have 16384 tokens on 8 data-parallel ranks, aligned for 2
+tensor-parallel and 2 context-parallel ranks.
 
-Two baselines. The loop over samples in `reference.py` joins lists and has no step per token; against it
-stand the first tables. SkyRL measured 34 x against a loop over tokens (pull request 1808): such a loop
-has a table of its own, with fewer samples, for it takes seconds.
+Most tables compare with the loop over samples in `reference_layouts.py`, which joins lists and has no step
+per token. SkyRL measured 34 x against a loop over tokens (pull request 1808). One table compares with such a
+loop. It has fewer samples, because that loop takes seconds.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from benchmarks.batch_collate import candidate_sets, rollouts
-from benchmarks.harness import compare, compare_counts
-from sglang_topp.batch import PackedCollator, collate_rl, reference, split_micro_batches, take_batch
-from sglang_topp.batch.bins import first_fit_decreasing
+from benchmarks.harness.paired_timing import compare, compare_counts
+from sglang_topp.batch import PackedCollator, collate_rl, reference_layouts, split_micro_batches, take_batch
+from sglang_topp.batch.bin_packing import first_fit_decreasing
 
 __all__ = ["run"]
 
@@ -43,12 +43,12 @@ def run() -> None:
     footprints = [-(-n // collator.sequence_multiple) * collator.sequence_multiple for n in lengths]
 
     def sft_loop(batch: int = len(ids)) -> object:
-        bins = reference.first_fit_decreasing(footprints[:batch], _BUDGET)
-        return reference.pack_sft(bins, ids[:batch], counts[:batch], masks[:batch], **multiples)
+        bins = reference_layouts.first_fit_decreasing(footprints[:batch], _BUDGET)
+        return reference_layouts.pack_sft(bins, ids[:batch], counts[:batch], masks[:batch], **multiples)
 
     def rl_loop() -> object:
-        bins = reference.first_fit_decreasing(footprints, _BUDGET)
-        return reference.pack_rl(bins, **lists, **multiples)
+        bins = reference_layouts.first_fit_decreasing(footprints, _BUDGET)
+        return reference_layouts.pack_rl(bins, **lists, **multiples)
 
     compare(
         "packed SFT, B = 1024",
@@ -84,23 +84,23 @@ def run() -> None:
     compare(
         "first-fit decreasing alone",
         {
-            "loop": lambda: reference.first_fit_decreasing(footprints, _BUDGET),
+            "loop": lambda: reference_layouts.first_fit_decreasing(footprints, _BUDGET),
             "first_fit_decreasing": lambda: first_fit_decreasing(np.array(footprints), _BUDGET),
         },
     )
     packed = collator.collate_sft(ids, counts, masks)["sequences"]
     fill = sum(lengths) / packed.numel()
-    print(f"\n{len(packed)} rows of {packed.shape[1]} columns (budget {_BUDGET}), {fill:.1%} of them tokens")
-    _step(arrays, lengths)
+    print(f"\n{len(packed)} rows of {packed.shape[1]} columns (budget {_BUDGET}), {fill:.1%} full")
+    _compare_whole_batch(arrays, lengths)
 
 
 def _loop_over_tokens(
     ids: list[list[int]], counts: list[int], masks: list[list[int]], multiples: dict[str, int]
 ) -> tuple[torch.Tensor, ...]:
-    """What `reference.pack_sft` makes, but for position ids, with one step per token of the loss mask."""
+    """Return `reference_layouts.pack_sft` without position ids, with one step per loss-mask token."""
     multiple = multiples["sequence_multiple"]
     footprints = [-(-len(row) // multiple) * multiple for row in ids]
-    bins = reference.first_fit_decreasing(footprints, _BUDGET)
+    bins = reference_layouts.first_fit_decreasing(footprints, _BUDGET)
     widest = max(sum(footprints[i] for i in members) for members in bins)
     width = -(-widest // multiples["row_multiple"]) * multiples["row_multiple"]
     sequences = torch.full((len(bins), width), multiples["pad_token_id"])
@@ -119,18 +119,18 @@ def _loop_over_tokens(
     return sequences, attention_mask, loss_mask / max(1, int(loss_mask.sum()))
 
 
-def _step(arrays: dict[str, list[np.ndarray]], lengths: list[int]) -> None:
+def _compare_whole_batch(arrays: dict[str, list[np.ndarray]], lengths: list[int]) -> None:
     rng = np.random.default_rng(0)
     sets = [candidate_sets(rng, ids, np.ones(len(ids), bool)) for ids in arrays["responses"]]
     tokens = sum(lengths)
     collator = PackedCollator(max_tokens=_BUDGET, pad_token_id=0, dp_size=_RANKS)
 
-    def padded() -> object:
+    def collate_and_split() -> object:
         batch = collate_rl(**arrays, candidates=sets, pad_token_id=0)
         plan = split_micro_batches(lengths, _BUDGET, ranks=_RANKS)
         return [list(plan.of(batch, rank)) for rank in range(_RANKS)]
 
-    def packed() -> object:
+    def pack_and_shard() -> object:
         batch = collator.collate_rl(**arrays, candidates=sets)
         rows = np.arange(len(batch["sequences"]))
         return [[take_batch(batch, row[None]) for row in shard] for shard in np.split(rows, _RANKS)]
@@ -139,17 +139,17 @@ def _step(arrays: dict[str, list[np.ndarray]], lengths: list[int]) -> None:
     print(f"\n{tokens / 1e6:.2f} M tokens, {candidates / 1e6:.1f} M candidates")
     steps = {
         "collate_rl alone, without sets": lambda: collate_rl(**arrays, pad_token_id=0),
-        "collate_rl, split_micro_batches, cut": padded,
-        "PackedCollator.collate_rl, cut": packed,
+        "collate_rl, split_micro_batches": collate_and_split,
+        "PackedCollator.collate_rl, one micro-batch per row": pack_and_shard,
     }
-    compare("collate with candidate sets, shard over 8, cut to micro-batches", steps, rounds=5)
-    spent_s = {}
+    compare("collate with candidate sets, shard over 8 ranks, split into micro-batches", steps, rounds=5)
+    cpu_s = {}
     for label, step in steps.items():
         start = time.process_time()
         step()
-        spent_s[label] = time.process_time() - start
+        cpu_s[label] = time.process_time() - start
     compare_counts(
-        "the same on the processor's clock",
+        "collate with candidate sets, shard over 8 ranks, split into micro-batches: processor time",
         "ms per M tokens",
-        {label: spent / tokens * 1e9 for label, spent in spent_s.items()},
+        {label: seconds / tokens * 1e9 for label, seconds in cpu_s.items()},
     )

@@ -1,7 +1,7 @@
-"""Distillation over a teacher's sets against the plain way: log-probs of the whole vocabulary, then gathered.
+"""Distillation over a teacher's candidate sets, against full logits.
 
-Forward KL, forward and backward, on the CPU in float32 on one thread; on a GPU, where there is one, in
-bfloat16 at a trainer's sizes. The sets are those of `replay`.
+Forward KL, forward and backward pass. On the CPU: float32, one thread. On a GPU, if there is one: bfloat16
+and the sizes of a trainer. The sets are those of the benchmark `replay`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.harness import compare
-from benchmarks.memory import Work, compare_peaks
+from benchmarks.harness.paired_timing import compare
+from benchmarks.harness.peak_memory import Work, compare_peaks
 from benchmarks.replay import TINY, H, T, V, make_sets
 from sglang_topp import CandidateSets
 from sglang_topp.replay import distillation_loss, mask_logits
@@ -30,7 +30,7 @@ def run() -> None:
     if torch.cuda.is_available():
         _run_on_gpu(16_384, 4096, 151_936)
     else:
-        print("\nGPU: not measured, there is none here")
+        print("\nGPU: not measured, this machine has none")
 
 
 def _run_on_cpu() -> None:
@@ -40,8 +40,8 @@ def _run_on_cpu() -> None:
         f"distillation with a tail, forward + backward; {shape}",
         {
             "full logits, gathered": dense_tail(T, H, V),
-            chunked: ours(T, H, V, "tail", CHUNK),
-            whole: ours(T, H, V, "tail"),
+            chunked: candidate_distillation(T, H, V, "tail", CHUNK),
+            whole: candidate_distillation(T, H, V, "tail"),
         },
         rounds=5,
         picture="distillation",
@@ -50,25 +50,28 @@ def _run_on_cpu() -> None:
         "distillation with a tail, peak memory beyond inputs and gradients",
         {
             "full logits, gathered": (dense_tail, (T, H, V)),
-            whole: (ours, (T, H, V, "tail")),
-            chunked: (ours, (T, H, V, "tail", CHUNK)),
+            whole: (candidate_distillation, (T, H, V, "tail")),
+            chunked: (candidate_distillation, (T, H, V, "tail", CHUNK)),
         },
         warmup=TINY,
         target=4,
         picture="distillation",
     )
     compare(
-        f"distillation, renormalised, forward + backward; {shape}",
-        {"full logits, dense mask": dense_renormalised(T, H, V), whole: ours(T, H, V, "renormalised")},
+        f"distillation, renormalized, forward + backward; {shape}",
+        {
+            "full logits, dense mask": dense_renormalized(T, H, V),
+            whole: candidate_distillation(T, H, V, "renormalized"),
+        },
         rounds=5,
         target=20,
         picture="distillation",
     )
     compare_peaks(
-        "distillation, renormalised, peak memory beyond inputs and gradients",
+        "distillation, renormalized, peak memory beyond inputs and gradients",
         {
-            "full logits, dense mask": (dense_renormalised, (T, H, V)),
-            whole: (ours, (T, H, V, "renormalised")),
+            "full logits, dense mask": (dense_renormalized, (T, H, V)),
+            whole: (candidate_distillation, (T, H, V, "renormalized")),
         },
         warmup=TINY,
         target=20,
@@ -76,7 +79,7 @@ def _run_on_cpu() -> None:
     )
 
 
-def ours(
+def candidate_distillation(
     t: int,
     h: int,
     v: int,
@@ -97,7 +100,10 @@ def ours(
 
 
 def dense_tail(t: int, h: int, v: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Work:
-    """What a trainer writes that has the logits: the tail is what the gathered log-probs leave."""
+    """Compute the loss from full logits, as most trainers do.
+
+    The tail's mass is 1 minus the mass of the gathered candidates.
+    """
     hidden, weight, sets = _inputs(t, h, v, dtype, device)
     positions, ids, teacher = _flat(sets, device)
     kept = torch.zeros(t, device=device).index_add_(0, positions, teacher.exp())
@@ -114,7 +120,7 @@ def dense_tail(t: int, h: int, v: int, dtype: torch.dtype = torch.float32, devic
     return work
 
 
-def dense_renormalised(t: int, h: int, v: int) -> Work:
+def dense_renormalized(t: int, h: int, v: int) -> Work:
     hidden, weight, sets = _inputs(t, h, v, torch.float32, "cpu")
     positions, ids, teacher = _flat(sets, "cpu")
     kept = torch.zeros(t).index_add_(0, positions, teacher.exp())
@@ -136,7 +142,7 @@ def _inputs(t: int, h: int, v: int, dtype: torch.dtype, device: str) -> tuple[Te
 
 
 def _flat(sets: CandidateSets, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Position, id and log-prob of each entry."""
+    """Return the position, token id, and log-prob of each candidate."""
     sizes = torch.tensor(sets.sizes, device=device)
     ids = torch.tensor(sets.token_ids, dtype=torch.int64, device=device)
     return torch.repeat_interleave(sizes), ids, torch.tensor(sets.logprobs, device=device)
@@ -155,8 +161,8 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
         f"GPU, {dtype}, forward + backward; T = {t}, H = {h}, V = {v}",
         {
             "full logits, gathered": dense_tail(t, h, v, dtype, device),
-            "with a tail": ours(t, h, v, "tail", None, dtype, device),
-            "renormalised": ours(t, h, v, "renormalised", None, dtype, device),
+            "with a tail": candidate_distillation(t, h, v, "tail", None, dtype, device),
+            "renormalized": candidate_distillation(t, h, v, "renormalized", None, dtype, device),
         },
         rounds=5,
         picture="distillation",

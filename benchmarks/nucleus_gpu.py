@@ -1,7 +1,8 @@
-"""Candidate sets on a GPU: what the engine runs, beside sorting, `torch.topk`, plain torch and one copy.
+"""Candidate sets on a GPU: the engine's kernels against sorting, `torch.topk`, plain torch, and one copy.
 
-CUDA events around each call, after the device was held asleep for a moment: the calls of a contender that
-waits for nothing are queued by then, and only the device's time is left. Of one that waits, waiting is part.
+Each call is timed between two CUDA events, after a sleep kernel has started. A contender that never waits
+for the device queues all of its kernels during the sleep, so its time is device time alone. The time of a
+contender that waits includes its waiting.
 
 Legend: B rows, V vocabulary.
 """
@@ -17,32 +18,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import compare, compare_counts
-from benchmarks.nucleus import sort_and_cumsum
-from sglang_topp.nucleus import select, top_p_candidates
+from benchmarks.harness.paired_timing import compare, compare_counts
+from benchmarks.nucleus_cpu import sort_and_cumsum
+from sglang_topp.nucleus import top_p_candidates, top_p_torch
 
 __all__ = ["contenders", "run"]
 
 BATCHES = (1, 8, 64, 256, 512)
 VOCABULARIES = (32_000, 128_256, 151_936)
 THRESHOLDS = (0.8, 0.95, 0.999)
-# A std of 7 makes sets of the sizes that real models show; one of 0.5 keeps most of the vocabulary.
+# Standard deviation of the logits: 7 gives set sizes like those of real models, 0.5 keeps most of the
+# vocabulary.
 ROWS = {"realistic": 7.0, "flat": 0.5}
-# The one that the targets are for.
-SHOWN = (256, 151_936, 0.95, "realistic")
+# The case that the targets are for.
+MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
-# Of a GPU at some GHz: some milliseconds, longer than a call takes to be queued.
+# About 10 ms at 2 GHz: longer than any contender takes to queue its kernels.
 SLEEP_CYCLES = 20_000_000
 
 
 def run() -> None:
     if not torch.cuda.is_available():
-        print("\nGPU: not measured, there is none here")
+        print("\nGPU: not measured, this machine has none")
         return
     for b, v, p, kind in _cases():
         logprobs = _logprobs(b, v, ROWS[kind])
         sizes = top_p_candidates(logprobs, p)[2].diff().cpu()
-        is_shown = (b, v, p, kind) == SHOWN
+        is_main_case = (b, v, p, kind) == MAIN_CASE
         compare(
             f"[{b}, {v}] float32, p = {p}, {kind}; set sizes: mean {sizes.double().mean():.0f},"
             f" largest {sizes.max()}",
@@ -50,10 +52,10 @@ def run() -> None:
             rounds=9,
             warmup=2,
             clock=device_s,
-            target=30 if is_shown else None,
-            picture="nucleus_gpu" if is_shown else None,
+            target=30 if is_main_case else None,
+            picture="nucleus_gpu" if is_main_case else None,
         )
-    _shown_in_detail()
+    _compare_main_case()
 
 
 def _cases() -> Iterator[tuple[int, int, float, str]]:
@@ -64,33 +66,33 @@ def _cases() -> Iterator[tuple[int, int, float, str]]:
                     yield b, v, p, kind
 
 
-def _shown_in_detail() -> None:
-    """Reads of the log-probs, scratch memory, and what the host waits for."""
-    b, v, p, kind = SHOWN
+def _compare_main_case() -> None:
+    """Print memory traffic, peak memory, and the time that the host waits."""
+    b, v, p, kind = MAIN_CASE
     for dtype in (torch.float32, torch.bfloat16):
         logprobs = _logprobs(b, v, ROWS[kind]).to(dtype)
-        every = contenders(logprobs, p)
+        all_contenders = contenders(logprobs, p)
         copy_s = compare(
             f"[{b}, {v}] {dtype}, p = {p}, {kind}; 2.5 reads are 0.8 of one copy",
-            {label: every[label] for label in ("one copy", STAGED)},
+            {label: all_contenders[label] for label in ("one copy", STAGED)},
             rounds=31,
             warmup=5,
             clock=device_s,
             target=2 / 2.5,
             picture="nucleus_gpu",
         )
-        copied = 2 * logprobs.nbytes / copy_s.rows[0].figure.median / 1e6
-        print(f"one copy reads and writes {copied:.0f} GB/s")
+        gigabytes_per_s = 2 * logprobs.nbytes / copy_s.rows[0].figure.median / 1e6
+        print(f"one copy reads and writes {gigabytes_per_s:.0f} GB/s")
     logprobs = _logprobs(b, v, ROWS[kind])
-    every = contenders(logprobs, p)
+    all_contenders = contenders(logprobs, p)
     compare_counts(
-        f"[{b}, {v}] float32, p = {p}, {kind}: memory at its highest, results included",
+        f"[{b}, {v}] float32, p = {p}, {kind}: peak memory, results included",
         "MiB",
-        {label: _peak_bytes(every[label]) / 2**20 for label in every if label != "one copy"},
+        {label: _peak_bytes(call) / 2**20 for label, call in all_contenders.items() if label != "one copy"},
     )
     compare(
-        f"[{b}, {v}] float32, p = {p}, {kind}: the host's time until the call is back, the device asleep",
-        every,
+        f"[{b}, {v}] float32, p = {p}, {kind}: host time until the call returns, while the device sleeps",
+        all_contenders,
         rounds=9,
         warmup=2,
         clock=host_s,
@@ -99,20 +101,24 @@ def _shown_in_detail() -> None:
 
 
 def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
-    """Each leaves the candidates of every row on the GPU; `topk` those of 1024 places, a copy none."""
-    from sglang_topp.nucleus.staged import stage_top_p
+    """Return the functions to compare, by label.
+
+    Each leaves the candidates of every row on the GPU, except that `topk` finds the largest 1024 and "one
+    copy" finds none.
+    """
+    from sglang_topp.nucleus.gpu_extraction import stage_top_p
 
     p_B = np.full(len(logprobs_BV), p)
     capacity = int(top_p_candidates(logprobs_BV, p)[2][-1])
     copy_BV = torch.empty_like(logprobs_BV)
-    places = min(1024, logprobs_BV.shape[1])
+    k = min(1024, logprobs_BV.shape[1])
     return (
         {"sort and cumsum": partial(sort_and_cumsum, logprobs_BV, p)}
         | _flashinfer(logprobs_BV, p)
         | {
-            f"topk({places})": partial(torch.topk, logprobs_BV, places),
+            f"topk({k})": partial(torch.topk, logprobs_BV, k),
             "one copy": partial(copy_BV.copy_, logprobs_BV),
-            "plain torch (select)": partial(select.top_p_candidates, logprobs_BV, p_B, None),
+            "plain torch (select)": partial(top_p_torch.top_p_candidates, logprobs_BV, p_B, None),
             "top_p_candidates, one wait": partial(top_p_candidates, logprobs_BV, p),
             STAGED: partial(stage_top_p, logprobs_BV, p_B, None, capacity=capacity),
         }
@@ -120,27 +126,27 @@ def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]
 
 
 def _flashinfer(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
-    """Probabilities of the whole vocabulary, renormalised: the sets are where they are not 0."""
-    renormalise = _renormalise()
-    if renormalise is None:
+    """Return FlashInfer's contender, if it runs: renormalized probabilities, zero outside the nucleus."""
+    top_p_renorm_probs = _import_top_p_renorm_probs()
+    if top_p_renorm_probs is None:
         return {}
-    return {"FlashInfer top_p_renorm_probs": partial(renormalise, logprobs_BV.float().exp(), p)}
+    return {"FlashInfer top_p_renorm_probs": partial(top_p_renorm_probs, logprobs_BV.float().exp(), p)}
 
 
 @functools.cache
-def _renormalise() -> Callable[..., Tensor] | None:
+def _import_top_p_renorm_probs() -> Callable[..., Tensor] | None:
     try:
         from flashinfer.sampling import top_p_renorm_probs
 
         top_p_renorm_probs(torch.full((1, 8), 1 / 8, device="cuda"), 0.5)
-    except Exception as problem:  # it is compiled on first use, and that may end in anything
+    except Exception as problem:  # the first call compiles the kernel, which can fail in any way
         print(f"FlashInfer does not run here: {type(problem).__name__}")
         return None
     return top_p_renorm_probs
 
 
 def device_s(contender: Callable[[], object]) -> float:
-    """Seconds between two events on the device's clock."""
+    """Return the seconds between CUDA events before and after the call."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
@@ -152,7 +158,10 @@ def device_s(contender: Callable[[], object]) -> float:
 
 
 def host_s(contender: Callable[[], object]) -> float:
-    """Seconds until the call returns, while the device sleeps: all of the sleep for one that waits."""
+    """Return the seconds until the call returns, while the device sleeps.
+
+    A contender that waits for the device takes at least as long as the sleep.
+    """
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
     start = time.perf_counter()
@@ -172,6 +181,6 @@ def _peak_bytes(contender: Callable[[], object]) -> int:
 
 
 def _logprobs(b: int, v: int, std: float) -> Tensor:
-    """Log-probs of normal logits."""
+    """Return log-probs of normally distributed logits."""
     generator = torch.Generator("cuda").manual_seed(0)
     return torch.log_softmax(torch.randn(b, v, generator=generator, device="cuda") * std, -1)

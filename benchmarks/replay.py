@@ -1,8 +1,8 @@
 """Replay: the candidate-only head and the sparse log-softmax against dense masks over full logits.
 
-Forward and backward. On the CPU in float32; on a GPU, where there is one, in bfloat16 at a trainer's
-sizes. Sizes of the sets are drawn to look like top-p 0.97: mean about 8, median 2, 99th percentile
-about 80, 46 % singletons.
+Forward and backward pass. On the CPU: float32, one thread. On a GPU, if there is one: bfloat16 and the sizes
+of a trainer. Set sizes are drawn to look like top-p 0.97: mean about 8, median 2, 99th percentile about 80,
+and 46 % singletons.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import compare
-from benchmarks.memory import Work, compare_peaks
+from benchmarks.harness.paired_timing import compare
+from benchmarks.harness.peak_memory import Work, compare_peaks
 from sglang_topp import CandidateSets
 from sglang_topp.replay import (
     Layout,
@@ -32,7 +32,7 @@ TINY = (16, 8, 64)
 
 
 def run() -> None:
-    """Print every table; the CPU's on one thread, so that they show work, and not waits at barriers."""
+    # One thread: times then show work, and not how long threads wait for each other on a shared machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -42,7 +42,7 @@ def run() -> None:
     if torch.cuda.is_available():
         _run_on_gpu(65_536, 4096, 151_936)
     else:
-        print("\nGPU: not measured, there is none here")
+        print("\nGPU: not measured, this machine has none")
 
 
 def _run_on_cpu() -> None:
@@ -71,6 +71,14 @@ def _run_on_cpu() -> None:
         rounds=5,
     )
     compare(
+        f"one reference and four PPO epochs over the same sets; {shape}",
+        {
+            "candidate_logprobs(sets)": epochs(T, H, V, to_torch=False),
+            "candidate_logprobs(sets.to_torch())": epochs(T, H, V, to_torch=True),
+        },
+        rounds=9,
+    )
+    compare(
         f"from logits, forward + backward; {shape}",
         {"dense mask": dense_logits(T, H, V), "masked_logprobs": sparse_logits(T, H, V)},
         rounds=5,
@@ -95,21 +103,21 @@ def _run_on_cpu() -> None:
         warmup=(*TINY, 1, 16),
     )
     compare_peaks(
-        "the same, in chunks of 128 rows",
+        "whole vocabulary, response-only: peak memory beyond inputs and gradients, in chunks of 128 rows",
         {f"1/{n} of the rows kept": (response_only, (T, H, V, n, 128)) for n in kept},
         warmup=(*TINY, 1, 16),
     )
 
 
 def make_sets(num_positions: int, vocab_size: int, size: int | None = None) -> CandidateSets:
-    """Random sets; all of one `size`, or of sizes as a rollout has them."""
+    """Return random sets, all of one `size` or with the size distribution of a rollout."""
     rng = np.random.default_rng(0)
     sizes = np.full(num_positions, size or 1)
     if size is None:
         several = rng.random(num_positions) >= 0.46
         tail = np.rint(np.exp(rng.normal(1.8, 1.3, several.sum()))).astype(int)
         sizes[several] = np.clip(1 + tail, 2, min(512, vocab_size))
-    # Frequent tokens are in many sets, as in text.
+    # Frequent tokens occur in many sets, as in text.
     popularity = 1 / (10 + np.arange(vocab_size))
     stream = rng.choice(vocab_size, int(sizes.sum()) * 4 + 64, p=popularity / popularity.sum())
     ids, taken = [], 0
@@ -133,7 +141,7 @@ def _head_inputs(t: int, h: int, v: int, dtype: torch.dtype, device: str) -> tup
 
 
 def _work(function: Callable[[], Tensor], leaves: list[Tensor]) -> Work:
-    """Forward, backward, and the gradients; what the last run left is dropped first."""
+    """Return work that runs forward and backward and returns the gradients of `leaves`."""
 
     def work() -> list[Tensor]:
         for leaf in leaves:
@@ -174,6 +182,33 @@ def candidate_head(
     return _work(lambda: candidate_logprobs(hidden, weight, targets, sets).logprobs, [hidden, weight])
 
 
+def epochs(
+    t: int,
+    h: int,
+    v: int,
+    *,
+    to_torch: bool,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Callable[[], None]:
+    """Return a step that scores a reference, and the policy forward and backward four times."""
+    hidden, weight = _head_inputs(t, h, v, dtype, device)
+    sets = make_sets(t, v)
+    targets, buffer = _targets(sets, device), torch.zeros_like(weight)
+
+    def step() -> None:
+        candidates = sets.to_torch(device) if to_torch else sets
+        with torch.no_grad():
+            candidate_logprobs(hidden, weight, targets, candidates)
+        for _ in range(4):
+            scores = candidate_logprobs(hidden, weight, targets, candidates, weight_grad=buffer)
+            scores.logprobs.sum().backward()
+        if hidden.is_cuda:
+            torch.cuda.synchronize()
+
+    return step
+
+
 def _logits(t: int, v: int) -> Tensor:
     torch.manual_seed(0)
     return torch.randn(t, v).requires_grad_()
@@ -206,9 +241,9 @@ def full_head(
 
 
 def response_only(t: int, h: int, v: int, n: int, chunk: int) -> Work:
-    """One sequence of t + 1 tokens, whose last t // n are the response."""
+    """Score only the response of one sequence: the last t // n of its t + 1 tokens."""
     hidden, weight = _head_inputs(t + 1, h, v, torch.float32, "cpu")
-    rows = Layout().rows([t + 1 - t // n], [t // n])
+    rows = Layout().select_rows([t + 1 - t // n], [t // n])
     targets = torch.arange(t // n) % v
 
     def function() -> Tensor:
@@ -229,6 +264,14 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
         target=30,
         picture="replay",
     )
+    compare(
+        f"GPU, {dtype}, one reference and four PPO epochs over the same sets; T = {t}, H = {h}, V = {v}",
+        {
+            "candidate_logprobs(sets)": epochs(t, h, v, to_torch=False, dtype=dtype, device=device),
+            "candidate_logprobs(sets.to_torch())": epochs(t, h, v, to_torch=True, dtype=dtype, device=device),
+        },
+        rounds=9,
+    )
     hidden, weight = _head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v)
     targets = _targets(sets, device)
@@ -236,7 +279,7 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
     rows = torch.tensor(sets.token_ids[entries], dtype=torch.int64, device=device)
 
     def read_once() -> None:
-        # A sum over columns of each gathered row: the rows are read, next to nothing is written.
+        # Sums of 256 gathered rows each: reads every row and writes almost nothing.
         torch.nn.functional.embedding_bag(
             rows, weight.detach(), torch.arange(0, len(rows), 256, device=device)
         )
@@ -251,7 +294,7 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
         return scores
 
     compare(
-        "GPU, forward beside one read of the gathered rows (embedding_bag); meant to be above 0.33",
+        "GPU, forward pass against one read of the gathered rows (embedding_bag); above 0.33 is the goal",
         {"read once": read_once, "candidate_logprobs, forward": forward},
         rounds=9,
         picture="replay",

@@ -1,7 +1,7 @@
-"""Pictures of what `results` wrote: `python -m benchmarks.plots` draws all of them anew.
+"""Bar charts of the result files: `python -m benchmarks.harness.plots` redraws all of them.
 
-A bar is a ratio: how many times faster, or less, than the first row. The whisker on it goes from the
-smallest to the largest of a round; a dotted line is a target.
+A bar is the ratio of a row: how many times faster, or smaller, the row is than the first row. The whisker
+goes from the smallest to the largest ratio of a round. A dotted line is the target.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import FOLDER
+from benchmarks.harness.result_files import FOLDER
 
 __all__ = ["draw"]
 
 _BASELINE, _BAR, _WHISKER, _TARGET = "#b8b8b8", "#2f6f9f", "#222222", "#b5442e"
-# Above it, the largest ratio of a panel leaves nothing to see of the others on a linear scale.
-_LINEAR_UP_TO = 20
+# Beyond this ratio a linear scale would make the other bars of the panel invisible.
+_MAX_LINEAR_RATIO = 20
 _TITLE_CHARS = 115
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw the pictures that the tables of a JSON file name, beside it; needs matplotlib."""
+    """Draw the pictures that the tables of a result file name, and return their paths.
+
+    The pictures are written beside the file. Needs matplotlib.
+    """
     result = json.loads(path.read_text())
     panels: dict[str, list[dict[str, Any]]] = {}
     for table in result["tables"]:
@@ -32,7 +35,8 @@ def draw(path: Path) -> list[Path]:
 
 
 def _draw(path: Path, result: dict[str, Any], tables: list[dict[str, Any]]) -> Path:
-    # Only `make bench` installs it. Its `Figure` alone keeps no state and looks for no screen.
+    # Imported here because only `make bench` installs matplotlib. `Figure` needs neither pyplot's global
+    # state nor a screen.
     from matplotlib.figure import Figure
 
     sizes = [len(table["rows"]) for table in tables]
@@ -43,7 +47,7 @@ def _draw(path: Path, result: dict[str, Any], tables: list[dict[str, Any]]) -> P
     for each, table in zip(axes.flat, tables, strict=True):
         _panel(each, table)
     figure.supxlabel(_measured_on(result), fontsize=7, color="#555555")
-    # Without the version of matplotlib in it, the same tables make the same file.
+    # Leave the version of matplotlib out, so that the same tables always give the same file.
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return path
 
@@ -55,10 +59,10 @@ def _panel(axes: Any, table: dict[str, Any]) -> None:
     largest, smallest = max(ratio["max"] for ratio in ratios), min(medians)
     places = range(len(rows))
     left = 0.0
-    if largest > _LINEAR_UP_TO:
+    if largest > _MAX_LINEAR_RATIO:
         left = 0.5 * min(1.0, smallest)
         axes.set_xscale("log")
-    # A bar on a logarithmic scale starts at the edge: it has no zero.
+    # A logarithmic scale has no zero, so bars start at the left edge.
     axes.barh(places, [m - left for m in medians], left=left, color=[_BASELINE] + [_BAR] * (len(rows) - 1))
     for place, row in zip(places, rows, strict=True):
         ratio, figure = row["ratio"], _short(row["figure"]["median"])
@@ -72,7 +76,7 @@ def _panel(axes: Any, table: dict[str, Any]) -> None:
         axes.axvline(table["target"], color=_TARGET, linewidth=0.8, linestyle=":")
     axes.set_yticks(places, [row["label"] for row in rows], fontsize=8)
     axes.invert_yaxis()
-    # Room for the text behind the longest bar.
+    # Leave room for the text to the right of the longest bar.
     axes.set_xlim(left, largest * (largest / left) ** 0.35 if left else largest * 1.35)
     axes.tick_params(axis="x", labelsize=7)
     axes.set_title(_title(table), fontsize=9, loc="left")

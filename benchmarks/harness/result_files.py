@@ -1,13 +1,13 @@
-"""What a benchmark leaves behind: its tables, and the machine and the versions that they were measured on.
+"""Result files: the tables of a benchmark, with the machine and the versions that it ran on.
 
-One JSON file for each benchmark, in `benchmarks/results/`:
+Each benchmark has one JSON file in `benchmarks/results/`:
 
     {"benchmark", "date", "machine": {...}, "versions": {...},
      "tables": [{"title", "unit", "better", "rounds", "target", "picture",
                  "rows": [{"label", "figure": {"median", "min", "max"}, "ratio": {"median", "min", "max"}}]}]}
 
-A row's `ratio` says how many times `better` ("faster" or "less") it is than the first row. `target` is the
-ratio that the last row is meant to reach, or null; `picture` names the PNG that shows the table, or is null.
+The `ratio` of a row is how many times `better` ("faster" or "less") the row is than the first row. `target`
+is the ratio that the last row should reach, or null. `picture` names the PNG of the table, or is null.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["FOLDER", "Row", "Spread", "Table", "record", "recorded", "write"]
+__all__ = ["FOLDER", "Row", "Spread", "Table", "collect_tables", "record", "write"]
 
-FOLDER = Path(__file__).parent / "results"
+FOLDER = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over the rounds in which it was taken."""
+    """The median, smallest, and largest value of a figure over all rounds."""
 
     median: float
     min: float
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        # Six digits: the rest is noise.
+    def from_values(cls, values: Sequence[float]) -> Spread:
+        # Digits beyond the sixth are noise.
         return cls(*(float(f"{value:.6g}") for value in (np.median(values), min(values), max(values))))
 
 
@@ -65,11 +65,15 @@ class Table:
     picture: str | None = None
 
     @classmethod
-    def of(cls, values: dict[str, list[float]], **fields: Any) -> Table:
-        """From what was measured, by label; the rounds of all labels belong together."""
+    def from_rounds(cls, values: dict[str, list[float]], **fields: Any) -> Table:
+        """Build a table from the measured values of each label; round i is entry i of every list."""
         first = next(iter(values.values()))
         rows = (
-            Row(label, Spread.of(each), Spread.of([a / b for a, b in zip(first, each, strict=True)]))
+            Row(
+                label,
+                Spread.from_values(each),
+                Spread.from_values([a / b for a, b in zip(first, each, strict=True)]),
+            )
             for label, each in values.items()
         )
         return cls(rounds=len(first), rows=tuple(rows), **fields)
@@ -79,18 +83,19 @@ _recorded: list[Table] = []
 
 
 def record(table: Table) -> None:
+    """Add a table to those of the running benchmark."""
     _recorded.append(table)
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Table]]:
-    """The tables that are recorded within it."""
+def collect_tables() -> Iterator[list[Table]]:
+    """Yield the list that receives every table recorded inside the `with` block."""
     _recorded.clear()
     yield _recorded
 
 
 def write(benchmark: str, tables: Sequence[Table], folder: Path = FOLDER) -> Path:
-    """Write the tables of a benchmark, in place of those of its last run."""
+    """Write the tables of a benchmark, replacing those of its last run, and return the file."""
     result = {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -105,14 +110,15 @@ def write(benchmark: str, tables: Sequence[Table], folder: Path = FOLDER) -> Pat
 
 
 def _machine() -> dict[str, Any]:
-    """What it is, and nothing that says which one."""
+    """Describe the kind of machine, without anything that identifies this one."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": _gib(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         "gpu": _gpu(),
         "os": platform.freedesktop_os_release()["PRETTY_NAME"],
-        # Of the last minute, the benchmark's own included: far above what it uses, others were at work.
+        # Load average over the last minute, including the benchmark itself. A load far above the threads
+        # of the benchmark means that other processes competed with it.
         "load": round(os.getloadavg()[0], 2),
     }
 
@@ -138,9 +144,9 @@ def _gib(num_bytes: int) -> float:
 
 def _versions() -> dict[str, str | None]:
     packages = {name: _version(name) for name in ("numpy", "sglang", "sglang-topp")}
-    # With its build, for CUDA or for the CPU alone.
-    torch_itself = {"torch": str(torch.__version__)}
-    return {"python": platform.python_version(), **torch_itself, **packages, "commit": _commit()}
+    # torch's own version string also names its build: for CUDA, or for the CPU alone.
+    torch_version = {"torch": str(torch.__version__)}
+    return {"python": platform.python_version(), **torch_version, **packages, "commit": _commit()}
 
 
 def _version(package: str) -> str | None:
@@ -151,7 +157,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Short, with `+` behind it where the files differ from it; None without a repository."""
+    """Return the short hash of HEAD, or None outside a repository.
+
+    A `+` follows the hash if tracked or untracked files differ from HEAD.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(FOLDER.parents[1]), *arguments]

@@ -1,7 +1,8 @@
-"""What the feature costs the real engine: 32 concurrent requests of 32 tokens, vocabulary 151,936.
+"""Throughput and response size of the real engine by kind of request.
 
-One patched SGLang on this machine serves every contender in turn; time is from the first request sent to
-the last answer read. Bytes are those of the answers, per generated token.
+32 concurrent requests of 32 tokens, vocabulary 151,936. One patched SGLang on this machine serves every
+contender in turn. The time runs from the first request sent to the last response read. Sizes are response
+bytes per generated token.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness import compare, compare_counts
-from sglang_topp_server.tiny_model import make_tiny_model
-from tests.engine.running import run_engine
+from benchmarks.harness.paired_timing import compare, compare_counts
+from sglang_topp_server.cli.tiny_model import make_tiny_model
+from tests.engine.start_servers import run_engine
 
 REQUESTS = 32
 TOKENS = 32
@@ -35,13 +36,13 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "top_logprobs_p": 0.95,
         "return_logprobs_in_base64": True,
     },
-    "what the sampler could draw, base64": {
+    "sampler as source, base64": {
         "return_logprob": True,
         "top_logprobs_source": "sampler",
         "return_logprobs_in_base64": True,
     },
     "return_logprob, top_k 20": {"return_logprob": True, "sampling_params": {**SAMPLING, "top_k": 20}},
-    "what the sampler could draw, top_k 20, base64": {
+    "sampler as source, top_k 20, base64": {
         "return_logprob": True,
         "top_logprobs_source": "sampler",
         "return_logprobs_in_base64": True,
@@ -51,19 +52,19 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 
 
 def run() -> None:
-    """Print throughput against plain generation, and the answers' size."""
-    size: dict[str, float] = {}
+    """Print the throughput relative to plain generation, and the response sizes."""
+    bytes_per_token: dict[str, float] = {}
 
     async def send(url: str, label: str) -> None:
         body = {"sampling_params": SAMPLING, **CONTENDERS[label]}
         limits = httpx.Limits(max_connections=REQUESTS)
         async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-            answers = await asyncio.gather(
+            responses = await asyncio.gather(
                 *(http.post("/generate", json={**body, "text": "x" * (8 + i)}) for i in range(REQUESTS))
             )
-        for answer in answers:
-            answer.raise_for_status()
-        size[label] = sum(len(answer.content) for answer in answers) / (REQUESTS * TOKENS)
+        for response in responses:
+            response.raise_for_status()
+        bytes_per_token[label] = sum(len(response.content) for response in responses) / (REQUESTS * TOKENS)
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model", vocab_size=151_936, logit_std=7.0)
@@ -72,6 +73,6 @@ def run() -> None:
                 f"engine, {REQUESTS} requests x {TOKENS} tokens, vocabulary 151,936",
                 {label: (lambda label=label: asyncio.run(send(engine.url, label))) for label in CONTENDERS},
                 rounds=5,
-                picture="engine",
+                picture="engine_throughput",
             )
-    compare_counts("bytes of the answers", "bytes per token", size)
+    compare_counts("size of the responses", "bytes per token", bytes_per_token)

@@ -1,7 +1,7 @@
-"""Candidate sets of a decode step: `nucleus.top_p_candidates` against sort-and-cumsum.
+"""Candidate sets of a decode step on the CPU: `nucleus.top_p_candidates` against sort-and-cumsum.
 
-On the CPU (`nucleus_gpu` is a GPU's) and on one thread, so that the table shows work, and not how long a
-barrier waits on a shared machine.
+Runs on one thread, so that the times show work, and not how long threads wait for each other on a shared
+machine. `nucleus_gpu` is the benchmark for GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness import compare
+from benchmarks.harness.paired_timing import compare
 from sglang_topp.nucleus import top_p_candidates
 
 __all__ = ["run"]
@@ -38,11 +38,11 @@ def _decode_step() -> None:
         {
             "sort and cumsum": partial(sort_and_cumsum, logprobs, 0.95),
             "select, bfloat16": partial(top_p_candidates, logprobs.bfloat16(), 0.95),
-            "select, sampled tokens forced in": partial(top_p_candidates, logprobs, 0.95, sampled),
+            "select, sampled tokens added": partial(top_p_candidates, logprobs, 0.95, sampled),
             "select": partial(top_p_candidates, logprobs, 0.95),
         },
         target=20,
-        picture="nucleus",
+        picture="nucleus_cpu",
     )
 
 
@@ -59,7 +59,7 @@ def _hard_rows() -> None:
                 "select": partial(top_p_candidates, logprobs, p),
             },
             rounds=5,
-            picture="nucleus",
+            picture="nucleus_cpu",
         )
 
 
@@ -70,14 +70,14 @@ def _call_overhead() -> None:
         compare(
             f"one call of select by batch size, vocabulary {vocab}",
             {f"B = {rows}": partial(top_p_candidates, logprobs[:rows], 0.95) for rows in (1, 8, 64)}
-            | {"B = 64, every fourth row asked for": partial(top_p_candidates, logprobs, every_fourth)},
+            | {"B = 64, every fourth row requested": partial(top_p_candidates, logprobs, every_fourth)},
             rounds=30,
             warmup=3,
         )
 
 
 def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The textbook way: sort every row, keep until the mass above reaches `p`. No ties, no checks."""
+    """Sort every row and keep tokens until the mass above reaches `p`. Splits ties and checks nothing."""
     ordered, ids = logprobs.sort(dim=-1, descending=True)
     mass = ordered.exp()
     kept = mass.cumsum(-1) - mass < p
@@ -87,7 +87,10 @@ def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _logprobs(rows: int, *, std: float = 7.0, vocab: int = VOCAB) -> Tensor:
-    """Log-probs of normal logits; a std of 7 makes sets of the sizes that real models show."""
+    """Return log-probs of normally distributed logits.
+
+    A standard deviation of 7 gives set sizes like those of real models.
+    """
     generator = torch.Generator().manual_seed(0)
     return torch.log_softmax(torch.randn(rows, vocab, generator=generator) * std, -1)
 

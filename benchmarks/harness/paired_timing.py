@@ -1,7 +1,7 @@
-"""Paired timings: contenders take turns within one run, so a drifting machine moves them together.
+"""Paired timings: contenders take turns within one run, so that a drifting machine slows all of them.
 
-What is claimed is the ratio, round by round, with its spread; absolute times are for orientation. Every
-table is printed, and recorded for `results`.
+The benchmark's result is the ratio of times within a round, with its spread over the rounds. Absolute times
+only give the order of magnitude. Every table is printed, and recorded for `result_files`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 
-from benchmarks.results import Table, record
+from benchmarks.harness.result_files import Table, record
 
 __all__ = ["compare", "compare_counts", "wall_s"]
 
 
 def wall_s(contender: Callable[[], object]) -> float:
-    """Seconds on the wall's clock; garbage of the one before is collected first."""
-    gc.collect()
+    """Return the elapsed seconds of one call."""
+    gc.collect()  # so that no contender pays for the garbage of the previous one
     start = time.perf_counter()
     contender()
     return time.perf_counter() - start
@@ -36,13 +36,13 @@ def compare(
     """Time `contenders` in turn and print how many times faster each is than the first.
 
     Args:
-        title: the heading of the printed table.
-        contenders: label to callable; the first is the baseline.
-        rounds: counted rounds; every contender runs once a round.
-        warmup: uncounted rounds before.
-        target: the ratio that the last contender is meant to reach, printed beside it.
-        clock: runs a contender and returns its seconds.
-        picture: name of the PNG that the table is drawn in; tables of one name share it.
+        title: The heading of the printed table.
+        contenders: Label to callable. The first is the baseline.
+        rounds: Number of measured rounds. Every contender runs once per round.
+        warmup: Number of rounds that run first and are not measured.
+        target: The ratio that the last contender should reach, printed below the table.
+        clock: Runs a contender and returns its seconds.
+        picture: Name of the PNG that shows the table. Tables with the same name share one PNG.
     """
     ms: dict[str, list[float]] = {label: [] for label in contenders}
     for round_number in range(warmup + rounds):
@@ -50,7 +50,9 @@ def compare(
             elapsed_s = clock(contender)
             if round_number >= warmup:
                 ms[label].append(elapsed_s * 1e3)
-    return _show(Table.of(ms, title=title, unit="ms", better="faster", target=target, picture=picture))
+    return _print_and_record(
+        Table.from_rounds(ms, title=title, unit="ms", better="faster", target=target, picture=picture)
+    )
 
 
 def compare_counts(
@@ -61,12 +63,17 @@ def compare_counts(
     target: float | None = None,
     picture: str | None = None,
 ) -> Table:
-    """Print how many times less each is than the first: bytes, say, which are the same in every round."""
+    """Print how many times smaller each count is than the first.
+
+    A count, such as bytes, is the same in every round, so it is taken once.
+    """
     values = {label: [float(count)] for label, count in counts.items()}
-    return _show(Table.of(values, title=title, unit=unit, better="less", target=target, picture=picture))
+    return _print_and_record(
+        Table.from_rounds(values, title=title, unit=unit, better="less", target=target, picture=picture)
+    )
 
 
-def _show(table: Table) -> Table:
+def _print_and_record(table: Table) -> Table:
     spread = f"   min .. max over {table.rounds} rounds" if table.rounds > 1 else ""
     print(f"\n## {table.title}\n")
     print(f"{'':<44}{table.unit:>18}{'x ' + table.better:>10}{spread}")

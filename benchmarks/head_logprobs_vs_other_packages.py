@@ -1,7 +1,7 @@
-"""Full-vocabulary log-probs from hidden states, beside the packages that do that job.
+"""Full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
 
-Each takes part where it is installed and runs on this machine; none knows candidate sets. Install
-`trl`, `cut-cross-entropy` and `liger-kernel` for the whole table.
+A package takes part if it is installed and runs on this machine. None of them supports candidate sets.
+Install `trl`, `cut-cross-entropy`, and `liger-kernel` for the whole table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.harness import compare
+from benchmarks.harness.paired_timing import compare
 from benchmarks.replay import make_sets
 from sglang_topp.replay import candidate_logprobs, head_logprobs
 
@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 
 def run() -> None:
-    """Print one table: forward and backward, log-prob of every target."""
+    """Print one table: forward and backward pass for the log-prob of every target."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     t, h, v = (8192, 4096, 151_936) if device == "cuda" else (1024, 512, 16_384)
@@ -30,10 +30,10 @@ def run() -> None:
     sets = make_sets(t, v)
     targets = torch.tensor(sets.sampled_ids, dtype=torch.int64, device=device)
 
-    def plain() -> Tensor:
+    def full_logits() -> Tensor:
         return torch.log_softmax((hidden @ weight.t()).float(), dim=1).gather(1, targets[:, None])
 
-    contenders: dict[str, Callable[[], Tensor]] = {"torch: full logits, log-softmax": plain}
+    contenders: dict[str, Callable[[], Tensor]] = {"torch: full logits, log-softmax": full_logits}
     for name, make in (("trl", _trl), ("cut-cross-entropy", _cut_cross_entropy), ("liger-kernel", _liger)):
         try:
             version = importlib.metadata.version(name)
@@ -42,18 +42,18 @@ def run() -> None:
             continue
         label, contender = make(hidden, weight, targets)
         try:
-            difference = float((contender().detach().flatten() - plain().detach().flatten()).abs().max())
+            errors = contender().detach().flatten() - full_logits().detach().flatten()
         except RuntimeError as problem:
             print(f"{name} {version}: does not run here ({problem})")
             continue
-        print(f"{name} {version}: at most {difference:.1e} from torch")
+        print(f"{name} {version}: differs from torch by at most {float(errors.abs().max()):.1e}")
         contenders[f"{name}: {label}"] = contender
-    contenders["head_logprobs (and its entropy)"] = lambda: head_logprobs(hidden, weight, targets).logprobs
-    contenders["candidate_logprobs (over the support)"] = lambda: (
+    contenders["head_logprobs"] = lambda: head_logprobs(hidden, weight, targets).logprobs
+    contenders["candidate_logprobs (over the candidates)"] = lambda: (
         candidate_logprobs(hidden, weight, targets, sets).logprobs
     )
 
-    def both_ways(function: Callable[[], Tensor]) -> Callable[[], None]:
+    def forward_backward(function: Callable[[], Tensor]) -> Callable[[], None]:
         def call() -> None:
             hidden.grad = weight.grad = None
             function().sum().backward()
@@ -64,29 +64,30 @@ def run() -> None:
 
     compare(
         f"log-probs from hidden states, forward + backward; {device}, {dtype}, T = {t}, H = {h}, V = {v}",
-        {label: both_ways(function) for label, function in contenders.items()},
+        {label: forward_backward(function) for label, function in contenders.items()},
         rounds=5,
         warmup=2,
     )
 
 
-Made = tuple[str, Callable[[], Tensor]]
+# A label and the function to time.
+Contender = tuple[str, Callable[[], Tensor]]
 
 
-def _trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> Made:
+def _trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> Contender:
     from trl.trainer.utils import selective_log_softmax
 
     return "full logits, selective_log_softmax", lambda: selective_log_softmax(hidden @ weight.t(), targets)
 
 
-def _cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Made:
+def _cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Contender:
     from cut_cross_entropy import linear_cross_entropy
 
     impl = "cce" if hidden.is_cuda else "torch_compile"
     return impl, lambda: -linear_cross_entropy(hidden, weight, targets, reduction="none", impl=impl)
 
 
-def _liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Made:
+def _liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Contender:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     def call() -> Tensor:

@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work, beyond its inputs and its results, measured in a process of its own."""
+"""Peak memory of a computation beyond its inputs and results, measured in a fresh process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import compare_counts
-from benchmarks.results import Table
+from benchmarks.harness.paired_timing import compare_counts
+from benchmarks.harness.result_files import Table
 
 __all__ = ["compare_peaks", "peak_bytes"]
 
@@ -18,14 +18,15 @@ Work = Callable[[], list[Any]]
 
 
 def peak_bytes(prepare: Callable[..., Work], *args: object, warmup: tuple[object, ...]) -> int:
-    """How much the resident set grew at its highest while the work ran, less what the work returned.
+    """Return the growth of the resident set at its peak, less the bytes of the results.
 
     Args:
-        prepare: builds the inputs and returns the work, a callable without arguments; both run in a
-            fresh process, so `prepare` is a module's function. The work returns the tensors that are its
-            results: gradients, say.
-        args: for `prepare`.
-        warmup: for `prepare`, of tiny sizes: run before, so that libraries are loaded and started.
+        prepare: A function that builds the inputs and returns the work, a callable without arguments. Both
+            run in a fresh process, so `prepare` must be defined at module level. The work returns the
+            tensors that are its results, such as gradients.
+        args: Arguments of `prepare`.
+        warmup: Arguments of `prepare` for tiny inputs. They run first, so that libraries are loaded and
+            their threads are started.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -47,9 +48,10 @@ def compare_peaks(
     target: float | None = None,
     picture: str | None = None,
 ) -> Table:
-    """Measure each contender, `(prepare, args)`, and print how many times less it takes than the first.
+    """Measure the peak of each contender and print how many times smaller it is than that of the first.
 
-    Below a MiB the kernel's counters do not tell: less is shown and compared as 1 MiB.
+    A contender is `(prepare, args)`. Peaks below 1 MiB count as 1 MiB, because the kernel's counters are not
+    exact enough there.
     """
     peaks = {
         label: max(1.0, peak_bytes(prepare, *args, warmup=warmup) / 2**20)
@@ -64,17 +66,17 @@ def _measure(
     prepare(*warmup)()
     work = prepare(*args)
     gc.collect()
-    # What was freed until now must not hide what is allocated from now on (glibc).
+    # Return freed memory to the OS: memory that glibc reuses would not show as growth.
     ctypes.CDLL(None).malloc_trim(0)
-    # Linux: sets the highest resident set so far back to the present one.
+    # Reset the peak of the resident set (VmHWM) to its current size. Linux only.
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = _status_bytes("VmRSS")
     results = work()
     kept = sum(tensor.nbytes for tensor in results)
-    sender.send(_status("VmHWM") - before - kept)
+    sender.send(_status_bytes("VmHWM") - before - kept)
 
 
-def _status(field: str) -> int:
+def _status_bytes(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

@@ -1,8 +1,9 @@
-"""What the plugin costs who does not use it: 32 concurrent requests of 32 tokens, vocabulary 151,936.
+"""Cost of the installed plugin for requests that do not use it.
 
-Two servers of the installed SGLang, one with the plugin and one whose `SGLANG_PLUGINS` leaves it out, answer
-the same requests in turn; neither has anything else to do while the other is timed. What came out on an
-older release than the newest is kept beside it as `results/unused_RELEASE.json`.
+32 concurrent requests of 32 tokens, vocabulary 151,936. Two servers of the installed SGLang answer the same
+requests in turn: one with the plugin, and one whose `SGLANG_PLUGINS` leaves it out. The other server is idle
+while one is timed. Results of older SGLang releases are kept as
+`results/unused_plugin_overhead_RELEASE.json`.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness import compare
-from sglang_topp_server.tiny_model import make_tiny_model
-from tests.engine.running import run_engine
+from benchmarks.harness.paired_timing import compare
+from sglang_topp_server.cli.tiny_model import make_tiny_model
+from tests.engine.start_servers import run_engine
 
 REQUESTS = 32
 TOKENS = 32
 SAMPLING = {"max_new_tokens": TOKENS, "temperature": 1.0, "top_p": 0.95, "ignore_eos": True}
-# The platform that SGLang needs on a machine without an accelerator, and nothing else of ours.
-ALONE = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
+# Loads only the hooks that SGLang 0.5.12 needs on a CPU.
+WITHOUT_PLUGIN = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
 
 
 def run() -> None:
-    """Print how long the same requests take with the plugin installed and unused, and without it."""
+    """Print the time of the same requests without the plugin, and with it installed and unused."""
 
     async def send(url: str, body: dict[str, Any]) -> None:
         limits = httpx.Limits(max_connections=REQUESTS)
         async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-            answers = await asyncio.gather(
+            responses = await asyncio.gather(
                 *(http.post("/generate", json={**body, "text": "x" * (8 + i)}) for i in range(REQUESTS))
             )
-        for answer in answers:
-            answer.raise_for_status()
+        for response in responses:
+            response.raise_for_status()
 
     def sending(url: str, body: dict[str, Any]) -> Callable[[], None]:
         return lambda: asyncio.run(send(url, {"sampling_params": SAMPLING, **body}))
@@ -44,7 +45,7 @@ def run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model", vocab_size=151_936, logit_std=7.0)
         with (
-            run_engine(model, Path(folder) / "alone.log", env=ALONE) as alone,
+            run_engine(model, Path(folder) / "alone.log", env=WITHOUT_PLUGIN) as alone,
             run_engine(model, Path(folder) / "installed.log") as installed,
         ):
             for title, body in (("plain", {}), ("return_logprob", {"return_logprob": True})):

@@ -1,8 +1,12 @@
-"""An engine that takes no time: SGLang's answers with candidate sets, made once and sent again and again.
+"""A fake engine for benchmarks: it answers like SGLang with candidate sets, at no cost of its own.
 
-It measures who stands before it. `python -m benchmarks.engine_stand_in [--token-s SECONDS] [--max-running N]`
-listens on a free loopback port and prints its address; with a pace, a sample of T tokens takes T times that
-long, and those beyond the N that run wait for one of them to end.
+It builds each answer once and sends it again and again, so that a benchmark measures the client or sidecar
+in front of it.
+
+    python -m benchmarks.harness.fake_engine [--token-s SECONDS] [--max-running N]
+
+listens on a free loopback port and prints its address. `--token-s` sets the time per generated token.
+`--max-running` sets how many samples run at once; the other samples wait in a queue.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from sglang_topp.wire import encode_sets
+from sglang_topp.formats import encode_top_p
 
-__all__ = ["MEAN_SET", "VOCAB", "run_stand_in"]
+__all__ = ["MEAN_SET", "VOCAB", "run_fake_engine"]
 
 VOCAB = 151_936
 MEAN_SET = 8
@@ -34,7 +38,7 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _ID, _NUM_PROMPT = "its-request-id", 987_654_321
 _GAPS = re.compile(rf"{_ID}|{_NUM_PROMPT}".encode())
 _INFO = {
-    "model_path": "stand-in",
+    "model_path": "fake-model",
     "version": "0.5.23",
     "weight_version": "1",
     "sglang_topp": {
@@ -48,10 +52,10 @@ _INFO = {
 
 
 @contextmanager
-def run_stand_in(*, token_s: float = 0.0, max_running: int = 1 << 20) -> Iterator[str]:
-    """The address of one that runs in a process of its own."""
+def run_fake_engine(*, token_s: float = 0.0, max_running: int = 1 << 20) -> Iterator[str]:
+    """Run a fake engine in a new process and yield its URL."""
     options = ["--token-s", str(token_s), "--max-running", str(max_running)]
-    command = [sys.executable, "-m", "benchmarks.engine_stand_in", *options]
+    command = [sys.executable, "-m", "benchmarks.harness.fake_engine", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -63,8 +67,10 @@ def run_stand_in(*, token_s: float = 0.0, max_running: int = 1 << 20) -> Iterato
 
 @functools.cache
 def _answer(tokens: int) -> tuple[list[bytes], list[bytes]]:
-    """The two events of a sample, its first token and the whole of it, cut where its id and the length of its
-    prompt stand."""
+    """Return the two events of a sample: its first token, and the finished sample.
+
+    Each event is a list of parts. The request id and the prompt length go between the parts.
+    """
     first, whole = (_GAPS.split(json.dumps(_chunk(tokens, count)).encode()) for count in (1, tokens))
     return [b"data: ", *first, b"\n\n"], [b"data: ", *whole, b"\n\ndata: [DONE]\n\n"]
 
@@ -88,7 +94,7 @@ def _chunk(tokens: int, count: int) -> dict[str, Any]:
         "output_token_logprobs": [
             [logprob, token, None] for logprob, token in zip(of_sampled[:count], sampled[:count], strict=True)
         ],
-        **encode_sets("output", ids[:end], logprobs[:end], sizes[:count].tolist()),
+        **encode_top_p("output", ids[:end], logprobs[:end], sizes[:count].tolist()),
     }
     return {"text": "x" * count, "output_ids": sampled[:count], "meta_info": meta_info}
 
@@ -99,7 +105,7 @@ def _row(rng: np.random.Generator, size: int) -> np.ndarray[Any, np.dtype[np.flo
 
 
 class _Pace:
-    """So many samples run at once, each for as long as its tokens take; the others wait in their order."""
+    """Run at most `max_running` samples at once, each for `token_s` per token; the others wait in a queue."""
 
     def __init__(self, token_s: float, max_running: int) -> None:
         self._token_s = token_s
@@ -107,7 +113,7 @@ class _Pace:
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
     def run(self, tokens: int, then: Callable[[], None]) -> None:
-        """Call `then` when a sample of so many tokens has run."""
+        """Call `then` once a sample of `tokens` tokens has run."""
         self._waiting.append((tokens, then))
         self._start()
 
@@ -124,7 +130,7 @@ class _Pace:
 
 
 class _Connection(asyncio.Protocol):
-    """As much of HTTP as our own clients speak."""
+    """The part of HTTP that our own clients use."""
 
     def __init__(self, pace: _Pace) -> None:
         self._pace = pace
@@ -163,7 +169,7 @@ class _Connection(asyncio.Protocol):
             b"".join([start, a, rid[1], b, num_prompt, c, end]) for start, a, b, c, end in _answer(tokens)
         )
         self._start(b"200 OK", b"text/event-stream", len(first) * (tokens > 1) + len(whole))
-        if tokens > 1:  # or the first event is the last
+        if tokens > 1:  # a sample of one token has only its last event
             self._transport.write(first)
         self._pace.run(tokens, lambda: self._transport.write(whole))
 

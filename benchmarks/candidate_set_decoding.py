@@ -1,4 +1,4 @@
-"""Decoding a rollout's candidate sets, with full validation, against a loop without any."""
+"""Decode the candidate sets of a rollout, with full validation, against a loop without any."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness import compare
-from sglang_topp import CandidateSets, wire
+from benchmarks.harness.paired_timing import compare
+from sglang_topp import CandidateSets, formats
 
 __all__ = ["run"]
 
@@ -21,22 +21,22 @@ POSITIONS, VOCAB = 32_768, 151_936
 
 def run() -> None:
     rng = np.random.default_rng(0)
-    # What a model at top_p 0.97 showed: 46 % singletons, median 2, mean about 8, p99 about 82.
+    # Measured set sizes of a model at top_p 0.97: 46 % singletons, median 2, mean about 8, p99 about 82.
     skewed = np.exp(rng.normal(0.85, 1.55, POSITIONS)).astype(np.int64)
     for title, sizes in (
         ("geometric", rng.geometric(1 / 8, POSITIONS)),
         ("skewed", np.clip(skewed, 1, 512)),
     ):
         sets = _sets(rng, sizes)
-        fields = wire.encode_sets("output", sets.token_ids, sets.logprobs, sets.sizes.tolist())
+        fields = formats.encode_top_p("output", sets.token_ids, sets.logprobs, sets.sizes.tolist())
         meta_info, output_ids = json.loads(json.dumps(fields)), sets.sampled_ids.tolist()
-        packed = wire.pack(sets)
-        if CandidateSets.from_meta_info(meta_info, output_ids) != sets:
+        packed = formats.pack(sets)
+        if formats.decode_top_p(meta_info, output_ids) != sets:
             raise AssertionError("the decoded sets are not those that were encoded")
         contenders: dict[str, Callable[[], object]] = {
             "loop over positions, nothing validated": partial(loop_decode, meta_info),
-            "unpack (packed form)": partial(wire.unpack, packed),
-            "from_meta_info": partial(CandidateSets.from_meta_info, meta_info, output_ids),
+            "unpack (packed form)": partial(formats.unpack, packed),
+            "from_meta_info": partial(formats.decode_top_p, meta_info, output_ids),
         }
         compare(
             f"decode {POSITIONS} positions, {title} sizes: mean {sizes.mean():.1f},"
@@ -45,12 +45,12 @@ def run() -> None:
             contenders,
             rounds=30,
             warmup=3,
-            picture="wire",
+            picture="candidate_set_decoding",
         )
 
 
 def loop_decode(meta_info: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
-    """What a client without this package writes; any payload passes."""
+    """Decode as a client without this package does. Accepts any payload."""
     logprobs = np.frombuffer(base64.b64decode(meta_info["output_top_p_logprobs_val_base64"]), "<f4")
     token_ids = np.frombuffer(base64.b64decode(meta_info["output_top_p_logprobs_idx_base64"]), "<i4")
     decoded = []
@@ -63,11 +63,11 @@ def loop_decode(meta_info: dict[str, Any]) -> list[tuple[list[int], list[float]]
 
 
 def _sets(rng: np.random.Generator, sizes: NDArray[np.int64]) -> CandidateSets:
-    """Sets of these sizes, ids all over the vocabulary, log-probs falling, a random member sampled."""
+    """Return sets of these sizes with descending log-probs and a random member as the sampled token."""
     offsets = np.concatenate([[0], sizes.cumsum()])
     rows = np.repeat(np.arange(len(sizes)), sizes)
     rank = np.arange(len(rows)) - offsets[rows]
-    # A stride that is prime to the vocabulary's size never meets itself within a row.
+    # The stride and the vocabulary size are coprime, so no id occurs twice in a row.
     token_ids = (rng.integers(0, VOCAB, len(sizes))[rows] + rank * 60_013) % VOCAB
     logprobs = (-0.1 - rank / 8).astype(np.float32)
     sampled = token_ids[offsets[:-1] + rng.integers(0, sizes)]

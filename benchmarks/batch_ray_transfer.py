@@ -1,6 +1,6 @@
-"""Loss masks and candidate sets through `ray.put` and `ray.get`: bytes and time, against lists of ints.
+"""Loss masks and candidate sets through Ray's object store: bytes and time, against lists.
 
-512 responses of 16..8192 tokens. Ray runs on loopback with one CPU and no dashboard.
+512 responses of 16 to 8192 tokens. Ray runs on loopback with one CPU and no dashboard.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import ray
 import torch
 
 from benchmarks.batch_collate import candidate_sets
-from benchmarks.harness import compare, compare_counts
-from sglang_topp.batch import RowSets, pack_loss_mask, unpack_loss_masks
+from benchmarks.harness.paired_timing import compare, compare_counts
+from sglang_topp.batch import BatchCandidateSets, pack_loss_mask, unpack_loss_masks
 
 __all__ = ["run"]
 
 
-def _bytes(value: object) -> int:
+def _pickled_bytes(value: object) -> int:
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, 5, buffer_callback=buffers.append)
     return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
@@ -37,12 +37,12 @@ def run() -> None:
         logging_level="ERROR",
     )
     try:
-        _run()
+        _compare_in_ray()
     finally:
         ray.shutdown()
 
 
-def _run() -> None:
+def _compare_in_ray() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(16, 8193, 512)
     arrays = [rng.integers(0, 2, n, np.int8) for n in lengths]
@@ -54,7 +54,7 @@ def _run() -> None:
     compare_counts(
         f"loss masks of {lengths.sum() / 1e6:.2f} M tokens, pickled",
         "bytes per token",
-        {label: _bytes(masks) / lengths.sum() for label, masks in forms.items()},
+        {label: _pickled_bytes(masks) / lengths.sum() for label, masks in forms.items()},
     )
     compare(
         "512 loss masks: put + get",
@@ -71,7 +71,7 @@ def _run() -> None:
         },
     )
     compare(
-        "packing: the producer's side, from lists",
+        "512 loss masks packed from lists",
         {"list(mask)": lambda: [list(mask) for mask in forms["lists of ints"]]}
         | {
             form: lambda form=form: [pack_loss_mask(mask, form=form) for mask in forms["lists of ints"]]
@@ -81,18 +81,18 @@ def _run() -> None:
 
     ids = rng.integers(0, 150_000, lengths[:64].sum())
     sets = candidate_sets(rng, ids, np.ones(len(ids), bool))
-    rows = RowSets(sets, np.concatenate([[0], np.cumsum(lengths[:64])]))
+    rows = BatchCandidateSets(sets, np.concatenate([[0], np.cumsum(lengths[:64])]))
     ragged = [row.to_lists() for row in rows]
     compare_counts(
         f"{len(ids) / 1e3:.0f} k candidate sets, {len(sets.token_ids) / 1e6:.2f} M candidates, pickled",
         "MB",
-        {"lists of lists": _bytes(ragged) / 1e6, "RowSets": _bytes(rows) / 1e6},
+        {"lists of lists": _pickled_bytes(ragged) / 1e6, "BatchCandidateSets": _pickled_bytes(rows) / 1e6},
     )
     compare(
         "candidate sets: put + get",
         {
             "lists of lists": lambda: ray.get(ray.put(ragged)),
-            "RowSets": lambda: ray.get(ray.put(rows)),
+            "BatchCandidateSets": lambda: ray.get(ray.put(rows)),
         },
         rounds=3,
     )

@@ -1,9 +1,10 @@
-"""Replay with a gradient of the head that is there already: every micro-batch but the first.
+"""Replay under gradient accumulation: micro-batches after the first, when the head has a gradient already.
 
-On torch's default number of threads: where other processes want the cores, threads that wait for each
-other spin for whole time slices, and `OMP_WAIT_POLICY=passive` or one thread is much faster. The gradient
-of the hidden states is new in each micro-batch; that of the head accumulates, so that a dense one is
-zeroed, written and added, whatever few rows it has.
+The gradient of the hidden states is new in each micro-batch, and the gradient of the head accumulates. A
+dense gradient of the head is zeroed, written, and added in full, even if only a few of its rows are non-zero.
+
+Runs on torch's default number of threads. If other processes compete for the cores, threads that wait for
+each other spin for whole time slices. `OMP_WAIT_POLICY=passive` or one thread is then much faster.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import compare
-from benchmarks.memory import Work, compare_peaks
+from benchmarks.harness.paired_timing import compare
+from benchmarks.harness.peak_memory import Work, compare_peaks
 from benchmarks.replay import TINY, H, T, V, make_sets
 from sglang_topp import CandidateSets
 from sglang_topp.replay import candidate_logprobs, mask_logits
@@ -34,10 +35,10 @@ STEPS = 10
 
 def run() -> None:
     sets = make_sets(T, V)
-    occur = np.unique(sets.token_ids[np.repeat(sets.sizes > 1, sets.sizes)])
+    ids_with_gradient = np.unique(sets.token_ids[np.repeat(sets.sizes > 1, sets.sizes)])
     print(
         f"\nT = {T}, H = {H}, V = {V}, float32, {torch.get_num_threads()} threads;"
-        f" {len(sets.token_ids)} candidates, {len(occur)} ids with a gradient;"
+        f" {len(sets.token_ids)} candidates, {len(ids_with_gradient)} ids with a gradient;"
         f" OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'not set')}"
     )
     labels = {way: f"candidate_logprobs, weight_grad {way}" for way in WAYS}
@@ -47,7 +48,7 @@ def run() -> None:
         | {labels[way]: candidate_head(T, H, V, way) for way in WAYS},
         rounds=7,
         target=50,
-        picture="replay_accumulation",
+        picture="replay_gradient_accumulation",
     )
     compare_peaks(
         "accumulating, peak memory beyond inputs and gradients",
@@ -55,28 +56,28 @@ def run() -> None:
         | {labels[way]: (candidate_head, (T, H, V, way)) for way in WAYS},
         warmup=TINY,
         target=50,
-        picture="replay_accumulation",
+        picture="replay_gradient_accumulation",
     )
     for way, rounds in (("buffer", 9), ("dense", 3)):
         compare(
-            f"the same number of candidates over larger vocabularies, weight_grad {way}",
+            f"same number of candidates over larger vocabularies, weight_grad {way}",
             {f"V = {v}": candidate_head(T, H, v, way, v) for v in VOCABULARIES},
             rounds=rounds,
         )
         compare_peaks(
-            "its peak memory",
+            f"same number of candidates over larger vocabularies, weight_grad {way}: peak memory",
             {f"V = {v}": (candidate_head, (T, H, v, way, v)) for v in VOCABULARIES},
             warmup=TINY,
         )
-    with _neighbour() as beside:
+    with _busy_process() as run_beside:
         work = candidate_head(T, H, V, "buffer")
         compare(
-            f"threads and a busy process beside, {STEPS} steps of weight_grad buffer",
+            f"threads, with and without a busy process, {STEPS} steps of weight_grad buffer",
             {
                 "1 thread, alone": _steps(work, 1),
                 "2 threads, alone": _steps(work, 2),
-                "1 thread, busy process": beside(_steps(work, 1)),
-                "2 threads, busy process": beside(_steps(work, 2)),
+                "1 thread, busy process": run_beside(_steps(work, 1)),
+                "2 threads, busy process": run_beside(_steps(work, 2)),
             },
             rounds=9,
         )
@@ -105,7 +106,10 @@ def candidate_head(t: int, h: int, v: int, way: str = "buffer", spread: int | No
 
 
 def _inputs(t: int, h: int, v: int, spread: int) -> tuple[Tensor, Tensor, CandidateSets]:
-    """Sets of V = 32,768 whose ids are spread over `spread`; the head's gradient is there, in memory."""
+    """Return hidden states, a head with a gradient, and sets whose ids are spread over `spread` ids.
+
+    At most 32,768 ids occur, whatever the size of the vocabulary.
+    """
     torch.manual_seed(0)
     hidden = torch.randn(t, h).requires_grad_()
     weight = (0.02 * torch.randn(v, h)).requires_grad_()
@@ -118,7 +122,7 @@ def _inputs(t: int, h: int, v: int, spread: int) -> tuple[Tensor, Tensor, Candid
 
 
 def _work(value: Callable[[], Tensor], hidden: Tensor) -> Work:
-    """One micro-batch: forward and backward."""
+    """Return work that runs forward and backward for one micro-batch."""
 
     def work() -> list[Tensor]:
         hidden.grad = None
@@ -140,8 +144,11 @@ def _steps(work: Work, threads: int) -> Callable[[], None]:
 
 
 @contextmanager
-def _neighbour() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
-    """A process that keeps one core busy while what it is put beside runs, and else is stopped."""
+def _busy_process() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
+    """Start a process that keeps one core busy, and yield a wrapper for functions to time beside it.
+
+    The process is stopped while no wrapped function runs.
+    """
     process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     process.start()
     pid = process.pid or 0
@@ -157,7 +164,7 @@ def _neighbour() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]
         return together
 
     try:
-        time.sleep(5)  # until it has started
+        time.sleep(5)  # the process imports this module before it spins
         os.kill(pid, signal.SIGSTOP)
         yield beside
     finally:

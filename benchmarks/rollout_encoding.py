@@ -1,7 +1,7 @@
-"""What a sample costs between sidecar and client: bytes, beside the entropy of what they say, and time.
+"""Encodings of a rollout between sidecar and client: their time, and their bytes relative to the entropy.
 
-Distributions are softmaxes over the whole vocabulary, token ids as frequent as their ranks say (Zipf), and
-the sets are those of a threshold. The float32 log-probs have no pattern in their low bits.
+The distributions are softmaxes over the whole vocabulary. Token frequencies follow Zipf's law, and the sets
+follow the threshold rule. The low bits of the float32 log-probs have no pattern.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from benchmarks.harness import compare, compare_counts
-from sglang_topp import CandidateSets
+from benchmarks.harness.paired_timing import compare, compare_counts
+from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout
-from sglang_topp_client.packed_record import PackedRecord, from_packed
-from sglang_topp_client.record import from_record
-from sglang_topp_server.pieces import Record
+from sglang_topp_client.codecs.rollout_binary import rollout_from_bytes, rollout_to_bytes
+from sglang_topp_client.codecs.rollout_json import rollout_from_json
+from sglang_topp_server.api.chunked_response import SampleJson
 
 __all__ = ["run"]
 
 POSITIONS, VOCAB, AT_ONCE = 2048, 151_936, 64
-BASE64, EXACT, ROUNDED = "base64 in JSON", "packed", "packed, 16-bit log-probs"
-LISTS, ZSTD, ENTROPY = "JSON lists", "byte planes + zstd", "entropy"
-# Sharpness and threshold that give sets of these sizes: mean about 2, 8 and 64.
+BASE64, LISTS, BINARY = "base64 in JSON", "JSON lists", "binary"
+ZSTD_LEVEL_3, ENTROPY = "binary, Zstandard level 3", "entropy"
+# Sharpness and threshold that give sets of mean size 2, 8, and 64, roughly.
 SHAPES = {2: (1.5, 0.9), 8: (1.135, 0.95), 64: (0.9, 0.95)}
 TARGET_SHARE = 0.6
 
@@ -38,55 +38,57 @@ def run() -> None:
         rollout = _rollout(sharpness, p)
         sets = rollout.candidates
         assert sets is not None
-        line, frame = b"".join(Record(rollout)), b"".join(PackedRecord(rollout))
-        rounded, listed = b"".join(PackedRecord(rollout, logprob_bits=16)), _listed(rollout)
-        planes = _with_zstd(sets)
-        assert from_packed(frame).candidates == sets == from_record(json.loads(line)).candidates
+        line, listed, frame = b"".join(SampleJson(rollout)), _json_lists(rollout), rollout_to_bytes(rollout)
+        content = zstandard.decompress(frame)
+        decode_frame = partial(rollout_from_bytes, frame, max_bytes=len(content))
+        assert decode_frame().candidates == sets == rollout_from_json(json.loads(line)).candidates
         title = f"{len(sets)} sets, mean {sets.sizes.mean():.1f}, median {np.median(sets.sizes):.0f}"
         num_bytes = {
             BASE64: len(line),
             LISTS: len(listed),
-            ZSTD: len(planes) + 8 * len(sets),
             ENTROPY: _entropy(sets) / 8,
-            ROUNDED: len(rounded),
-            EXACT: len(frame),
+            ZSTD_LEVEL_3: len(zstandard.compress(content, 3)),
+            BINARY: len(frame),
         }
         compare_counts(
             f"bytes of a sample: {title}",
             "bytes per token",
             {label: size / len(sets) for label, size in num_bytes.items()},
             target=1 / TARGET_SHARE,
-            picture="compact",
+            picture="rollout_encoding",
         )
         encode: dict[str, Callable[[], object]] = {
-            BASE64: lambda rollout=rollout: b"".join(Record(rollout)),
-            LISTS: partial(_listed, rollout),
-            ZSTD: partial(_with_zstd, sets),
-            ROUNDED: lambda rollout=rollout: b"".join(PackedRecord(rollout, logprob_bits=16)),
-            EXACT: lambda rollout=rollout: b"".join(PackedRecord(rollout)),
+            BASE64: lambda rollout=rollout: b"".join(SampleJson(rollout)),
+            LISTS: partial(_json_lists, rollout),
+            BINARY: partial(rollout_to_bytes, rollout),
         }
         ids = rollout.output_ids.tolist()
         decode: dict[str, Callable[[], object]] = {
-            BASE64: lambda line=line: from_record(json.loads(line)),
-            LISTS: lambda raw=listed, ids=ids: CandidateSets.from_meta_info(json.loads(raw), ids),
-            ZSTD: partial(_without_zstd, planes, sets),
-            ROUNDED: partial(from_packed, rounded, logprob_bits=16),
-            EXACT: partial(from_packed, frame),
+            BASE64: lambda line=line: rollout_from_json(json.loads(line)),
+            LISTS: lambda raw=listed, ids=ids: formats.decode_top_p(json.loads(raw), ids),
+            BINARY: decode_frame,
         }
         compare(f"encode: {title}", encode, rounds=15, warmup=2)
         compare(f"decode and check: {title}", decode, rounds=15, warmup=2)
         both: dict[str, Callable[[], object]] = {
             label: lambda label=label, e=encode, d=decode: (e[label](), d[label]())
-            for label in (BASE64, EXACT)
+            for label in (BASE64, BINARY)
         }
-        compare(f"encode + decode: {title}", both, rounds=15, warmup=2, target=1.0, picture="compact_speed")
+        compare(
+            f"encode + decode: {title}",
+            both,
+            rounds=15,
+            warmup=2,
+            target=1.0,
+            picture="rollout_encoding_speed",
+        )
 
 
 def _entropy(sets: CandidateSets) -> float:
-    """Bits that sizes, ids, log-probs and which of them was sampled take at least, each by itself.
+    """Return the bits of entropy, as if sizes, ids, log-probs, and sampled tokens were independent.
 
-    An id is its power of two and its place within; a log-prob its exponent and 23 bits. A set is in order,
-    and so says nothing by its order.
+    An id is modeled as its power of two and its offset within that power, and a log-prob as its exponent
+    and 23 random bits. The order of a set carries no information, because it follows from the values.
     """
     power = np.floor(np.log2(sets.token_ids + 1.0))
     exponents = sets.logprobs.view(np.uint32) >> 23
@@ -98,12 +100,13 @@ def _entropy(sets: CandidateSets) -> float:
 
 
 def _bits(values: NDArray[Any]) -> float:
+    """Return the entropy of the values, in bits per value."""
     share = np.unique(values, return_counts=True)[1] / len(values)
     return float(-(share * np.log2(share)).sum())
 
 
-def _listed(rollout: Rollout) -> bytes:
-    """As SGLang lists log-probs."""
+def _json_lists(rollout: Rollout) -> bytes:
+    """Encode the sets as SGLang's JSON lists."""
     assert rollout.candidates is not None
     ids, logprobs = rollout.candidates.to_lists()
     assert logprobs is not None
@@ -116,26 +119,8 @@ def _listed(rollout: Rollout) -> bytes:
     return json.dumps(lists, separators=(",", ":")).encode()
 
 
-def _with_zstd(sets: CandidateSets) -> bytes:
-    """What an entropy coder makes of it: sizes, and every byte of ids and log-probs beside its like."""
-    ids = sets.token_ids.view(np.uint8).reshape(-1, 4).T[:3]
-    logprobs = sets.logprobs.view(np.uint8).reshape(-1, 4).T
-    planes = np.concatenate([sets.sizes.astype(np.uint16).view(np.uint8), ids.ravel(), logprobs.ravel()])
-    return zstandard.ZstdCompressor(1).compress(planes.data)
-
-
-def _without_zstd(raw: bytes, sets: CandidateSets) -> CandidateSets:
-    planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(raw), np.uint8)
-    num_positions, n = len(sets), len(sets.token_ids)
-    sizes = planes[: 2 * num_positions].view(np.uint16)
-    ids = np.zeros((n, 4), np.uint8)
-    ids[:, :3] = planes[2 * num_positions : 2 * num_positions + 3 * n].reshape(3, n).T
-    logprobs = np.ascontiguousarray(planes[2 * num_positions + 3 * n :].reshape(4, n).T)
-    offsets = np.concatenate([[0], sizes.cumsum(dtype=np.int64)])
-    return CandidateSets(ids.view("<i4").ravel(), logprobs.view("<f4").ravel(), offsets, sets.sampled_ids)
-
-
 def _rollout(sharpness: float, p: float) -> Rollout:
+    """Return a rollout with the sets of threshold `p`; a larger `sharpness` makes them smaller."""
     rng = np.random.default_rng(0)
     by_rank = -np.log(np.arange(VOCAB) + 2.7).astype(np.float32)
     ids: list[NDArray[np.int32]] = []

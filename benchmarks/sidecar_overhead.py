@@ -1,7 +1,8 @@
-"""What the sidecar costs between client and engine, before an engine that takes no time, and one at a GPU's
-pace: with samples that all end at once, and with lengths that differ, as those of rollouts do.
+"""Cost of the sidecar between a client and a fake engine: throughput and processor time.
 
-Stand-in, sidecar and client are processes of one machine and share its cores.
+The fake engine answers immediately, or at the speed of a GPU. At that speed, samples either all end together,
+or have different lengths, as rollouts do. Engine, sidecars, and client are processes on one machine and share
+its cores.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dataclasses import dataclass
 import httpx
 import numpy as np
 
-from benchmarks.engine_stand_in import MEAN_SET, run_stand_in
-from benchmarks.harness import compare, compare_counts
+from benchmarks.harness.fake_engine import MEAN_SET, run_fake_engine
+from benchmarks.harness.paired_timing import compare, compare_counts
 from sglang_topp_client import AsyncRolloutClient
-from sglang_topp_client.sidecar_api import RolloutsExchange
+from sglang_topp_client.protocols.sidecar_rollouts import RolloutsExchange
 
 __all__ = ["run"]
 
@@ -32,17 +33,17 @@ MEAN_TOKENS = 128
 PROMPT_TOKENS = 64
 TARGET = 0.97
 SHORT, LONG = 32, 512
-STRAIGHT, TWO, SIDECAR = "straight to the engine", "through it with --workers 2", "through the sidecar"
+DIRECT, TWO, SIDECAR = "directly to the engine", "through two sidecars", "through one sidecar"
 
 
 @dataclass(frozen=True)
 class _Servers:
-    """The addresses of an engine, of a sidecar before it and of one with two workers."""
+    """The addresses of an engine and of two sidecars before it."""
 
     engine: str
     sidecar: str
     sidecar_pid: int
-    two_workers: str
+    second_sidecar: str
 
 
 def run() -> None:
@@ -66,27 +67,30 @@ def run() -> None:
 def _compare(
     title: str, servers: _Servers, lengths: Sequence[int], *, in_flight: int, target: float | None = None
 ) -> None:
-    urls = {STRAIGHT: servers.engine, TWO: servers.two_workers, SIDECAR: servers.sidecar}
+    sidecars = [servers.sidecar, servers.second_sidecar]
+    urls = {DIRECT: [servers.engine], TWO: sidecars, SIDECAR: sidecars[:1]}
     compare(
         f"sidecar: an engine {title}",
-        {label: _all(url, lengths, in_flight) for label, url in urls.items()},
+        {label: _all(at, lengths, in_flight) for label, at in urls.items()},
         rounds=5,
         target=target,
-        picture="sidecar",
+        picture="sidecar_overhead",
     )
 
 
 def _show_cost(servers: _Servers) -> None:
-    """Processor time in the sidecar and in the client, per sample and per token: what stays of it when
-    `SHORT` samples and `LONG` ones are compared."""
+    """Print the processor time of sidecar and client per sample and per token.
+
+    Both follow from runs of `SHORT` and of `LONG` samples.
+    """
     cost: dict[str, float] = {}
     for label, url, clock in (
-        ("client, straight", servers.engine, time.process_time),
+        ("client, directly", servers.engine, time.process_time),
         ("client, through the sidecar", servers.sidecar, time.process_time),
         ("the sidecar", servers.sidecar, lambda: _cpu_s(servers.sidecar_pid)),
     ):
         per_sample = {
-            tokens: _per_sample(_all(url, [tokens] * SAMPLES, IN_FLIGHT), clock) for tokens in (SHORT, LONG)
+            tokens: _per_sample(_all([url], [tokens] * SAMPLES, IN_FLIGHT), clock) for tokens in (SHORT, LONG)
         }
         per_token = (per_sample[LONG] - per_sample[SHORT]) / (LONG - SHORT)
         cost[f"{label}: per token"] = per_token * 1e6
@@ -102,13 +106,13 @@ def _per_sample(work: Callable[[], object], clock: Callable[[], float]) -> float
     return (clock() - start) / (3 * SAMPLES)
 
 
-def _all(url: str, lengths: Sequence[int], in_flight: int) -> Callable[[], object]:
-    """A sample of each length, so many of them at once, as far as the engine runs them."""
+def _all(urls: Sequence[str], lengths: Sequence[int], in_flight: int) -> Callable[[], object]:
+    """Return a function that generates a sample of each length, `in_flight` of them at once."""
 
     async def go() -> None:
-        is_sidecar = httpx.get(f"{url}/info").status_code == 200
+        is_sidecar = httpx.get(f"{urls[0]}/info").status_code == 200
         calls = in_flight // (RolloutsExchange.samples_per_call if is_sidecar else 1)
-        async with AsyncRolloutClient(url, max_connections=calls) as client:
+        async with AsyncRolloutClient(urls, max_connections=calls) as client:
             prompts = [[i, *range(PROMPT_TOKENS - 1)] for i in range(SAMPLES)]
             params = [{"max_new_tokens": tokens} for tokens in lengths]
             rollouts = await client.generate(prompts, params, top_logprobs_p=0.95, progress=False)
@@ -120,17 +124,17 @@ def _all(url: str, lengths: Sequence[int], in_flight: int) -> Callable[[], objec
 @contextmanager
 def _servers(*, token_s: float = 0.0, max_running: int = SAMPLES) -> Iterator[_Servers]:
     with (
-        run_stand_in(token_s=token_s, max_running=max_running) as engine,
+        run_fake_engine(token_s=token_s, max_running=max_running) as engine,
         _run_sidecar(engine) as (sidecar, pid),
-        _run_sidecar(engine, "--workers", "2") as (two, _),
+        _run_sidecar(engine) as (second, _),
     ):
-        yield _Servers(engine, sidecar, pid, two)
+        yield _Servers(engine, sidecar, pid, second)
 
 
 @contextmanager
-def _run_sidecar(engine: str, *options: str) -> Iterator[tuple[str, int]]:
-    """Its address and its process."""
-    command = [sys.executable, "-m", "sglang_topp_server.cli", "sidecar", "--port", "0", *options]
+def _run_sidecar(engine: str) -> Iterator[tuple[str, int]]:
+    """Run a sidecar, and yield its address and process id."""
+    command = [sys.executable, "-m", "sglang_topp_server.cli.main", "sidecar", "--port", "0"]
     process = subprocess.Popen([*command, "--engine-url", engine], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -142,7 +146,7 @@ def _run_sidecar(engine: str, *options: str) -> Iterator[tuple[str, int]]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Seconds of processor time that a process has taken."""
+    """Return the processor seconds that a process has used."""
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,92 @@
+"""Throughput of the real engine under speculative decoding, with and without sets.
+
+32 concurrent requests of 32 tokens. One patched SGLang on this machine serves every contender in turn. The
+time runs from the first request sent to the last response read.
+
+Without a GPU, the drafts come from the tests' worker, which drafts with the target model itself, and the
+sampling kernels are ports to torch. So the ratios show the cost of sets during verification. They do not show
+the gain from speculation.
+
+On a GPU, `SPECULATIVE_MODEL` and `SPECULATIVE_DRAFT` name a model and its EAGLE draft model::
+
+    SPECULATIVE_MODEL=/models/target SPECULATIVE_DRAFT=/models/eagle python -m benchmarks speculative
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from benchmarks.harness.paired_timing import compare
+from sglang_topp_server.cli.tiny_model import make_tiny_model
+from tests.engine.start_servers import Engine, run_engine
+from tests.speculative import worker
+
+REQUESTS = 32
+TOKENS = 32
+SAMPLING = {
+    "max_new_tokens": TOKENS,
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "ignore_eos": True,
+    "custom_params": {"drafts": "likely"},
+}
+BASE64 = {"return_logprob": True, "return_logprobs_in_base64": True}
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "return_logprob": {"return_logprob": True},
+    "candidate sets, p = 0.95, base64": {**BASE64, "top_logprobs_p": 0.95},
+    "sampler as source, base64": {**BASE64, "top_logprobs_source": "sampler"},
+}
+EAGLE = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+    *("--dtype", "bfloat16", "--mem-fraction-static", "0.8", "--max-total-tokens", "65536"),
+)
+
+
+def run() -> None:
+    """Print the throughput relative to plain generation."""
+
+    async def send(url: str, body: dict[str, Any]) -> None:
+        limits = httpx.Limits(max_connections=REQUESTS)
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+            prompts = ["x" * (8 + i) for i in range(REQUESTS)]
+            asks = [{"sampling_params": SAMPLING, "text": prompt, **body} for prompt in prompts]
+            for response in await asyncio.gather(*(http.post("/generate", json=ask) for ask in asks)):
+                response.raise_for_status()
+
+    with tempfile.TemporaryDirectory() as folder, _engine(Path(folder)) as (engine, title):
+        compare(
+            f"{title}, {REQUESTS} requests x {TOKENS} tokens",
+            {
+                label: (lambda body=body: asyncio.run(send(engine.url, body)))
+                for label, body in CONTENDERS.items()
+            },
+            rounds=5,
+        )
+
+
+@contextmanager
+def _engine(folder: Path) -> Iterator[tuple[Engine, str]]:
+    """Run an engine that speculates, and name it."""
+    target, draft = (os.environ.get(f"SPECULATIVE_{name}") for name in ("MODEL", "DRAFT"))
+    arguments: Sequence[str] = worker.ARGUMENTS
+    if torch.cuda.is_available():
+        if not target or not draft:
+            raise SystemExit("SPECULATIVE_MODEL and SPECULATIVE_DRAFT: expected a model and its EAGLE draft")
+        model, env, title = Path(target), {}, "EAGLE"
+        arguments = (*EAGLE, "--speculative-draft-model-path", draft)
+    else:
+        model = make_tiny_model(folder / "model", vocab_size=151_936, logit_std=7.0)
+        env, title = worker.install(folder / "plugin"), "test worker, vocabulary 151,936"
+    with run_engine(model, folder / "engine.log", *arguments, env=env) as engine:
+        yield engine, title
