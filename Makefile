@@ -6,7 +6,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 
-.PHONY: setup demo test lint bench soak matrix seams lock lock-releases clean
+.PHONY: setup demo test lint docs pictures dist bench soak matrix seams lock lock-releases clean
 
 setup: .venv/.complete
 
@@ -17,12 +17,32 @@ setup: .venv/.complete
 	touch $@
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/hadolint deploy/Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+
+# Warnings and broken links inside the site are errors. LINKS=1 also asks every external address, with a network.
+docs: setup
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+	$(if $(LINKS),$(BIN)/sphinx-build -q -W --keep-going -b linkcheck docs docs/_build/links)
+	@echo "the site is docs/_build/html/index.html$(if $(LINKS),,; external links were not checked: make docs LINKS=1)"
+
+# Draws the documentation's pictures. .ci/browser installs the Chromium that takes the screenshots.
+pictures: setup
+	$(BIN)/python docs/pictures/make_pictures.py
+
+# The wheel and the source distribution in dist/, without a network. The tests install the wheel.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m hatchling build
 
 # Leaves what it measured in benchmarks/results/, as JSON and as pictures.
 bench: .venv/.bench
@@ -51,7 +71,7 @@ demo: setup
 # Re-pin everything. Names no package index, so that it installs from whichever one is configured.
 PIN := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet
 lock: setup
-	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --extra tensordict --extra data \
+	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --extra tensordict --extra data --extra cli \
 	  --group dev \
 	  $(PIN) --output-file requirements.lock
 	$(BIN)/uv pip compile --group bench --constraint requirements.lock $(PIN) --output-file requirements-bench.lock

@@ -1,8 +1,8 @@
 """A GRPO loss (PPO's clipped ratio, advantages within groups) with and without replay.
 
-`grpo_loss` is the part to take home. Run the file to see it train a toy policy, whose tokens are drawn
-with top-p from its own candidate sets: with replay the first step's importance ratios are 1; without
-it, the policy is compared over the whole vocabulary with a sampler that never used it.
+`grpo_loss` is the part to copy. Run the file to train a toy policy whose tokens are drawn with top-p from its
+own candidate sets. With replay, the importance ratios of the first step are 1. Without it, they are biased,
+because the policy is scored over the whole vocabulary and the sampler drew from the sets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sglang_topp.replay import (
 
 
 class Sample(NamedTuple):
-    """What the loss needs of a `sglang_topp_client.Rollout`, which has these attributes too."""
+    """The attributes of a `sglang_topp_client.Rollout` that the loss reads."""
 
     prompt_ids: np.ndarray
     output_ids: np.ndarray
@@ -38,9 +38,9 @@ class Sample(NamedTuple):
 
 
 def group_advantages(rewards_BG: Tensor) -> Tensor:
-    """[B, G] rewards of G samples of each of B prompts -> advantages: centred and scaled in each group."""
-    centred = rewards_BG - rewards_BG.mean(dim=1, keepdim=True)
-    return centred / (rewards_BG.std(dim=1, keepdim=True) + 1e-6)
+    """Center and scale the rewards [B, G] of G samples per prompt within each prompt's group."""
+    centered = rewards_BG - rewards_BG.mean(dim=1, keepdim=True)
+    return centered / (rewards_BG.std(dim=1, keepdim=True) + 1e-6)
 
 
 def grpo_loss(
@@ -50,6 +50,7 @@ def grpo_loss(
     advantages: Tensor,
     *,
     layout: Layout,
+    attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     loss_mask: Tensor | None = None,
     replay: bool = True,
@@ -57,17 +58,21 @@ def grpo_loss(
     entropy_bonus: float = 0.0,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, ReplayMetrics]:
-    """The mean over tokens of `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`.
+    """Return the clipped policy-gradient loss, averaged over tokens, and the replay metrics.
 
-    `hidden` are the trunk's last hidden states as this rank holds them, `weight` is the LM head,
-    `advantages` has one number per sample, `loss_mask` one entry per response token; without it, every
-    token counts that has a candidate set (a tool's has none). The metrics are those of this rank's tokens.
+    The loss of a token is `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`.
+
+    `hidden` holds this rank's last hidden states, and `weight` is the LM head. `attention_mask` is the one of
+    the forward pass; only `Layout("bshd")` needs it. `advantages` has one number per sample, and `loss_mask`
+    has one entry per response token. Without a loss mask, every token with a candidate set counts, so the
+    tokens of tools do not. The metrics cover this rank's tokens.
     """
     lengths = [len(sample.output_ids) for sample in samples]
     recorded = [sample.candidates for sample in samples]
     if loss_mask is None:
         loss_mask = torch.from_numpy(CandidateSets.concat(recorded).sizes > 0)
-    rows = layout.rows([len(sample.prompt_ids) for sample in samples], lengths, loss_mask=loss_mask)
+    prompts = [len(sample.prompt_ids) for sample in samples]
+    rows = layout.select_rows(prompts, lengths, attention_mask=attention_mask, loss_mask=loss_mask)
     sets = rows.take_sets(recorded)
     output_ids = np.concatenate([sample.output_ids for sample in samples])
     targets = rows.take(torch.tensor(output_ids, dtype=torch.int64, device=hidden.device))
@@ -76,22 +81,22 @@ def grpo_loss(
     if replay:
         new = candidate_logprobs(picked, weight, targets, sets, temperature=temperature, entropy=True)
     else:
-        new = head_logprobs(picked, weight, targets, temperature=temperature)
+        new = head_logprobs(picked, weight, targets, temperature=temperature, entropy=True)
     assert new.entropy is not None
 
     per_sample = torch.tensor(lengths, device=hidden.device)
     advantage = rows.take(advantages.to(hidden.device).repeat_interleave(per_sample))
-    # A token that the rollout gave no probability would have an infinite ratio, whose gradient is NaN even
-    # where the clip takes its place; the clamp passes none on.
+    # A token to which the rollout gave no probability has an infinite ratio. Its gradient is NaN even if the
+    # clip replaces the ratio; the clamp stops that gradient.
     ratio = (new.logprobs - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     per_token = -gain - entropy_bonus * new.entropy
-    # Every rank sums all ranks' tokens and divides by how many there are, so a loss is one number.
+    # Every rank divides the sum over all ranks by the total number of tokens, so all ranks get one loss.
     loss = rows.scatter(per_token, cp_group).sum() / max(1, int(rows.scored.sum()))
     return loss, replay_metrics(new.logprobs, old, sets)
 
 
-# -- a toy to run it on ----------------------------------------------------------------------------------
+# -- a toy policy ----------------------------------------------------------------------------------------
 
 VOCAB, WIDTH, PROMPT, RESPONSE, PROMPTS, GROUP = 64, 16, 3, 12, 4, 8
 
@@ -113,12 +118,12 @@ def rollout(hidden_BTH: Tensor, weight: Tensor, p: float, rng: np.random.Generat
 
 
 def reward(samples: Sequence[Sample]) -> Tensor:
-    """The share of even tokens, [PROMPTS, GROUP]."""
+    """Return the share of even token ids in each sample, [PROMPTS, GROUP]."""
     return torch.tensor([np.mean(s.output_ids % 2 == 0) for s in samples]).reshape(PROMPTS, GROUP)
 
 
 def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, float]]:
-    """Train the toy's head; each step's mean reward, and its metrics before the update."""
+    """Train the toy policy's head, and return the mean reward and metrics of each step before its update."""
     torch_rng, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     hidden = torch.randn(PROMPTS, 1, PROMPT + RESPONSE, WIDTH, generator=torch_rng).expand(-1, GROUP, -1, -1)
     hidden = hidden.reshape(PROMPTS * GROUP, PROMPT + RESPONSE, WIDTH)
@@ -134,6 +139,7 @@ def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, fl
             samples,
             group_advantages(rewards).flatten(),
             layout=Layout("bshd"),
+            attention_mask=torch.ones(PROMPTS * GROUP, PROMPT + RESPONSE),  # every sample has one length
             replay=replay,
         )
         optimizer.zero_grad()
@@ -147,8 +153,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--top-p", type=float, default=0.8)
+    parser.add_argument("--steps", type=int, default=20, help="training steps (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=0.8, help="threshold of the sampler (%(default)s)")
     arguments = parser.parse_args()
     for replay in (True, False):
         history = train(replay=replay, steps=arguments.steps, p=arguments.top_p)

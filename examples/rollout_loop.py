@@ -1,16 +1,17 @@
 """Roll out at top-p, score the same tokens again, and compare: importance ratios without and with replay.
 
-Everything is real but the model, which is random and made on the spot: SGLang serves it, the client
-decodes the candidate sets, transformers' forward pass of the same weights plays the trainer. The
-weights are the same on both sides, so every importance ratio ought to be 1.
+The model is random and is created when the example starts; everything else is real. SGLang serves the model,
+the client decodes the candidate sets, and a transformers forward pass with the same weights acts as the
+trainer. The weights are the same on both sides, so every importance ratio should be 1.
 
-    python examples/rollout_loop.py            # about two minutes, most of it SGLang's start
+    python examples/rollout_loop.py            # about two minutes, mostly the start of SGLang
     python examples/rollout_loop.py --help
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,22 +24,22 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sglang_topp import compact
 from sglang_topp_client import Rollout, RolloutClient
-from sglang_topp_server.tiny_model import make_tiny_model
+from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
+from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
-OFF = 0.1  # a ratio is off when it is further than this from 1
-TOLERANCE = 1e-3  # what float32 and two implementations of one model may differ by
+OFF = 0.1  # a ratio counts as off if its distance from 1 is larger than this
+TOLERANCE = 1e-3  # for float32 rounding in two implementations of one model
 
 
 def main() -> int:
-    """Run the demo; 0 where the replayed ratios are 1."""
+    """Run the demo. Returns 0 if all replayed ratios are 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--top-p", type=float, default=0.8, help="%(default)s")
+    parser.add_argument("--top-p", type=float, default=0.8, help="threshold of the sampler (%(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="per prompt (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="%(default)s")
-    parser.add_argument("--vocab-size", type=int, default=151_936, help="%(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="per sample (%(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=151_936, help="of the model (%(default)s)")
     args = parser.parse_args()
 
     started = time.monotonic()
@@ -46,25 +47,25 @@ def main() -> int:
         model_path = make_tiny_model(folder, vocab_size=args.vocab_size, logit_std=7.0)
         with serve(model_path) as (sidecar_url, _), RolloutClient(sidecar_url) as client:
             ready = time.monotonic()
-            # -- the rollout: what a trainer does every step ------------------------------------------
+            # -- the rollout: a trainer does this in every step ---------------------------------------
             rollouts = client.generate(
                 PROMPTS,
                 {"top_p": args.top_p, "temperature": 1.0, "n": args.samples, "ignore_eos": True}
                 | {"max_new_tokens": args.max_new_tokens},
-                top_logprobs_source="sampler",  # what it could draw at that top_p
+                top_logprobs_source="sampler",  # sets of the tokens that the sampler could draw
             )
         rolled_out = time.monotonic()
         trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         scores = [score(trainer, rollout) for rollout in rollouts]
 
-    # What the sampler drew from is the set, renormalised.
-    behaviour = np.concatenate([rollout.masked_logprobs for rollout in rollouts])
-    without = np.exp(np.concatenate([full for full, _ in scores]) - behaviour)
-    replayed = np.exp(np.concatenate([masked for _, masked in scores]) - behaviour)
+    # The sampler drew from the renormalized set.
+    behavior = np.concatenate([rollout.masked_logprobs for rollout in rollouts])
+    without = np.exp(np.concatenate([full for full, _ in scores]) - behavior)
+    replayed = np.exp(np.concatenate([masked for _, masked in scores]) - behavior)
 
     show_positions(rollouts[0], count=6)
     show_sizes(rollouts)
-    print(f"\nimportance ratios over {len(behaviour)} tokens, top-p {args.top_p}")
+    print(f"\nimportance ratios over {len(behavior)} tokens, top-p {args.top_p}")
     print(f"{'':<28}{'mean':>8}{'off by over 10 %':>20}")
     for label, ratios in (("over the whole vocabulary", without), ("over the candidate sets", replayed)):
         print(f"{label:<28}{ratios.mean():>8.4f}{np.mean(np.abs(ratios - 1) > OFF):>20.1%}")
@@ -81,15 +82,18 @@ def main() -> int:
 
 @contextmanager
 def serve(model_path: Path) -> Iterator[tuple[str, str]]:
-    """The patched SGLang and its sidecar on free ports; gives the sidecar's URL and the engine's."""
-    command = [sys.executable, "-m", "sglang_topp_server.cli", "serve", "--model-path", str(model_path)]
+    """Run the patched SGLang and its sidecar on free ports, and yield their URLs: sidecar, engine."""
+    command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", str(model_path)]
     command += ["--port", "0", "--engine-port", "0"]
     command += ["--", "--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
+    env = dict(os.environ)
+    if not torch.accelerator.is_available():
+        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # SGLang serves on a CPU only if this names it
     with (model_path / "server.log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
         try:
             assert process.stdout is not None
-            # The one line on standard output: "… is ready: sidecar URL engine URL".
+            # The server prints one line to standard output: "… is ready: sidecar URL engine URL".
             words = process.stdout.readline().split()
             if "sidecar" not in words:
                 log.seek(0)
@@ -102,7 +106,7 @@ def serve(model_path: Path) -> Iterator[tuple[str, str]]:
 
 @torch.no_grad()
 def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-    """Each generated token's log-prob: over the whole vocabulary, and over its candidate set."""
+    """Return the log-prob of each generated token: over the whole vocabulary, and over its candidate set."""
     candidates = rollout.candidates
     assert candidates is not None
     ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.output_ids])).long()
@@ -119,7 +123,7 @@ def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndar
 
 
 def show_positions(rollout: Rollout, count: int) -> None:
-    """The first positions of a rollout: candidates with their probabilities, the sampled one in brackets."""
+    """Print the candidates at the first positions with their probabilities, the sampled token in brackets."""
     assert rollout.candidates is not None
     print("position  kept mass  candidates")
     for t in range(min(count, len(rollout.output_ids))):
@@ -137,13 +141,13 @@ def show_positions(rollout: Rollout, count: int) -> None:
 
 
 def show_sizes(rollouts: list[Rollout]) -> None:
-    """How large the sets are, and what they cost on the wire."""
+    """Print set sizes, and the bytes of the rollouts as the sidecar sends them."""
     sets = [rollout.candidates for rollout in rollouts if rollout.candidates is not None]
     sizes = np.concatenate([each.sizes for each in sets])
-    on_the_wire = sum(len(compact.Packed(each)) for each in sets)
+    num_bytes = sum(len(rollout_to_bytes(rollout)) for rollout in rollouts)
     print(
         f"\ncandidates per token: mean {sizes.mean():.1f}, median {np.median(sizes):.0f},"
-        f" p99 {np.percentile(sizes, 99):.0f}; {on_the_wire / len(sizes):.0f} bytes per token on the wire"
+        f" p99 {np.percentile(sizes, 99):.0f}; {num_bytes / len(sizes):.0f} bytes per token on the wire"
     )
 
 

@@ -1,11 +1,11 @@
 """Train on the real engine: roll out at top-p, score the tokens over their candidate sets, step, push.
 
-The whole cycle with every part of this project in its place. The model is small, random and made on the
-spot, and its reward is the share of even token ids, which a policy can learn: the reward rises, and
-every step starts with importance ratios of 1.
+This is the whole training cycle with every part of this project. The model is small and random, and is
+created when the example starts. Its reward is the share of even token ids, which a policy can learn. The
+reward rises, and every step starts with importance ratios of 1.
 
-    python examples/train.py                    # a minute to start SGLang, seconds a step
-    python examples/train.py --without-replay   # scored over the whole vocabulary: the ratios are biased
+    python examples/train.py                    # a minute to start SGLang, seconds per step
+    python examples/train.py --without-replay   # score over the whole vocabulary: the ratios are biased
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import httpx
 import numpy as np
 import torch
 from rollout_loop import serve
@@ -23,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from sglang_topp.batch import RLBatch, collate_rl, split_micro_batches
+from sglang_topp.batch import RLBatch, collate_rollouts, split_micro_batches
 from sglang_topp.replay import (
     ReplayMetrics,
     candidate_logprobs,
@@ -31,8 +30,8 @@ from sglang_topp.replay import (
     replay_metrics,
     replayed_old_logprobs,
 )
-from sglang_topp_client import Rollout, RolloutClient
-from sglang_topp_server.tiny_model import make_tiny_model
+from sglang_topp_client import RolloutClient
+from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
 GROUP = 8  # samples of each prompt
@@ -49,61 +48,50 @@ def train(
     top_p: float = 0.8,
     replay: bool = True,
 ) -> list[dict[str, float]]:
-    """Train the model that the engine serves; each step's mean reward and metrics before its update.
+    """Train the model that the engine serves, and return the mean reward and metrics of each step.
 
-    The engine is left with the last step's weights, as `weight_version` `str(steps)`.
+    The metrics are from before the update. The engine keeps the weights of the last step, with
+    `weight_version` `str(steps)`.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     sampling = {"top_p": top_p, "temperature": 1.0, "n": GROUP, "max_new_tokens": 32, "ignore_eos": True}
     history = []
-    with RolloutClient(rollout_url) as client, tempfile.TemporaryDirectory() as folder:
+    with RolloutClient(rollout_url, engine_url=engine_url) as client:
         for step in range(steps):
             rollouts = client.generate(PROMPTS, sampling, top_logprobs_source="sampler")
             assert step == 0 or {rollout.weight_version for rollout in rollouts} == {str(step)}
             rewards = np.array([np.mean(rollout.output_ids % 2 == 0) for rollout in rollouts])
             optimizer.zero_grad()
-            metrics = accumulate(model, collate(rollouts, advantages(rewards)), replay=replay)
+            batch = collate_rollouts(rollouts, advantages(rewards), pad_token_id=0)
+            metrics = accumulate(model, batch, replay=replay)
             optimizer.step()
-            push(model, engine_url, Path(folder), version=str(step + 1))
+            client.push_weights(model, version=str(step + 1))
             history.append({"reward": float(rewards.mean())} | metrics.summary())
     return history
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """[B] rewards, the samples of a prompt side by side -> centred and scaled within each prompt's group."""
+    """Center and scale rewards [B] within each prompt's group; the samples of a prompt are adjacent."""
     grouped = rewards.reshape(-1, GROUP)
-    centred = grouped - grouped.mean(1, keepdims=True)
-    return (centred / (grouped.std(1, keepdims=True) + 1e-6)).ravel()
-
-
-def collate(rollouts: list[Rollout], advantages: np.ndarray) -> RLBatch:
-    """One batch of left-padded sequences, with the advantage of a sample on each of its tokens."""
-    lengths = [len(rollout.output_ids) for rollout in rollouts]
-    return collate_rl(
-        prompts=[rollout.prompt_ids for rollout in rollouts],
-        responses=[rollout.output_ids for rollout in rollouts],
-        rewards=[np.full(n, advantage) for n, advantage in zip(lengths, advantages, strict=True)],
-        loss_masks=[np.ones(n, np.int8) for n in lengths],
-        candidates=[rollout.candidates for rollout in rollouts if rollout.candidates is not None],
-        pad_token_id=0,
-    )
+    centered = grouped - grouped.mean(1, keepdims=True)
+    return (centered / (grouped.std(1, keepdims=True) + 1e-6)).ravel()
 
 
 def accumulate(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> ReplayMetrics:
-    """Add the gradient of the batch's loss, micro-batch by micro-batch."""
+    """Accumulate the gradient of the batch's loss over its micro-batches."""
     num_tokens = int(batch["response_mask"].sum())
     plan = split_micro_batches(batch["attention_mask"].sum(1), MICRO_BATCH_TOKENS)
     metrics = ReplayMetrics()
     for micro in plan.of(batch, rank=0):
-        loss, of_these = loss_sum(model, micro, replay=replay)
+        loss, micro_metrics = loss_sum(model, micro, replay=replay)
         (loss / num_tokens).backward()
-        metrics += of_these
+        metrics += micro_metrics
     return metrics
 
 
 def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[Tensor, ReplayMetrics]:
-    """The sum over tokens of PPO's clipped loss."""
+    """Return the sum of PPO's clipped loss over tokens."""
     attention_mask = batch["attention_mask"]
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.model(batch["sequences"], attention_mask, positions).last_hidden_state
@@ -119,24 +107,17 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
         new = head_logprobs(states, weight, targets).logprobs
     old = replayed_old_logprobs(sets, output_ids=targets)
 
-    # An infinite ratio (a token that the rollout gave no probability) would make every gradient NaN.
+    # A token to which the rollout gave no probability has an infinite ratio, and its gradient would be NaN.
     advantage, ratio = batch["rewards"][scored], (new - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return -gain.sum(), replay_metrics(new, old, sets)
 
 
-def push(model: PreTrainedModel, engine_url: str, folder: Path, version: str) -> None:
-    """Give the engine the model's weights, through a folder that both can read."""
-    model.save_pretrained(folder)
-    order = {"model_path": str(folder), "weight_version": version}
-    httpx.post(f"{engine_url}/update_weights_from_disk", json=order, timeout=60).raise_for_status()
-
-
 def main() -> int:
-    """Run it; 0 where the reward rose."""
+    """Run the example. Returns 0 if the reward rose."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8, help="%(default)s")
-    parser.add_argument("--top-p", type=float, default=0.8, help="%(default)s")
+    parser.add_argument("--steps", type=int, default=8, help="training steps (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=0.8, help="threshold of the sampler (%(default)s)")
     parser.add_argument("--without-replay", action="store_true", help="score over the whole vocabulary")
     args = parser.parse_args()
     disable_progress_bar()

@@ -1,7 +1,7 @@
-"""Exact top-p candidate sets: values, wire format and errors.
+"""Exact top-p candidate sets: the value type, its formats, and the errors.
 
-This package needs NumPy and pybase64 only. What needs torch lives in its subpackages and is imported
-by name: `sglang_topp.nucleus`, `sglang_topp.replay`, `sglang_topp.batch`.
+The package needs NumPy and pybase64 only. The subpackages `nucleus`, `replay`, and `batch` need torch, so
+import them by name.
 """
 
 from sglang_topp.candidates import CandidateSets

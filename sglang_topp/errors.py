@@ -1,31 +1,37 @@
-"""The exceptions of every package in this distribution.
+"""The exceptions that every package of this distribution raises.
 
 ::
 
     SglangToppError
     ├── InvalidInputError (ValueError)         an argument or a request field is wrong
-    │   └── InvalidCandidateSetsError          arrays that are no candidate sets
-    ├── WireError (ValueError)                 a payload that cannot be decoded exactly; `.field` names where
-    │   ├── MissingCandidateSetsError          the sets that were asked for are not in the response
-    │   ├── SampledTokenMissingError           a set does not hold its sampled token
-    │   └── TruncatedFileError                 a file of rollouts ends before its end
-    ├── PatchError                             the patch set does not hold in this SGLang
-    └── RequestError                           a request to a server did not succeed
-        ├── TransportError                     no (whole) answer: refused, reset, cut off
+    │   └── InvalidCandidateSetsError          the arrays do not form candidate sets
+    ├── WireError (ValueError)                 a payload cannot be decoded exactly; `.field` names the key
+    │   ├── MissingCandidateSetsError          the response lacks the requested sets
+    │   └── SampledTokenMissingError           a set does not contain its sampled token
+    ├── PatchError                             the patch set does not fit this SGLang
+    └── RequestError                           a request to a server failed
+        ├── TransportError                     no complete answer: refused, reset, or cut off
         │   └── RequestTimeoutError            the caller's own time limit passed
-        └── ResponseError                      an answer that is an error; `.status`, `.body`
-            ├── BadRequestError                400, 404, 405, 409, 413, 415, 422: do not send it again
+        ├── WeightPushError                    engines may have different weights; `.weight_versions`
+        └── ResponseError                      the server answered with an error; `.status`, `.body`
+            ├── BadRequestError                400, 404, 405, 409, 413, 415, 422: do not retry
             ├── AuthenticationError            401, 403
             ├── OverloadedError                429; `.retry_after_s`
             ├── ServerError                    5xx
-            └── RolloutError                   the engine gave up on one sample (abort, error finish reason)
+            └── RolloutError                   the engine ended one sample with an error
+                └── AbortedError               an abort, a pause, or a weight update ended it
 
-Every message says what was got, what is expected, and, where there is something to do, what to do.
+Every message names what was got and what is expected. If the caller can fix the problem, it says how.
 """
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
 __all__ = [
+    "AbortedError",
     "AuthenticationError",
     "BadRequestError",
     "InvalidCandidateSetsError",
@@ -41,24 +47,25 @@ __all__ = [
     "ServerError",
     "SglangToppError",
     "TransportError",
-    "TruncatedFileError",
+    "WeightPushError",
     "WireError",
 ]
 
 
 class SglangToppError(Exception):
-    """Base of every exception that this distribution raises on purpose."""
+    """Base class of every exception that this distribution raises on purpose."""
 
 
 class InvalidInputError(SglangToppError, ValueError):
-    """An argument or a request field is wrong; nothing was done."""
+    """An argument or a request field is wrong. The call had no effect."""
 
 
 class InvalidCandidateSetsError(InvalidInputError):
     """The arrays do not form candidate sets (shape, dtype, order, range, membership).
 
     Attributes:
-        field: the array that is at fault, by its name in `CandidateSets`.
+        field: the invalid array, by its name in `CandidateSets`.
+        problem: the message without the field.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -74,7 +81,8 @@ class WireError(SglangToppError, ValueError):
     """A payload cannot be decoded exactly.
 
     Attributes:
-        field: the key in the payload that is at fault.
+        field: the invalid key of the payload.
+        problem: the message without the field.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -87,40 +95,50 @@ class WireError(SglangToppError, ValueError):
 
 
 class MissingCandidateSetsError(WireError):
-    """The response holds no candidate sets, or none for some position, though they were asked for."""
+    """The response lacks requested candidate sets, for all positions or for some."""
 
 
 class SampledTokenMissingError(WireError):
-    """A candidate set does not hold the token that was sampled at its position."""
-
-
-class TruncatedFileError(WireError):
-    """A file of rollouts ends before its end: it was cut, or its writer was not closed. What was read of it
-    is whole."""
+    """A candidate set does not contain the token that was sampled at its position."""
 
 
 class PatchError(SglangToppError):
-    """The patch set does not hold in this SGLang: a seam is missing, changed, or not active."""
+    """The patch set does not fit this SGLang: a seam is missing, changed, or not active."""
 
 
 class RequestError(SglangToppError):
-    """A request to a server did not succeed."""
+    """A request to a server failed."""
 
 
 class TransportError(RequestError):
-    """There was no whole answer: the connection was refused, reset or cut off."""
+    """No complete answer arrived: the connection was refused, reset, or cut off."""
 
 
 class RequestTimeoutError(TransportError):
-    """The time limit that the caller set passed before the answer was whole."""
+    """The caller's time limit passed before the answer was complete."""
+
+
+class WeightPushError(RequestError):
+    """A weight push did not finish on every engine.
+
+    Attributes:
+        weight_versions: the name of each engine's weights, by its URL; None where they are unknown.
+    """
+
+    def __init__(self, message: str, *, weight_versions: Mapping[str, str | None] | None = None) -> None:
+        super().__init__(message)
+        self.weight_versions = dict(weight_versions or {})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), str(self), dict(self.__dict__))
 
 
 class ResponseError(RequestError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status, or the one that the server names inside a stream or a 200 answer, or None.
-        body: the server's own words, cut to a readable length.
+        status: the HTTP status, or the status inside a stream or a 200 answer. None if there is neither.
+        body: the server's message, truncated to a readable length.
     """
 
     def __init__(self, message: str, *, status: int | None = None, body: str = "") -> None:
@@ -133,18 +151,18 @@ class ResponseError(RequestError):
 
 
 class BadRequestError(ResponseError):
-    """The request itself is wrong (4xx): sending it again would fail again."""
+    """The request itself is wrong (4xx). A retry would fail again."""
 
 
 class AuthenticationError(ResponseError):
-    """The key is missing, wrong, or not allowed to do this (401, 403)."""
+    """The API key is missing, wrong, or lacks permission (401, 403)."""
 
 
 class OverloadedError(ResponseError):
     """The server is at its limit (429).
 
     Attributes:
-        retry_after_s: what the server's Retry-After header asks for, in seconds, or None.
+        retry_after_s: the server's Retry-After header in seconds, or None.
     """
 
     def __init__(
@@ -159,11 +177,32 @@ class ServerError(ResponseError):
 
 
 class RolloutError(ResponseError):
-    """The engine gave up on one sample: it was aborted, or finished with an error."""
+    """The engine aborted one sample, or finished it with an error."""
 
 
-def _rebuild(cls: type[ResponseError], message: str, state: dict[str, object]) -> ResponseError:
-    """Unpickle: keyword-only attributes do not travel through `Exception.args`."""
+class AbortedError(RolloutError):
+    """The client's `abort`, a pause, or a weight update aborted one sample."""
+
+
+def describe(value: object) -> str:
+    """Return an abbreviated `repr` of any value, for an error message."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to print thousands of digits
+    try:
+        return _ABBREVIATED.repr(value)
+    except (ValueError, RecursionError):
+        return f"a value of type {type(value).__name__}"  # it holds such a number
+
+
+_ABBREVIATED = reprlib.Repr()
+_ABBREVIATED.maxstring = _ABBREVIATED.maxother = 60
+
+
+_Error = TypeVar("_Error", bound=SglangToppError)
+
+
+def _rebuild(cls: Callable[[str], _Error], message: str, state: dict[str, object]) -> _Error:
+    """Unpickle an error with its keyword-only attributes, which `Exception.args` does not carry."""
     error = cls(message)
     error.__dict__.update(state)
     return error

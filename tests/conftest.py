@@ -1,4 +1,4 @@
-"""What every test runs under, and what several rooms share."""
+"""Settings of all tests, and fixtures that several folders share."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -6,14 +6,18 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Tests make no statement about time, and a busy machine is no failure.
+from tests.cpu_platform import request_cpu_platform
+
+request_cpu_platform()
+
+# A busy machine must not fail a test, so examples have no deadline.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[ModuleType]:
-    """A real Ray of one CPU on this machine."""
+    """Ray with one CPU on this machine."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:

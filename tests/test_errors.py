@@ -1,4 +1,4 @@
-"""The exception tree: as its docstring draws it, and whole after a trip through pickle."""
+"""The exception tree equals its docstring, and every exception survives pickling."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ TREE = {
     "WireError": "SglangToppError",
     "MissingCandidateSetsError": "WireError",
     "SampledTokenMissingError": "WireError",
-    "TruncatedFileError": "WireError",
     "PatchError": "SglangToppError",
     "RequestError": "SglangToppError",
     "TransportError": "RequestError",
     "RequestTimeoutError": "TransportError",
+    "WeightPushError": "RequestError",
     "ResponseError": "RequestError",
     "BadRequestError": "ResponseError",
     "AuthenticationError": "ResponseError",
     "OverloadedError": "ResponseError",
     "ServerError": "ResponseError",
     "RolloutError": "ResponseError",
+    "AbortedError": "RolloutError",
 }
 MADE = [
     errors.SglangToppError("what was got"),
@@ -36,17 +37,18 @@ MADE = [
     errors.WireError("output_ids", "got -1"),
     errors.MissingCandidateSetsError("output_top_p_logprobs", "none"),
     errors.SampledTokenMissingError("output_top_p_logprobs_idx_base64", "7 is not among them"),
-    errors.TruncatedFileError("row group 3", "the file ends in the midst of it"),
     errors.PatchError("a seam is gone"),
     errors.RequestError("failed"),
     errors.TransportError("refused"),
     errors.RequestTimeoutError("5 s passed"),
+    errors.WeightPushError("1 of 2", weight_versions={"http://a": "3", "http://b": None}),
     errors.ResponseError("odd", status=None, body="half an answer"),
     errors.BadRequestError("400: top_logprobs_p", status=400, body='{"error": 1}'),
     errors.AuthenticationError("401", status=401),
     errors.OverloadedError("429", retry_after_s=2.5, body="busy"),
     errors.ServerError("503", status=503, body="down"),
-    errors.RolloutError("aborted", status=200, body="abort"),
+    errors.RolloutError("failed", status=200, body="abort"),
+    errors.AbortedError("aborted", body="abort"),
 ]
 
 
@@ -73,7 +75,6 @@ def test_wrong_values_are_value_errors_too():
         "WireError",
         "MissingCandidateSetsError",
         "SampledTokenMissingError",
-        "TruncatedFileError",
     }
 
 

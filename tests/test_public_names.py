@@ -1,4 +1,4 @@
-"""The public names of the core: a change here is a change of the API."""
+"""The public names of the core's packages, and of the two modules that users import by name."""
 
 from __future__ import annotations
 
@@ -10,46 +10,27 @@ import pytest
 
 PUBLIC = {
     "sglang_topp": ["CandidateSets", "SglangToppError"],
-    "sglang_topp.answers": [],
-    "sglang_topp.answers.fields": [
-        "FLOAT32",
-        "INT32",
-        "Decoded",
-        "b64array",
-        "b64bytes",
-        "b64text",
-        "check_count",
-        "check_range",
-        "check_vocab",
-        "entry_rows",
-        "integers",
-        "naming",
-        "numbers",
-        "shown",
-        "token_ids_of",
-    ],
-    "sglang_topp.answers.sampled": ["FIELD", "sampled_logprobs"],
-    "sglang_topp.answers.sampling_mask": ["decode"],
-    "sglang_topp.answers.top_k": ["decode_output", "encode_top_k", "merge_top_k"],
-    "sglang_topp.answers.top_p": [
+    "sglang_topp.candidates": ["NO_TOKEN", "CandidateSets"],
+    "sglang_topp.formats": [
         "NO_DISTRIBUTION",
         "Side",
-        "decode",
-        "decode_output",
-        "encode_sets",
-        "has_output_sets",
+        "decode_prompt_top_p",
+        "decode_sampling_mask",
+        "decode_top_k",
+        "decode_top_p",
+        "encode_top_k",
+        "encode_top_p",
+        "has_top_p",
+        "merge_stream_chunks",
+        "pack",
+        "pack_base64",
+        "pack_parts",
+        "unpack",
+        "unpack_base64",
     ],
-    "sglang_topp.candidates": ["NO_TOKEN", "CandidateSets"],
-    "sglang_topp.compact": ["MAX_ERROR", "Packed", "logprob_step", "pack", "unpack"],
-    "sglang_topp.engine_request": [
-        "GRAMMARS",
-        "Model",
-        "check_sampling_params",
-        "check_token_ids",
-        "overlong_param",
-        "overlong_text",
-    ],
+    "sglang_topp.nucleus": ["support_candidates", "top_p_candidates"],
     "sglang_topp.errors": [
+        "AbortedError",
         "AuthenticationError",
         "BadRequestError",
         "InvalidCandidateSetsError",
@@ -65,30 +46,11 @@ PUBLIC = {
         "ServerError",
         "SglangToppError",
         "TransportError",
-        "TruncatedFileError",
+        "WeightPushError",
         "WireError",
     ],
-    "sglang_topp.nucleus": ["support_candidates", "top_p_candidates"],
-    "sglang_topp.nucleus.reference": ["nucleus", "support_candidates", "top_p_candidates"],
-    "sglang_topp.nucleus.select": ["falling", "top_p_candidates"],
-    "sglang_topp.nucleus.support": ["support_candidates"],
-    "sglang_topp.resumable": ["BEGINS_ANEW", "HOLDS", "INTERNAL", "RESUMED", "cut_problem"],
-    "sglang_topp.stop_regex": ["MAX_STEPS", "search_steps"],
-    "sglang_topp.tensors": ["CandidateTensors", "to_torch"],
-    "sglang_topp.wire": [
-        "NO_DISTRIBUTION",
-        "decode_input_sets",
-        "decode_output_sets",
-        "encode_sets",
-        "encode_top_k",
-        "has_output_sets",
-        "merge_output_fields",
-        "pack",
-        "pack_base64",
-        "pack_parts",
-        "unpack",
-        "unpack_base64",
-    ],
+    "sglang_topp_integrations.trl": ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"],
+    "sglang_topp.plots": ["kept_mass", "over_positions", "ratios", "set_sizes"],
 }
 
 
@@ -100,11 +62,11 @@ def test_all_is_pinned(module):
         assert getattr(imported, name) is not None
 
 
-@pytest.mark.parametrize("module", ["sglang_topp", "sglang_topp.wire", "sglang_topp.engine_request"])
+@pytest.mark.parametrize(
+    "module", ["sglang_topp", "sglang_topp.formats", "sglang_topp.engine_contract.fatal_requests"]
+)
 def test_the_core_needs_numpy_and_pybase64_only(module):
-    code = (
-        f"import sys, {module}; "
-        "print(*sorted(set(sys.modules) & {'torch', 'sglang', 'httpx', 'fastapi', 'pydantic', 'tensordict'}))"
-    )
+    others = {"torch", "sglang", "aiohttp", "httpx", "fastapi", "pydantic", "tensordict"}
+    code = f"import sys, {module}; print(*sorted(set(sys.modules) & {others}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

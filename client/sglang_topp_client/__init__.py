@@ -1,17 +1,60 @@
-"""Clients that return rollouts and scores with their candidate sets, and files that hold rollouts."""
+"""Clients for rollouts and scores with their candidate sets, and functions that save and load rollouts.
 
+The package also exports every exception of `sglang_topp.errors`, which documents them.
+"""
+
+from sglang_topp.errors import (
+    AbortedError,
+    AuthenticationError,
+    BadRequestError,
+    InvalidCandidateSetsError,
+    InvalidInputError,
+    MissingCandidateSetsError,
+    OverloadedError,
+    PatchError,
+    RequestError,
+    RequestTimeoutError,
+    ResponseError,
+    RolloutError,
+    SampledTokenMissingError,
+    ServerError,
+    SglangToppError,
+    TransportError,
+    WeightPushError,
+    WireError,
+)
 from sglang_topp_client.client import AsyncRolloutClient
-from sglang_topp_client.records import RolloutWriter, load_rollouts, save_rollouts
-from sglang_topp_client.rollout import Rollout
-from sglang_topp_client.score import Score
+from sglang_topp_client.storage.rollout_files import RolloutWriter, load_rollouts, save_rollouts
+from sglang_topp_client.storage.scored_rollout_files import add_trainer_columns
 from sglang_topp_client.sync_client import RolloutClient
+from sglang_topp_client.types.rollout import Rollout
+from sglang_topp_client.types.score import Score
 
 __all__ = [
+    "AbortedError",
     "AsyncRolloutClient",
+    "AuthenticationError",
+    "BadRequestError",
+    "InvalidCandidateSetsError",
+    "InvalidInputError",
+    "MissingCandidateSetsError",
+    "OverloadedError",
+    "PatchError",
+    "RequestError",
+    "RequestTimeoutError",
+    "ResponseError",
     "Rollout",
     "RolloutClient",
+    "RolloutError",
     "RolloutWriter",
+    "SampledTokenMissingError",
     "Score",
+    "ServerError",
+    "SglangToppError",
+    "TransportError",
+    "WeightPushError",
+    "WireError",
+    "add_trainer_columns",
     "load_rollouts",
     "save_rollouts",
 ]

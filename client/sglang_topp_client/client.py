@@ -1,147 +1,182 @@
-"""AsyncRolloutClient: many samples in flight on one event loop, retried and aborted sample by sample."""
+"""AsyncRolloutClient: the asyncio client that returns rollouts and scores with their candidate sets."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from ssl import SSLContext
 from types import TracebackType
-from typing import Any, Generic, Literal
+from typing import Any, Literal, overload
 
-from sglang_topp.errors import InvalidInputError, RequestTimeoutError, RolloutError
-from sglang_topp_client.calls import ROLLOUTS, SCORES, Calls, Parts, Result, Work
-from sglang_topp_client.checks import check_request_id, seconds, shown, whole_number
-from sglang_topp_client.http import Server
-from sglang_topp_client.interruption import Interruption
-from sglang_topp_client.link import Kind
-from sglang_topp_client.partials import Partials
-from sglang_topp_client.progress import Progress
-from sglang_topp_client.request import (
-    Prompts,
+from sglang_topp.errors import InvalidInputError, SglangToppError, describe
+from sglang_topp_client.argument_checks import check_request_id, seconds, whole_number
+from sglang_topp_client.dispatch.dispatcher import ROLLOUTS, SCORES, OnFailure
+from sglang_topp_client.dispatch.ordered_results import collect_in_order
+from sglang_topp_client.dispatch.requests_in_flight import RequestRunner
+from sglang_topp_client.requests.generate import (
     SampleRequest,
     SamplingParams,
     TopLogprobsP,
     TopLogprobsSource,
     plan,
 )
-from sglang_topp_client.resuming import OnAbort, check_on_abort, interruptible, plan_resume
-from sglang_topp_client.rollout import Rollout
-from sglang_topp_client.score import Score
-from sglang_topp_client.score_request import Sequences, Start, plan_scores
-from sglang_topp_client.servers import Servers
+from sglang_topp_client.requests.prompts import Prompts
+from sglang_topp_client.requests.resume import OnAbort, check_on_abort, plan_resume
+from sglang_topp_client.requests.score import ScoreRequest, Sequences, Start, plan_scores
+from sglang_topp_client.transport.http import ServerConfig, check_key, check_url
+from sglang_topp_client.types.rollout import Rollout
+from sglang_topp_client.types.score import Score
+from sglang_topp_client.weight_push.engine_control import (
+    PAUSE_MODES,
+    TRANSPORTS,
+    EngineControl,
+    PauseMode,
+    Transport,
+)
+from sglang_topp_client.weight_push.fleet_push import push_to_fleet
+from sglang_topp_client.weight_push.model_folder import check_path_or_model
+from sglang_topp_client.weight_push.named_tensors import check_model_or_tensors
+from sglang_topp_client.weight_push.transports import weight_sender
 
-__all__ = ["AsyncRolloutClient"]
+__all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient"]
 
-_CALLER_FIRST_S = 0.02
-# For how long nothing may come of what was told to stop. A sidecar waits for its engine itself.
-_GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
-
-
-@dataclass
-class _Loop:
-    """What belongs to one event loop."""
-
-    servers: Servers
-    running: dict[asyncio.Task[None], str] = field(default_factory=dict)
-    """The requests in flight, with their names; several may share one."""
-    interruptions: dict[asyncio.Task[None], Interruption] = field(default_factory=dict)
-    """Of those whose samples are returned when they are aborted."""
-
-
-@dataclass(frozen=True)
-class _Whole(Generic[Result]):
-    """Results that come whole or not at all."""
-
-    wanted: Sequence[SampleRequest]
-    deliver: Callable[[Result], None]
-
-    def begin(self) -> Iterator[SampleRequest]:
-        return iter(self.wanted)
-
-    def take(self, result: Result, /) -> None:
-        self.deliver(result)
+DEFAULT_TIMEOUT_S = 4 * 3600.0
+"""The default time limit of methods that return everything at once: longer than a usual batch takes."""
 
 
 class AsyncRolloutClient:
-    """Rollouts with their candidate sets, from a sidecar or straight from a patched SGLang, or from several.
+    """An asyncio client of one or several sidecars, or of one or several patched SGLang servers.
 
-    Of several servers, the one with the fewest samples in flight takes the next call; a prompt's samples stay
-    together, for its prefix cache. What a server did not finish because it died, is full or fails goes to the
-    others, and it is asked again later, after 0.5 to 8 s.
+    With several servers, the server with the fewest samples in flight takes the next call. A prompt's samples
+    stay together, for the prefix cache. If a server dies, hangs, is full, or fails, its unfinished samples
+    move to the other servers at once. The client tries the failed server again after 0.5 to 8 s.
 
-    Usable from any event loop, one after the other or side by side: connections belong to the loop
-    that they were made in, and close with it (or with `close`). Pickles as its configuration.
+    The client works on any event loop, and on several at once. A connection belongs to the loop that opened
+    it, and closes with that loop or with `close`. The client pickles as its configuration.
 
     Args:
-        base_url: `http://host:port`, of a sidecar or of an engine; or several, all of one kind, with the same
+        base_url: `http://host:port` of a sidecar or of an engine. Several must be of one kind, with the same
             model and weights.
-        kind: what listens there; `"auto"` asks once, `GET /info`.
-        api_key: sent as a bearer token; never along a redirect, none is followed.
-        max_connections: how many calls may be in flight at once; the rest wait, for as long as it takes.
-            They are fewer where the process may have fewer files open (`ulimit -n`): its clients share
-            what is left of those, beside a reserve of 64.
-        max_retries: how often a call is sent again after it met a transport error, 429 or 5xx.
-        max_line_bytes: how long one message of an answer may be, which is about one sample; a longer one
-            is an error before it has come whole. 512 MiB hold a sample of 32,000 tokens with 1,500
-            candidates each.
-        logprob_bits: 16 lets a sidecar round the log-probs in the candidate sets to 16 bits, each off by at
-            most 0.001, and by at most 0.00012 where all of a sample's are above -15.99
-            (`sglang_topp.compact.Packed`); `Rollout.logprobs` stay exact. An engine, or an older sidecar,
-            sends all 32.
+        engine_url: every engine that `push_weights` updates; `base_url` by default. Clients of sidecars and
+            gateways need it, because those pass no weights on.
+        kind: the kind of server at `base_url`; `"auto"` sends one `GET /info` to find out.
+        api_key: sent as a bearer token. Redirects are not followed, so no other server gets the key.
+        engine_api_key: sent to `engine_url` instead, for example SGLang's `--admin-api-key`. The default is
+            `api_key`, unless `engine_url` is given.
+        headers: additional headers of every request, also of those to `engine_url`.
+        ssl: the TLS settings for `https://` addresses, such as the CA to trust or a client certificate. The
+            default trusts the CAs of the system, or those in the file that `SSL_CERT_FILE` names. A client
+            with an SSLContext does not pickle.
+        max_connections: how many calls may be in flight at once. The limit of open files (`ulimit -n`) may
+            lower this number: the client takes the files that are free when it starts, less a reserve of 64.
+        max_retries: how often a call is retried after every server that is up has failed it. Only transport
+            errors, 429, and 5xx are retried.
+        max_line_bytes: how long one message of an answer may be, before and after decompression. A message
+            holds about one sample. 512 MiB hold a sample of 32,000 tokens with 1,500 candidates each.
 
     Raises:
         InvalidInputError: an argument is wrong.
     """
 
-    # All: a server may take who does not read for one that is gone.
-    _LONG_LINES_AT_ONCE = 1 << 30
-
     def __init__(
         self,
         base_url: str | Sequence[str],
         *,
+        engine_url: str | Sequence[str] | None = None,
         kind: Literal["auto", "sidecar", "sglang"] = "auto",
         api_key: str | None = None,
+        engine_api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        ssl: SSLContext | None = None,
         max_connections: int = 1024,
         max_retries: int = 4,
         max_line_bytes: int = 512 * 2**20,
-        logprob_bits: Literal[16, 32] = 32,
     ) -> None:
         if not isinstance(kind, str) or kind not in ("auto", "sidecar", "sglang"):
-            raise InvalidInputError(f"kind: got {shown(kind)}, expected 'auto', 'sidecar' or 'sglang'")
+            raise InvalidInputError(f"kind: got {describe(kind)}, expected 'auto', 'sidecar', or 'sglang'")
         whole_number("max_retries", max_retries, 0)
-        if whole_number("logprob_bits", logprob_bits, 16) not in (16, 32):
-            raise InvalidInputError(f"logprob_bits: got {shown(logprob_bits)}, expected 16 or 32")
-        self._servers = [
-            Server(url, max_connections, max_line_bytes, api_key) for url in _addresses(base_url)
+        headers = {} if headers is None else headers
+        self._configs = [
+            ServerConfig(url, max_connections, max_line_bytes, api_key, headers, ssl)
+            for url in _server_urls("base_url", base_url)
         ]
         self._base_url = base_url if isinstance(base_url, str) else tuple(base_url)
-        self._asked_kind = kind
-        self._kinds: dict[str, Kind] = (
-            {} if kind == "auto" else dict.fromkeys((server.base_url for server in self._servers), kind)
+        self._engine_url = (
+            engine_url if engine_url is None or isinstance(engine_url, str) else tuple(engine_url)
         )
-        self._max_retries = max_retries
-        self._logprob_bits = logprob_bits
-        self._loops: dict[asyncio.AbstractEventLoop, _Loop] = {}
+        self._engine_api_key = engine_api_key
+        check_key("engine_api_key", engine_api_key)
+        key = api_key if engine_url is None and engine_api_key is None else engine_api_key
+        self._engines = [
+            ServerConfig(url, api_key=key, headers=headers, ssl=ssl)
+            for url in _server_urls("engine_url", base_url if engine_url is None else engine_url)
+        ]
+        addresses = [config.base_url for config in (*self._configs, *self._engines)]
+        if ssl is not None and not any(url.lower().startswith("https:") for url in addresses):
+            raise InvalidInputError(
+                f"ssl: got TLS settings, but no address begins with https://: {', '.join(addresses)}"
+            )
+        self._is_pushing = threading.Lock()
+        self._kind, self._max_retries = kind, max_retries
+        self._runner = RequestRunner(
+            self._configs, kind=None if kind == "auto" else kind, max_retries=max_retries
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
+        if self._configs[0].ssl is not None:
+            raise InvalidInputError(
+                "ssl: got an SSLContext, which does not pickle; make the client where it is used, or name the"
+                " CA in the file of SSL_CERT_FILE there and leave ssl= out"
+            )
         return functools.partial(
             type(self),
             self._base_url,
-            kind=self._asked_kind,
-            api_key=self._servers[0].api_key,
-            max_connections=self._servers[0].max_connections,
+            engine_url=self._engine_url,
+            kind=self._kind,
+            api_key=self._configs[0].api_key,
+            engine_api_key=self._engine_api_key,
+            headers=self._configs[0].headers,
+            max_connections=self._configs[0].max_connections,
             max_retries=self._max_retries,
-            max_line_bytes=self._servers[0].max_line_bytes,
-            logprob_bits=self._logprob_bits,
+            max_line_bytes=self._configs[0].max_line_bytes,
         ), ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._base_url!r}, kind={self._asked_kind!r})"
+        return f"{type(self).__name__}({self._base_url!r}, kind={self._kind!r})"
 
     # -- rollouts ----------------------------------------------------------------------------------
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: Literal[False] = False,
+    ) -> list[Rollout]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: bool,
+    ) -> list[Rollout | SglangToppError]: ...
 
     async def generate(
         self,
@@ -151,64 +186,72 @@ class AsyncRolloutClient:
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
         on_abort: OnAbort = "raise",
-        timeout_s: float | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         progress: bool | None = None,
         request_id: str | None = None,
-    ) -> list[Rollout]:
-        """Generate for every prompt; all samples, or an exception, and then what is left is aborted.
+        return_exceptions: bool = False,
+    ) -> list[Any]:
+        """Generate samples for every prompt, and return all of them.
 
-        Aborting goes on behind the caller's back (`close` waits for it): neither a time limit nor a
-        cancellation waits for an engine that hangs.
+        If anything fails, the client aborts the other samples and raises. It sends the aborts in the
+        background, and `close` waits for them. A timeout or a cancellation therefore never waits for an
+        engine that hangs.
+
+        A server that sends nothing for 10 s is probed. After two failed probes of 10 s each, its calls move
+        to another server or are retried. A server with a long queue answers probes and keeps its calls.
 
         Args:
-            prompts: one text, several texts, the token ids of one prompt, or of several.
+            prompts: one text, several texts, the token ids of one prompt, or of several. Or the chat messages
+                of one prompt, or of several, such as `[{"role": "user", "content": "Hello"}]`. The engine
+                applies its chat template (`POST /tokenize`) and opens the assistant's turn, as for a chat
+                completion; `Rollout.prompt_ids` has the result. Stop strings of SGLang's own conversation
+                templates (`--chat-template NAME`) belong in `sampling_params`. For tools or template
+                variables, apply the template with the model's tokenizer and give the ids. Images, audio, and
+                video are refused.
             sampling_params: SGLang's names; one mapping for all, or one per prompt. `n` is the number
                 of samples of each prompt.
             top_logprobs_p: the threshold p of the candidate sets, one for all or one per prompt; None
-                or 0 for none.
-            top_logprobs_source: `"sampler"` in place of a threshold: the sets are what the engine's
-                sampler could draw under top_k, top_p and min_p of `sampling_params`. One for all or one
-                per prompt; None or `"distribution"` where a threshold makes them.
-            on_abort: what becomes of a sample that the engine is told to abort, by `abort`, by a pause or by
-                a weight update. `"raise"`: it is an error. `"return"`: it is a rollout with finish reason
-                `"abort"`, which holds what was generated, whole in every field, and can be given to
-                `resume`. `"resume"`: it is gone on with, as often as that happens and once the engine takes
-                requests again, and comes as if nothing had been; `max_new_tokens` has to be given then.
-            timeout_s: the time limit for all of it, retries included; None waits for as long as it takes.
-            progress: None shows a progress line for what takes longer than two seconds, True always,
-                False never; only ever where stderr is a terminal.
-            request_id: a name for `abort` and for the server's logs, printable and of 512 characters at
-                most; a random one by default.
+                or 0 for no sets.
+            top_logprobs_source: the rule that makes the sets, one for all or one per prompt. `"sampler"`
+                returns the tokens that the engine's sampler could draw under top_k, top_p, and min_p of
+                `sampling_params`, without a threshold. None or `"distribution"` uses the threshold.
+            on_abort: how to treat a sample that the engine aborts because of `abort`, a pause, or a weight
+                update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`
+                that holds everything generated so far and can be resumed. `"resume"` continues the sample
+                once the engine takes requests again, as often as needed; it requires `max_new_tokens`.
+            timeout_s: the time limit of the whole call, including retries; None for no limit.
+            progress: whether to show a progress line, if stderr is a terminal. None shows one for batches
+                that take over two seconds, unless the program logs.
+            request_id: a name for `abort` and for the server's logs, printable, at most 512 characters;
+                random by default.
+            return_exceptions: whether a failed sample leaves the others alone. The list then has the sample's
+                error in its place, and `isinstance(entry, Rollout)` tells them apart. If a prompt fails,
+                those of its `n` samples that had not finished share one error. Samples that `timeout_s` or
+                `abort` ends have errors as well. Wrong arguments still raise, before anything is sent.
 
         Returns:
-            The rollouts in the order of the prompts, then of the samples.
+            The rollouts in the order of the prompts, then of the samples: one entry per sample.
 
         Raises:
             InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, also a
                 sampling parameter that cannot be exact across an interruption
-                (`sglang_topp.resumable`): penalties, grammars, custom parameters.
+                (`sglang_topp.engine_contract.resume_rules`): penalties, grammars, custom parameters.
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
-            TransportError, OverloadedError, ServerError: and so did every retry.
-            RolloutError: the engine gave up on a sample, or `abort` was called.
-            MissingCandidateSetsError: the answer lacks the sets that were asked for.
+            TransportError, OverloadedError, ServerError: the call and all of its retries failed. If none of
+                several servers answers, the message names all of them.
+            AbortedError: `abort`, a pause, or a weight update aborted a sample.
+            RolloutError: the engine gave up on a sample.
+            MissingCandidateSetsError: the answer lacks the requested sets.
             SampledTokenMissingError: a set lacks its sampled token.
             WireError: anything else in the answer is not exact.
         """
-        rollouts = [
-            rollout
-            async for rollout in self.stream(
-                prompts,
-                sampling_params,
-                top_logprobs_p=top_logprobs_p,
-                top_logprobs_source=top_logprobs_source,
-                on_abort=on_abort,
-                timeout_s=timeout_s,
-                progress=progress,
-                request_id=request_id,
-            )
-        ]
-        return sorted(rollouts, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+        requests = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
+
+        def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
+            return self._stream(requests, None, on_abort, timeout_s, progress, request_id, on_failure)
+
+        return await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
 
     def stream(
         self,
@@ -222,15 +265,47 @@ class AsyncRolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[Rollout, None]:
-        """As `generate`, but each sample as it finishes, in any order.
+        """Yield each sample of `generate` as it finishes, in any order.
 
-        Nothing is sent before the first sample is asked for. Closing the iterator (`aclose`, or
-        `contextlib.aclosing` around it) aborts what is left in the engine. A sample is never
-        delivered twice; after a connection broke, only samples that had not finished are generated
-        again.
+        The client sends nothing before the first iteration. Once 1,024 samples wait for the caller, it sends
+        no more prompts until the caller has taken half of them; prompts in flight still finish. Closing the
+        iterator (`aclose`, or `contextlib.aclosing` around it) aborts the remaining samples in the engine. A
+        sample is never yielded twice: after a lost connection, only unfinished samples are generated again.
+
+        There is no time limit by default, because the caller's own time between samples counts.
         """
-        wanted = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
-        return self._stream(wanted, {}, on_abort, timeout_s, progress, request_id)
+        requests = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
+        return self._stream(requests, None, on_abort, timeout_s, progress, request_id)
+
+    @overload
+    async def resume(
+        self,
+        rollouts: Rollout | Sequence[Rollout],
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: Literal[False] = False,
+    ) -> list[Rollout]: ...
+
+    @overload
+    async def resume(
+        self,
+        rollouts: Rollout | Sequence[Rollout],
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: bool,
+    ) -> list[Rollout | SglangToppError]: ...
 
     async def resume(
         self,
@@ -240,51 +315,87 @@ class AsyncRolloutClient:
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
         on_abort: OnAbort = "raise",
-        timeout_s: float | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         progress: bool | None = None,
         request_id: str | None = None,
-    ) -> list[Rollout]:
-        """Go on with rollouts that were interrupted, ran into `max_new_tokens`, or were extended.
+        return_exceptions: bool = False,
+    ) -> list[Any]:
+        """Continue rollouts that were aborted, reached `max_new_tokens`, or were extended.
 
-        Each becomes one rollout, as if it had been made at one go: ids, text, log-probs, sets and weight
-        versions are those of before and then those of now (another engine, or newer weights, may make them).
-        Stop strings and end tokens end it wherever the cut is. What `Rollout.extend` appended begins a new
-        turn: `max_new_tokens`, `min_new_tokens` and stop strings are of the last turn alone.
+        Each result is one rollout, as if it had been generated without interruption. Its ids, text,
+        log-probs, sets, and weight versions join the earlier part and the new part. Another engine or newer
+        weights may generate the new part. A stop string may span the cut. `Rollout.extend` begins a new turn:
+        `max_new_tokens`, `min_new_tokens`, and stop strings apply to the last turn alone.
 
-        A rollout with finish reason `"stop"` is returned as it is; one whose last turn has no token left
-        under `max_new_tokens` as well, with the finish reason `"length"`.
+        A rollout with finish reason `"stop"` is returned unchanged. If the last turn has used up
+        `max_new_tokens`, the rollout is returned with finish reason `"length"`.
 
         Args:
-            rollouts: one or several, as `generate` returned them; they may have been saved meanwhile.
-            sampling_params: as for `generate`, the same as then: `max_new_tokens` and `min_new_tokens` are
-                those of the whole turn, and must be given. `n` is passed over: each rollout is one sample.
-                One mapping for all, or one per rollout.
-            top_logprobs_p: as for `generate`; sets are asked for where the rollouts have some, by the same
-                rule.
+            rollouts: one or several, returned by `generate` or loaded from a file.
+            sampling_params: as for `generate`, and the same as for the earlier part; one mapping for all, or
+                one per rollout. `max_new_tokens` and `min_new_tokens` count the whole turn; `max_new_tokens`
+                must be given. `n` is ignored, because each rollout is one sample.
+            top_logprobs_p: as for `generate`. Rollouts with sets need the rule and threshold that made them;
+                rollouts without sets need None.
             top_logprobs_source: as for `generate`.
             on_abort: as for `generate`.
             timeout_s: as for `generate`.
             progress: as for `generate`.
             request_id: as for `generate`.
+            return_exceptions: as for `generate`; each rollout has one entry.
 
         Returns:
-            The rollouts in the order in which they were given, with the indices that they had.
+            The rollouts in the order of `rollouts`, with unchanged indices.
 
         Raises:
-            InvalidInputError: an argument is wrong, or a sampling parameter cannot be exact where a turn has
-                begun; nothing was sent.
-            Exception: as `generate`.
+            InvalidInputError: an argument is wrong, or a sampling parameter cannot be exact in a turn that
+                has begun; nothing was sent.
+            SglangToppError: as for `generate`.
         """
-        wanted, given = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
-        made = self._stream(wanted, dict(enumerate(given)), on_abort, timeout_s, progress, request_id)
-        # Several may have the same indices.
-        by_place = {rollout.prompt_index: rollout async for rollout in made}
+        requests, existing = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
+        parts = dict(enumerate(existing))
+
+        def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
+            return self._stream(requests, parts, on_abort, timeout_s, progress, request_id, on_failure)
+
+        # Several rollouts may have the same indices, so each uses its position as its prompt index here.
+        resumed = await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
         return [
-            replace(by_place[place], prompt_index=rollout.prompt_index, sample_index=rollout.sample_index)
-            for place, rollout in enumerate(given)
+            replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
+            if isinstance(rest, Rollout)
+            else rest
+            for part, rest in zip(existing, resumed, strict=True)
         ]
 
     # -- scores ------------------------------------------------------------------------------------
+
+    @overload
+    async def score(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        on_abort: Literal["raise", "resume"] = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: Literal[False] = False,
+    ) -> list[Score]: ...
+
+    @overload
+    async def score(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        on_abort: Literal["raise", "resume"] = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: bool,
+    ) -> list[Score | SglangToppError]: ...
 
     async def score(
         self,
@@ -292,48 +403,49 @@ class AsyncRolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         start: Start = None,
-        timeout_s: float | None = None,
+        on_abort: Literal["raise", "resume"] = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         progress: bool | None = None,
         request_id: str | None = None,
-    ) -> list[Score]:
-        """The log-probs, and the candidate sets, that the engine's model gives sequences as they are; nothing
-        is generated.
+        return_exceptions: bool = False,
+    ) -> list[Any]:
+        """Return the log-probs and candidate sets that the engine's model gives existing sequences.
 
-        The distribution at a position is the model's own: at temperature 1, without penalties, bias or
-        grammar, whatever a sequence was sampled with. All sequences, or an exception, as in `generate`.
+        The engine generates no token. The distribution at a position is the model's own: at temperature 1,
+        without penalties, bias, or grammar, whatever a sequence was sampled with. If anything fails, `score`
+        raises, like `generate`.
 
         Args:
-            sequences: one text, several texts, the token ids of one sequence, or of several; a Rollout or
-                several, of which prompt and output are scored together.
+            sequences: one text, several texts, the token ids of one sequence, or of several. Or one or
+                several Rollouts: each one's prompt and output are scored together.
             top_logprobs_p: the threshold p of the candidate sets, one for all or one per sequence; None or
-                0 for none. (What a sampler could draw, nobody knows of tokens that it did not.)
-            start: the first position that is scored, 1 or more, one for all or one per sequence. By default
-                1, and in a Rollout its first generated token. The token at position 0 has nothing before
-                it, so it has no distribution. The length of the sequence scores none of it.
-            timeout_s: as in `generate`.
-            progress: as in `generate`.
-            request_id: as in `generate`.
+                0 for no sets. There is no `top_logprobs_source`, because no sampler drew these tokens.
+            start: the first scored position, at least 1; one for all or one per sequence. The default is 1,
+                and the first generated token of a Rollout. The token at position 0 has no distribution. If
+                `start` is the sequence's length, no position is scored.
+            on_abort: how to treat a sequence that the engine aborts because of `abort_all`, a pause, or a
+                weight update. `"raise"` raises an error. `"resume"` scores the sequence again once the engine
+                takes requests again.
+            timeout_s: as for `generate`.
+            progress: as for `generate`.
+            request_id: as for `generate`.
+            return_exceptions: as for `generate`; each sequence has one entry.
 
         Returns:
             The scores in the order of the sequences.
 
         Raises:
-            BadRequestError: the server refuses a sequence; also one that is longer than the engine takes as
-                a prompt (SGLang 0.5.23: some tokens less than its context), or a sidecar that cannot score.
-            SglangToppError: what `generate` raises.
+            BadRequestError: the server refuses a sequence, for example because it is longer than the engine
+                accepts as a prompt (SGLang 0.5.23: 7 tokens less than its context), or the sidecar is too old
+                to score.
+            SglangToppError: as for `generate`.
         """
-        scores = [
-            score
-            async for score in self.stream_scores(
-                sequences,
-                top_logprobs_p=top_logprobs_p,
-                start=start,
-                timeout_s=timeout_s,
-                progress=progress,
-                request_id=request_id,
-            )
-        ]
-        return sorted(scores, key=lambda score: score.sequence_index)
+        requests = plan_scores(sequences, top_logprobs_p, start)
+
+        def begin(on_failure: OnFailure | None) -> AsyncGenerator[Score, None]:
+            return self._stream_scores(requests, on_abort, timeout_s, progress, request_id, on_failure)
+
+        return await collect_in_order(SCORES, requests, begin, return_exceptions=return_exceptions)
 
     def stream_scores(
         self,
@@ -341,85 +453,142 @@ class AsyncRolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         start: Start = None,
+        on_abort: Literal["raise", "resume"] = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[Score, None]:
-        """As `score`, but each sequence as it is scored, in any order; otherwise as `stream`."""
-        timeout_s = _check_call(timeout_s, progress, request_id)
-        wanted = plan_scores(sequences, top_logprobs_p, start)
-        parts = functools.partial(_Whole[Score], wanted)
-        name = request_id or uuid.uuid4().hex
-        return self._results(SCORES, parts, len(wanted), timeout_s, progress, name)
+        """Yield each score of `score` as it arrives, in any order; otherwise like `stream`."""
+        requests = plan_scores(sequences, top_logprobs_p, start)
+        return self._stream_scores(requests, on_abort, timeout_s, progress, request_id)
 
     # -- requests in flight ------------------------------------------------------------------------
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request, in the engine too; whoever waits for it gets a RolloutError.
+        """Abort a request in this client and in the engine. The request's caller gets an AbortedError.
 
-        With `on_abort="return"` the samples are stopped in the engine while their connections stay open, and
-        whoever waits gets what was generated. An engine that ends none of them for five seconds (ten, with a
-        sidecar before it) is given up: samples of which nothing has come are rollouts of no token then (or a
-        RolloutError, where the prompt is a text that the engine has not taken in).
+        With `on_abort="return"`, the client orders the engine to abort the samples and keeps their
+        connections open, and the caller gets everything that was generated. The client stops waiting for an
+        engine that sends nothing for five seconds (ten, behind a sidecar). A sample that has sent nothing is
+        then returned as a rollout without tokens. If its prompt is a text that the engine had not tokenized,
+        the caller gets a RolloutError.
 
-        What this client has in flight under that name on this event loop has stopped when this
-        returns, and its engine has been told (where that takes longer than three seconds, it is left to
-        the closed connections). Where there is none, the server is asked to abort the request of that id
-        (an engine's as in `Rollout.request_id`, a sidecar's as its caller named it), each of several.
+        When this method returns, all requests of that name on this event loop have stopped. Their engine has
+        received the abort, unless that takes longer than three seconds; the closed connections then abort the
+        samples. Cancelling `abort` does not cancel the requests' own aborts.
+
+        If this client has no such request, it asks the servers to abort the request with that id: the
+        engine's id, as in `Rollout.request_id`, or the name that another caller gave to a sidecar.
         """
         check_request_id(request_id)
-        if not await self._abort_here(request_id):
-            await self._here().servers.tell_all(lambda link: link.stop(request_id))
-
-    async def _abort_here(self, request_id: str) -> bool:
-        """Stop what is in flight on this event loop under that name; whether there was any."""
-        here = self._here()
-        workers = [worker for worker, name in here.running.items() if name == request_id]
-        if workers:
-            await _interrupt(here, workers)
-            await _stop([worker for worker in workers if worker not in here.interruptions])
-            await here.servers.aborted(request_id)
-        return bool(workers)
+        await self._runner.abort(request_id)
 
     async def abort_all(self) -> None:
-        """Stop everything that the engine has in flight, or every engine, whoever asked for it.
+        """Abort every request in the engines, of all clients.
 
-        What becomes of each sample is what its request says: an error, a rollout with finish reason
-        `"abort"`, or it is resumed (pause the engine first, so that this is not at once). Requests of this
-        client with `on_abort="return"` stop as by `abort`, those that were not sent yet included.
+        Each request's `on_abort` says how its samples are treated. Pause the engine first; otherwise samples
+        with `"resume"` continue at once. Requests of this client with `on_abort="return"` stop as if by
+        `abort`, including prompts that were not sent yet.
         """
-        here = self._here()
-        order = here.servers.tell_all(lambda link: link.stop_all())
-        await asyncio.gather(order, _interrupt(here, list(here.running)))
+        await self._runner.abort_all()
 
-    async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
-        """What the server says about itself: a sidecar's `/info`, SGLang's `/server_info`.
+    # -- weights -----------------------------------------------------------------------------------
+
+    async def push_weights(
+        self,
+        weights: Any,
+        *,
+        version: str,
+        via: Transport = "disk",
+        pause: PauseMode = "retract",
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Give every engine new weights: pause generation, update, flush the KV caches, and continue.
+
+        Generation continues only once every engine has the new weights. After any error or a cancellation,
+        paused engines stay paused until a push succeeds. Do not push from several clients at once. In a
+        training job of several processes, one process pushes.
 
         Args:
-            base_url: which one, where there are several.
+            weights: for `"disk"`, the path of a model's folder that every engine reads. Otherwise, pairs of
+                names and whole tensors, as in a checkpoint; an iterable is read in another thread, bucket by
+                bucket. Or, for each transport, a transformers model.
+            version: the name of the weights, such as `"8"`; see `Rollout.weight_versions`.
+            via: how the weights travel. `"disk"`: every engine loads the folder. A model is saved to a
+                temporary folder, which only engines on this machine can read; for others, save it to a
+                shared folder and give the path. `"tensor"`: the values travel in the requests, to engines on
+                any machine, 128 MiB at a time, and once for each tensor-parallel rank. `"distributed"`: this
+                process broadcasts the values over a process group of torch, which it makes with all engines
+                for the push, beside groups of its own. CUDA tensors go over NCCL, others over gloo. If one
+                engine fails, the weights of all are unknown. Engines with `--dp-size` or `--pp-size` above 1
+                take `"disk"` alone.
+            pause: what becomes of requests in flight. `"retract"`: they continue with the new weights, and
+                their KV cache is computed anew; SGLang before 0.5.21 refuses it while there are any.
+                `"abort"`: they end, see `on_abort`. `"in_place"`: they continue with the KV cache of the
+                old weights, which is not flushed.
+            timeout_s: how long an engine may take for one step.
+
+        Raises:
+            InvalidInputError: an argument is wrong, or a URL is not an engine's; nothing was sent.
+            WeightPushError: the weights did not reach every engine. `weight_versions` and the message name
+                the weights of each.
+            SglangToppError: an engine could not be paused, or its cache not flushed; no weights were sent.
         """
-        servers = self._here().servers
-        links = servers.links
-        if base_url is not None:
-            links = [link for link in links if link.base_url == base_url]
-        if len(links) != 1:
-            known = ", ".join(server.base_url for server in self._servers)
-            raise InvalidInputError(f"base_url: got {shown(base_url)}, expected one of {known}")
-        return await servers.retrying(links[0].info)
+        if not isinstance(version, str) or not version or not version.isprintable():
+            raise InvalidInputError(f"version: got {describe(version)}, expected printable text")
+        if not isinstance(via, str) or via not in TRANSPORTS:
+            raise InvalidInputError(f"via: got {describe(via)}, expected one of {', '.join(TRANSPORTS)}")
+        if not isinstance(pause, str) or pause not in PAUSE_MODES:
+            raise InvalidInputError(f"pause: got {describe(pause)}, expected one of {', '.join(PAUSE_MODES)}")
+        if via == "disk":
+            check_path_or_model(weights)
+        else:
+            check_model_or_tensors(weights)
+        limit_s = seconds("timeout_s", timeout_s)
+        engines = [EngineControl(config, limit_s, via) for config in self._engines]
+        if not self._is_pushing.acquire(blocking=False):
+            raise InvalidInputError("push_weights: this client is pushing already; await that push first")
+        try:
+            async with weight_sender(weights, version, via, limit_s) as send:
+                await push_to_fleet(engines, send, version=version, mode=pause)
+        finally:
+            self._is_pushing.release()
+            for engine in engines:
+                await engine.close()
+
+    async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
+        """Return the server's description of itself: a sidecar's `/info`, or SGLang's `/server_info`.
+
+        Args:
+            base_url: which server to ask. By default, a client of one server asks that server, and a client
+                of several servers returns the answers of all, by base URL.
+        """
+        if base_url is None and not isinstance(self._base_url, str):
+            return await self._runner.infos()
+        (info,) = (await self._runner.infos([base_url or self._configs[0].base_url])).values()
+        return info
+
+    async def check_servers(self) -> None:
+        """Check that every server returns all that this client requests, for example at the start of a run.
+
+        Some gateways drop fields that they do not know. Each engine or gateway generates four tokens, and
+        the answers show that the request's fields arrived and that the answer's fields came back. A field
+        that the engine's release refuses has arrived. Behind a gateway, the requests reach some of the
+        engines. A sidecar checks its engine itself, and is asked whether it is ready.
+
+        Raises:
+            WireError: a field was lost on the way. `field` and the message name it.
+            ServerError: a sidecar is not ready; the message has its reason.
+            SglangToppError: a server does not answer, or refuses the request.
+        """
+        await self._runner.check_fields()
 
     async def close(self) -> None:
-        """Stop what is in flight on this event loop and close its connections; the client stays usable.
+        """Stop all requests on this event loop, and close its connections. The client stays usable.
 
-        Waits until the engine has been told what to abort, for three seconds at most.
+        This method waits up to three seconds until the engine has received the aborts.
         """
-        here = self._loops.pop(asyncio.get_running_loop(), None)
-        if here is None:
-            return
-        try:
-            await _stop(list(here.running))
-            await here.servers.aborted()
-        finally:
-            await here.servers.close()
+        await self._runner.close()
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
@@ -429,154 +598,74 @@ class AsyncRolloutClient:
     ) -> None:
         await self.close()
 
-    # -- one request -------------------------------------------------------------------------------
-
     def _stream(
         self,
-        wanted: Sequence[SampleRequest],
-        given: Mapping[int, Rollout],
+        requests: Sequence[SampleRequest],
+        existing: Mapping[int, Rollout] | None,
         on_abort: OnAbort,
         timeout_s: float | None,
         progress: bool | None,
         request_id: str | None,
+        on_failure: OnFailure | None = None,
     ) -> AsyncGenerator[Rollout, None]:
-        """The samples, after a check of the other arguments; `given` is what is there, by prompt index."""
         timeout_s = _check_call(timeout_s, progress, request_id)
         check_on_abort(on_abort)
-        wanted = interruptible(wanted, on_abort)
-
-        def parts(deliver: Callable[[Rollout], None]) -> Partials:
-            return Partials(wanted, on_abort, deliver, given)
-
-        count = sum(len(one.samples) for one in wanted)
-        name = request_id or uuid.uuid4().hex
-        returns_partial = on_abort == "return"
-        return self._results(
-            ROLLOUTS, parts, count, timeout_s, progress, name, can_be_interrupted=returns_partial
+        return self._runner.rollouts(
+            requests,
+            existing=existing,
+            on_abort=on_abort,
+            timeout_s=timeout_s,
+            progress=progress,
+            request_id=request_id,
+            on_failure=on_failure,
         )
 
-    async def _results(
+    def _stream_scores(
         self,
-        work: Work[Result],
-        parts: Callable[[Callable[[Result], None]], Parts[Result]],
-        count: int,
+        requests: Sequence[ScoreRequest],
+        on_abort: Literal["raise", "resume"],
         timeout_s: float | None,
         progress: bool | None,
-        request_id: str,
-        *,
-        can_be_interrupted: bool = False,
-    ) -> AsyncGenerator[Result, None]:
-        """What `parts`, given where results are to be put, puts there; `count` of them."""
-        here = self._here()
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        too_late = RequestTimeoutError(f"timeout_s: {timeout_s} s passed before every {work.one} finished")
-        finished: asyncio.Queue[Result | None] = asyncio.Queue()
-        interruption = None
-        if can_be_interrupted:
-            interruption = Interruption(_GRACE_S[here.servers.known_kind or "sidecar"])
-        options: dict[Kind, dict[str, Any]] = {"sidecar": {"logprob_bits": self._logprob_bits}}
-        calls = Calls(here.servers, work, request_id, deadline, options, interruption)
-        worker = asyncio.create_task(_run(here.servers, calls, parts(finished.put_nowait), deadline))
-        here.running[worker] = request_id
-        if interruption is not None:
-            here.interruptions[worker] = interruption
-
-        def end(_: asyncio.Task[None]) -> None:
-            del here.running[worker]
-            here.interruptions.pop(worker, None)
-            finished.put_nowait(None)
-            if not worker.cancelled():
-                # Whoever left before does not ask for it.
-                worker.exception()
-
-        worker.add_done_callback(end)
-        try:
-            with Progress(count, progress, of=work.many) as bar:
-                while True:
-                    try:
-                        async with asyncio.timeout_at(deadline):
-                            result = await finished.get()
-                    except TimeoutError:
-                        raise too_late from None
-                    if result is None:
-                        break
-                    bar.add(work.num_tokens(result))
-                    yield result
-            if worker.cancelled():
-                raise RolloutError(f"request {request_id} was aborted by this client")
-            try:
-                worker.result()
-            except TimeoutError:
-                raise too_late from None
-        finally:
-            # Not waited for: with hundreds in flight, closing their connections takes a second.
-            worker.cancel()
-
-    # -- the servers -------------------------------------------------------------------------------
-
-    def _here(self) -> _Loop:
-        loop = asyncio.get_running_loop()
-        if loop not in self._loops:
-            # Other threads add theirs meanwhile.
-            for other in list(self._loops):
-                if other.is_closed():
-                    self._loops.pop(other, None)
-            self._loops[loop] = _Loop(
-                Servers(
-                    self._servers,
-                    self._kinds,
-                    long_lines_at_once=self._LONG_LINES_AT_ONCE,
-                    max_retries=self._max_retries,
-                )
+        request_id: str | None,
+        on_failure: OnFailure | None = None,
+    ) -> AsyncGenerator[Score, None]:
+        timeout_s = _check_call(timeout_s, progress, request_id)
+        if not isinstance(on_abort, str) or on_abort not in ("raise", "resume"):
+            raise InvalidInputError(
+                f"on_abort: got {describe(on_abort)}, expected 'raise' or 'resume': scores have no parts"
             )
-        return self._loops[loop]
+        return self._runner.scores(
+            requests,
+            is_repeated=on_abort == "resume",
+            timeout_s=timeout_s,
+            progress=progress,
+            request_id=request_id,
+            on_failure=on_failure,
+        )
 
 
-async def _run(servers: Servers, calls: Calls[Result], parts: Parts[Result], deadline: float | None) -> None:
-    """Everything, or the first error after everything has stopped.
+def _server_urls(name: str, urls: Any) -> list[str]:
+    """Return one URL per server.
 
     Raises:
-        TimeoutError: the deadline passed; nobody may be there to hear it.
+        InvalidInputError: there is none, one is given twice, or one is not an http(s) address.
     """
-    # Who waits for it is told first.
-    end = None if deadline is None else deadline + _CALLER_FIRST_S
-    with servers.aborts_expected():
-        async with asyncio.timeout_at(end):
-            await calls.run(parts)
-
-
-async def _interrupt(here: _Loop, workers: Sequence[asyncio.Task[None]]) -> None:
-    """Stop those whose samples are returned, and wait until they are."""
-    ending = [worker for worker in workers if worker in here.interruptions]
-    for worker in ending:
-        here.interruptions[worker].ask()
-    await asyncio.gather(*ending, return_exceptions=True)
-
-
-async def _stop(workers: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel and wait until all have cleaned up after themselves, whatever they end with."""
-    for worker in workers:
-        if not worker.cancelling():
-            worker.cancel()
-    await asyncio.gather(*workers, return_exceptions=True)
-
-
-def _addresses(base_url: Any) -> list[Any]:
-    """One for each server."""
-    if isinstance(base_url, str | bytes) or not isinstance(base_url, Sequence):
-        return [base_url]
-    if not base_url:
-        raise InvalidInputError("base_url: got none, expected at least one")
-    plain = [url.rstrip("/") if isinstance(url, str) else url for url in base_url]
+    if isinstance(urls, str | bytes) or not isinstance(urls, Sequence):
+        urls = [urls]
+    if not urls:
+        raise InvalidInputError(f"{name}: got none, expected at least one")
+    for url in urls:
+        check_url(name, url)
+    plain = [url.rstrip("/") for url in urls]
     if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
-        raise InvalidInputError(f"base_url: got {shown(twice[0])} twice, expected different servers")
-    return list(base_url)
+        raise InvalidInputError(f"{name}: got {describe(twice[0])} twice, expected different servers")
+    return list(urls)
 
 
 def _check_call(timeout_s: Any, progress: Any, request_id: Any) -> float | None:
-    """Check what every call takes; returns the time limit as a number."""
+    """Check the arguments that all methods share, and return the time limit as a float."""
     if progress is not None and not isinstance(progress, bool):
-        raise InvalidInputError(f"progress: got {shown(progress)}, expected True, False or None")
+        raise InvalidInputError(f"progress: got {describe(progress)}, expected True, False, or None")
     if request_id is not None:
         check_request_id(request_id)
     return None if timeout_s is None else seconds("timeout_s", timeout_s)

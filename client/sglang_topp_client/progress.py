@@ -1,7 +1,8 @@
-"""A progress line on stderr for long batches."""
+"""Progress: a progress line on stderr for long batches."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from types import TracebackType
@@ -13,21 +14,21 @@ _EVERY_S = 0.2
 
 
 class Progress:
-    """Counts finished samples; writes one line that it rewrites, where stderr is a terminal.
+    """Count finished samples, and rewrite one line on stderr if stderr is a terminal.
 
     Args:
         total: how many samples will finish.
-        show: None shows a batch that takes longer than two seconds; True shows every batch; False
-            none. Where stderr is no terminal nothing is ever written.
-        of: what finishes, in words.
+        show: True shows the line for every batch, and False for no batch. None shows it for a batch that
+            takes over two seconds, unless the program logs, because the line would mix with the log.
+        of: the plural noun for samples in the line.
     """
 
     def __init__(self, total: int, show: bool | None, *, of: str = "rollouts") -> None:
         self._total, self._of = total, of
-        self._done = 0
-        self._tokens = 0
+        self._num_done = self._num_tokens = 0
         self._start = time.monotonic()
-        self._is_on = show is not False and _is_terminal()
+        is_wanted = not logging.getLogger(__name__).hasHandlers() if show is None else show
+        self._is_on = is_wanted and _is_terminal()
         self._next = self._start + (0.0 if show else _FIRST_AFTER_S)
         self._has_written = False
 
@@ -35,9 +36,9 @@ class Progress:
         return self
 
     def add(self, num_tokens: int) -> None:
-        """One more sample, of `num_tokens` tokens."""
-        self._done += 1
-        self._tokens += num_tokens
+        """Count one more sample with `num_tokens` tokens."""
+        self._num_done += 1
+        self._num_tokens += num_tokens
         if self._is_on and time.monotonic() >= self._next:
             self._write()
             self._next = time.monotonic() + _EVERY_S
@@ -52,18 +53,18 @@ class Progress:
         elapsed_s = max(time.monotonic() - self._start, 1e-6)
         try:
             sys.stderr.write(
-                f"\r{self._of} {self._done}/{self._total}  {elapsed_s:.0f} s "
-                f" {self._tokens / elapsed_s:.0f} tokens/s {end}"
+                f"\r{self._of} {self._num_done}/{self._total}  {elapsed_s:.0f} s "
+                f" {self._num_tokens / elapsed_s:.0f} tokens/s {end}"
             )
             sys.stderr.flush()
         except Exception:
-            # Closed, or the terminal is gone: no reason to lose samples.
+            # The terminal is gone. Samples must not be lost for that.
             self._is_on = False
         self._has_written = True
 
 
 def _is_terminal() -> bool:
-    """Whether stderr is one; what somebody put in its place may be closed, or no file at all."""
+    """Return whether stderr is a terminal. A program may have replaced stderr with another object."""
     try:
         return sys.stderr.isatty()
     except Exception:

@@ -1,25 +1,31 @@
-"""RolloutClient: the synchronous face of `AsyncRolloutClient`.
+"""RolloutClient: the synchronous client, which runs `AsyncRolloutClient` in a background thread.
 
-There is one code path. This client drives an asynchronous one on an event loop of its own, in a thread
-of its own (`loop_thread.py`): hundreds of requests in flight need an event loop anyway, it works from
-any number of threads and inside a running loop (a notebook), and retries, aborts and decoding are
-written and tested once.
+The thread has its own event loop (`transport/loop_thread.py`). The client therefore works in any number of
+threads and inside a running loop, such as a notebook's. Retries, aborts, and decoding are implemented once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from ssl import SSLContext
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
-from sglang_topp_client.client import AsyncRolloutClient
-from sglang_topp_client.loop_thread import LoopThread
-from sglang_topp_client.request import Prompts, SamplingParams, TopLogprobsP, TopLogprobsSource
-from sglang_topp_client.resuming import OnAbort
-from sglang_topp_client.rollout import Rollout
-from sglang_topp_client.score import Score
-from sglang_topp_client.score_request import Sequences, Start
+from sglang_topp.errors import SglangToppError
+from sglang_topp_client.client import DEFAULT_TIMEOUT_S, AsyncRolloutClient
+from sglang_topp_client.requests.generate import (
+    SamplingParams,
+    TopLogprobsP,
+    TopLogprobsSource,
+)
+from sglang_topp_client.requests.prompts import Prompts
+from sglang_topp_client.requests.resume import OnAbort
+from sglang_topp_client.requests.score import Sequences, Start
+from sglang_topp_client.transport.loop_thread import LoopThread
+from sglang_topp_client.types.rollout import Rollout
+from sglang_topp_client.types.score import Score
+from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
 
 __all__ = ["RolloutClient"]
 
@@ -27,31 +33,37 @@ _T = TypeVar("_T")
 
 
 class RolloutClient:
-    """`AsyncRolloutClient`, synchronously: the same arguments, results and errors.
+    """A synchronous client with the arguments, results, and errors of `AsyncRolloutClient`.
 
-    Safe to share between threads. Pickles as its configuration. An interrupt (Ctrl-C) while it waits
-    aborts the request in the engine.
+    Threads may share a client. It pickles as its configuration. An interrupt (Ctrl-C) during a call aborts
+    the request in the engine.
     """
 
     def __init__(
         self,
         base_url: str | Sequence[str],
         *,
+        engine_url: str | Sequence[str] | None = None,
         kind: Literal["auto", "sidecar", "sglang"] = "auto",
         api_key: str | None = None,
+        engine_api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        ssl: SSLContext | None = None,
         max_connections: int = 1024,
         max_retries: int = 4,
         max_line_bytes: int = 512 * 2**20,
-        logprob_bits: Literal[16, 32] = 32,
     ) -> None:
         self._client = AsyncRolloutClient(
             base_url,
+            engine_url=engine_url,
             kind=kind,
             api_key=api_key,
+            engine_api_key=engine_api_key,
+            headers=headers,
+            ssl=ssl,
             max_connections=max_connections,
             max_retries=max_retries,
             max_line_bytes=max_line_bytes,
-            logprob_bits=logprob_bits,
         )
         self._thread = LoopThread()
 
@@ -63,6 +75,7 @@ class RolloutClient:
     def __repr__(self) -> str:
         return f"{type(self).__name__}{repr(self._client).removeprefix(type(self._client).__name__)}"
 
+    @overload
     def generate(
         self,
         prompts: Prompts,
@@ -71,10 +84,40 @@ class RolloutClient:
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
         on_abort: OnAbort = "raise",
-        timeout_s: float | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         progress: bool | None = None,
         request_id: str | None = None,
-    ) -> list[Rollout]:
+        return_exceptions: Literal[False] = False,
+    ) -> list[Rollout]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: bool,
+    ) -> list[Rollout | SglangToppError]: ...
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
         """See `AsyncRolloutClient.generate`."""
         return self._thread.run(
             self._client.generate(
@@ -86,6 +129,7 @@ class RolloutClient:
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
+                return_exceptions=return_exceptions,
             )
         )
 
@@ -101,7 +145,7 @@ class RolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> Iterator[Rollout]:
-        """See `AsyncRolloutClient.stream`; leaving the loop over it aborts the rest in the engine."""
+        """See `AsyncRolloutClient.stream`. Leaving the loop over the samples aborts the rest."""
         return self._iterate(
             self._client.stream(
                 prompts,
@@ -115,6 +159,7 @@ class RolloutClient:
             )
         )
 
+    @overload
     def resume(
         self,
         rollouts: Rollout | Sequence[Rollout],
@@ -123,10 +168,40 @@ class RolloutClient:
         top_logprobs_p: TopLogprobsP = None,
         top_logprobs_source: TopLogprobsSource = None,
         on_abort: OnAbort = "raise",
-        timeout_s: float | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         progress: bool | None = None,
         request_id: str | None = None,
-    ) -> list[Rollout]:
+        return_exceptions: Literal[False] = False,
+    ) -> list[Rollout]: ...
+
+    @overload
+    def resume(
+        self,
+        rollouts: Rollout | Sequence[Rollout],
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: bool,
+    ) -> list[Rollout | SglangToppError]: ...
+
+    def resume(
+        self,
+        rollouts: Rollout | Sequence[Rollout],
+        sampling_params: SamplingParams = None,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        top_logprobs_source: TopLogprobsSource = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
         """See `AsyncRolloutClient.resume`."""
         return self._thread.run(
             self._client.resume(
@@ -138,8 +213,37 @@ class RolloutClient:
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
+                return_exceptions=return_exceptions,
             )
         )
+
+    @overload
+    def score(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        on_abort: Literal["raise", "resume"] = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: Literal[False] = False,
+    ) -> list[Score]: ...
+
+    @overload
+    def score(
+        self,
+        sequences: Sequences,
+        *,
+        top_logprobs_p: TopLogprobsP = None,
+        start: Start = None,
+        on_abort: Literal["raise", "resume"] = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        return_exceptions: bool,
+    ) -> list[Score | SglangToppError]: ...
 
     def score(
         self,
@@ -147,19 +251,23 @@ class RolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         start: Start = None,
-        timeout_s: float | None = None,
+        on_abort: Literal["raise", "resume"] = "raise",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         progress: bool | None = None,
         request_id: str | None = None,
-    ) -> list[Score]:
+        return_exceptions: bool = False,
+    ) -> list[Any]:
         """See `AsyncRolloutClient.score`."""
         return self._thread.run(
             self._client.score(
                 sequences,
                 top_logprobs_p=top_logprobs_p,
                 start=start,
+                on_abort=on_abort,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
+                return_exceptions=return_exceptions,
             )
         )
 
@@ -169,16 +277,18 @@ class RolloutClient:
         *,
         top_logprobs_p: TopLogprobsP = None,
         start: Start = None,
+        on_abort: Literal["raise", "resume"] = "raise",
         timeout_s: float | None = None,
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> Iterator[Score]:
-        """See `AsyncRolloutClient.stream_scores`; leaving the loop over it aborts the rest in the engine."""
+        """See `AsyncRolloutClient.stream_scores`. Leaving the loop over the scores aborts the rest."""
         return self._iterate(
             self._client.stream_scores(
                 sequences,
                 top_logprobs_p=top_logprobs_p,
                 start=start,
+                on_abort=on_abort,
                 timeout_s=timeout_s,
                 progress=progress,
                 request_id=request_id,
@@ -193,7 +303,7 @@ class RolloutClient:
             while (result := self._thread.run(following())) is not None:
                 yield result
         finally:
-            # Where waiting is no use the loop closes it: one that ends, or drops it, closes its generators.
+            # Otherwise the event loop closes the generator when the loop ends or collects it.
             if self._thread.can_wait:
                 self._thread.run(results.aclose())
 
@@ -205,12 +315,30 @@ class RolloutClient:
         """See `AsyncRolloutClient.abort_all`; call it from another thread."""
         self._thread.run(self._client.abort_all())
 
+    def push_weights(
+        self,
+        weights: Any,
+        *,
+        version: str,
+        via: Transport = "disk",
+        pause: PauseMode = "retract",
+        timeout_s: float = 600.0,
+    ) -> None:
+        """See `AsyncRolloutClient.push_weights`."""
+        self._thread.run(
+            self._client.push_weights(weights, version=version, via=via, pause=pause, timeout_s=timeout_s)
+        )
+
     def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """See `AsyncRolloutClient.server_info`."""
         return self._thread.run(self._client.server_info(base_url))
 
+    def check_servers(self) -> None:
+        """See `AsyncRolloutClient.check_servers`."""
+        self._thread.run(self._client.check_servers())
+
     def close(self) -> None:
-        """Stop what is in flight and close the connections; the client stays usable."""
+        """Stop all requests, and close the connections. The client stays usable."""
         self._thread.run(self._client.close())
         self._thread.stop()
 

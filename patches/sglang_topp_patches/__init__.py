@@ -1,1 +1,1 @@
-"""The patch set that makes SGLang return candidate sets; installs as an SGLang plugin."""
+"""Patch SGLang so that it returns candidate sets. The package installs as an SGLang plugin."""

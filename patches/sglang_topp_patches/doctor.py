@@ -1,18 +1,18 @@
-"""`sglang-topp doctor`: load the plugin as SGLang would, and show every seam."""
+"""Load the plugin as SGLang would and report every seam, for `sglang-topp doctor`."""
 
 from __future__ import annotations
 
-from sglang_topp_patches import mode
-from sglang_topp_patches.budget import budget
-from sglang_topp_patches.package_source import PackageSource
-from sglang_topp_patches.releases import installed
-from sglang_topp_patches.seams import SeamCheck, nearest, status
+from sglang_topp_patches import refused_configurations
+from sglang_topp_patches.compat.releases import installed
+from sglang_topp_patches.compat.seam_check import SeamCheck, nearest, status
+from sglang_topp_patches.compat.source_inspection import PackageSource
+from sglang_topp_patches.memory.budget import budget
 
 __all__ = ["report"]
 
 
 def report() -> tuple[bool, list[str]]:
-    """Whether the patch set holds here, and the lines that say so, one per seam."""
+    """Return whether the patch set holds, and a report with one line per seam."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -29,16 +29,16 @@ def report() -> tuple[bool, list[str]]:
         lines.append(f"         {check.problem or check.seam.purpose}")
         lines += [f"         that name is at {place}" for place in _elsewhere(check)]
     lines += [f"refused: {feature}: {reason}" for feature, reason in installed()[1].refused.items()]
-    problems = [*found.problems, *mode.environment_refusals()]
+    problems = [*found.problems, *refused_configurations.environment_problems()]
     lines += [f"problem: {problem}" for problem in problems]
-    lines += [f"note: {note}" for note in mode.environment_notes()]
+    lines += [f"note: {note}" for note in refused_configurations.environment_notes()]
     lines += [f"{name}: {limit}" for name, limit in budget().to_dict().items()]
     lines.append("the patch set does NOT hold: requests are refused" if problems else "the patch set holds")
     return not problems, lines
 
 
 def _elsewhere(check: SeamCheck) -> tuple[str, ...]:
-    """Where a function or class may have gone that is not where it was, three places at most."""
+    """Return up to three places where a missing function or class may have moved."""
     if not check.problem:
         return ()
     try:

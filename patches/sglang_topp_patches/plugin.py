@@ -1,35 +1,72 @@
-"""The entry point of the group `sglang.srt.plugins`: check the seams, then hook them.
+"""Check the seams and install the hooks: the entry point of the group `sglang.srt.plugins`.
 
-SGLang calls `register` in the launcher and in every process that it starts, before they serve. Where a
-seam does not hold, only the hooks that refuse and report are installed.
+SGLang calls `register` in the launcher and in every process that it starts, before they serve. If a seam does
+not hold, only the hooks that refuse and report are installed.
 """
 
 from __future__ import annotations
 
 import logging
 import pkgutil
+from dataclasses import dataclass
+from functools import partial
 
-from sglang_topp_patches import http_app, request
-from sglang_topp_patches.releases import installed
-from sglang_topp_patches.seams import check_seams
+from sglang_topp_patches.compat.releases import installed
+from sglang_topp_patches.compat.seam_check import check_seams
+from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
+from sglang_topp_patches.http import request_fields, worker_app
+from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.memory.budget import InFlight, budget
+from sglang_topp_patches.scheduler.cache_namespace import PrefixCache
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 
-__all__ = ["register"]
+__all__ = ["ProcessState", "register"]
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The mutable state of one process. `Hook.state` names the field that a hook gets.
+
+    Attributes:
+        in_flight: counts the candidates that the process holds; a part of `http` and `scheduler`.
+        http: for the hooks of an HTTP process.
+        prefill_server: keeps sets for decode servers; a part of `http`.
+        scheduler: for the hooks of a scheduler process.
+        prefix_cache: the weights of the scheduler's cached KV; a part of `scheduler`.
+    """
+
+    in_flight: InFlight
+    http: HttpProcess
+    prefill_server: PrefillServer
+    scheduler: SchedulerProcess
+    prefix_cache: PrefixCache
+
+    @classmethod
+    def new(cls) -> ProcessState:
+        """Return the state of a process that has served no request."""
+        in_flight = InFlight(budget().max_candidates_in_flight)
+        http = HttpProcess(in_flight, PrefillServer(in_flight))
+        scheduler = SchedulerProcess(in_flight)
+        return cls(in_flight, http, http.prefill_server, scheduler, scheduler.prefix_cache)
 
 
 def register() -> None:
-    """Check every seam and register the hooks; SGLang puts them in place when this returns."""
+    """Check every seam and register the hooks. SGLang installs them after this returns."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    http_app.install()
+    worker_app.install()
     found = check_seams()
     if found.active:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        request.extend_request_class(GenerateReqInput)
+        request_fields.extend_request_class(GenerateReqInput)
     for problem in found.problems:
         logging.getLogger(__name__).error("sglang-topp refuses candidate sets: %s", problem)
+    state = ProcessState.new()
     for seam in installed()[1].seams:
         for hook in seam.hooks:
             if found.active or hook.always:
                 function = pkgutil.resolve_name(f"{__package__}.{hook.function}")
+                if hook.state:
+                    function = partial(function, getattr(state, hook.state))
                 HookRegistry.register(seam.target, function, HookType[hook.kind])

@@ -1,26 +1,29 @@
-"""Between rollout and trainer: collation, packing, loss masks, nested batches, micro-batches.
+"""Build training batches from rollouts: collate, pack, compress, and split into micro-batches.
 
-Needs torch (`pip install sglang-topp[torch]`). No function here runs a Python loop per token.
+Needs torch (`pip install sglang-topp[torch]`). No function runs a Python loop per token.
 """
 
-from sglang_topp.batch.collate import RLBatch, SFTBatch, collate_rl, collate_sft
-from sglang_topp.batch.loss_mask import PackedLossMask, pack_loss_mask, unpack_loss_masks
-from sglang_topp.batch.micro import MicroBatches, split_micro_batches, take_batch
-from sglang_topp.batch.nested import Nest, NestedBatch, nest_batch, unnest_batch
-from sglang_topp.batch.pack import PackedBatch, PackedCollator
-from sglang_topp.batch.row_sets import RowSets
+from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
+from sglang_topp.batch.collate import RLBatch, SFTBatch, collate_rl, collate_rollouts, collate_sft
+from sglang_topp.batch.loss_mask_encoding import PackedLossMask, pack_loss_mask, unpack_loss_masks
+from sglang_topp.batch.micro_batches import MicroBatches, split_micro_batches, take_batch
+from sglang_topp.batch.nested_batch import NestedBatch, NestedFieldSpec, nest_batch, unnest_batch
+from sglang_topp.batch.packed_collator import PackedBatch, PackedCollator
+from sglang_topp.batch.rollout_columns import RolloutLike
 
 __all__ = [
+    "BatchCandidateSets",
     "MicroBatches",
-    "Nest",
     "NestedBatch",
+    "NestedFieldSpec",
     "PackedBatch",
     "PackedCollator",
     "PackedLossMask",
     "RLBatch",
-    "RowSets",
+    "RolloutLike",
     "SFTBatch",
     "collate_rl",
+    "collate_rollouts",
     "collate_sft",
     "nest_batch",
     "pack_loss_mask",

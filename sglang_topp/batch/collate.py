@@ -1,4 +1,4 @@
-"""Collation: samples of different lengths -> the padded tensors of one training batch.
+"""Collate samples of different lengths into the padded tensors of one training batch.
 
 Shape legend: B samples, P_i and R_i tokens of sample i's prompt and response, R = max R_i,
 S = max (P_i + R_i), A = max num_actions_i. Every field is right-aligned, so responses end together::
@@ -8,30 +8,44 @@ S = max (P_i + R_i), A = max num_actions_i. Every field is right-aligned, so res
                       |<------- R ------------>|
     |<--------------- S ---------------------->|
 
-The loops that define both functions stand in `reference.py`.
+`reference_layouts.py` defines `collate_rl` and `collate_sft` in plain loops.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_topp.batch.row_sets import RowSets
-from sglang_topp.batch.rows import Rows, as_integer, right_align, right_ones, write_row
-from sglang_topp.batch.samples import check_sets, read_examples, read_rollouts
+from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
+from sglang_topp.batch.ragged_rows import (
+    RaggedRows,
+    as_integer,
+    field_dtype,
+    right_align,
+    right_ones,
+    write_row,
+)
+from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
+from sglang_topp.batch.sample_validation import (
+    Rollouts,
+    check_sets_match_responses,
+    read_examples,
+    read_rollouts,
+)
 from sglang_topp.candidates import CandidateSets
 
-__all__ = ["RLBatch", "SFTBatch", "collate_rl", "collate_sft"]
+__all__ = ["RLBatch", "SFTBatch", "collate_rl", "collate_rollouts", "collate_sft"]
 
 
 class RLBatch(TypedDict):
-    """What `collate_rl` returns; CPU tensors. S = max (P_i + R_i), R = max R_i.
+    """The batch that `collate_rl` returns: CPU tensors. S = max (P_i + R_i), R = max R_i.
 
+    Further `fields` have their own names: int64 or float32 [B, R].
     `log_probs[:, -R - 1 : -1]` of a model run over `sequences` lines up with every [B, R] field.
     """
 
@@ -46,56 +60,105 @@ class RLBatch(TypedDict):
     rewards: torch.Tensor
     """float32 [B, R]."""
     logprobs: NotRequired[torch.Tensor]
-    """float32 [B, R]; only where log-probs were given."""
-    candidates: NotRequired[RowSets]
-    """Row i holds the R_i positions of response i; only where candidate sets were given."""
+    """float32 [B, R]. Only if log-probs were passed."""
+    candidates: NotRequired[BatchCandidateSets]
+    """Row i holds the R_i positions of response i. Only if candidate sets were passed."""
 
 
 class SFTBatch(TypedDict):
-    """What `collate_sft` returns; CPU tensors, int64."""
+    """The batch that `collate_sft` returns: CPU tensors."""
 
     sequences: torch.Tensor
     """int64 [B, S], `pad_token_id` first."""
     attention_mask: torch.Tensor
     """int64 [B, S]."""
     loss_mask: torch.Tensor
-    """int64 [B, A], each 0 or 1, over the last `num_actions` tokens."""
+    """Over the last `num_actions` tokens: int64 [B, A], each 0 or 1. With `normalize_loss_mask`, float32,
+    divided by its sum over the batch."""
 
 
 def collate_rl(
-    prompts: Rows,
-    responses: Rows,
-    rewards: Rows,
-    loss_masks: Rows,
-    logprobs: Rows | None = None,
+    prompts: RaggedRows,
+    responses: RaggedRows,
+    rewards: RaggedRows,
+    loss_masks: RaggedRows,
+    logprobs: RaggedRows | None = None,
     candidates: Sequence[CandidateSets] | None = None,
     *,
+    fields: Mapping[str, RaggedRows] | None = None,
     pad_token_id: int,
     max_seq_len: int | None = None,
 ) -> RLBatch:
-    """Collate rollouts; bit-identical to `reference.collate_rl`.
+    """Collate rollouts. The result is bit-identical to `reference.collate_rl`.
 
     Args:
-        prompts: B rows of token ids, none empty. A row is a list, a 1-D array, or a 1-D tensor on any
-            device, with or without grad; so are all rows below.
+        prompts: B rows of token ids, none empty. Here and below, a row is a list, a 1-D array, or a 1-D
+            tensor on any device, with or without grad.
         responses: B rows of token ids.
-        rewards: per token, R_i numbers in row i; rounded to float32, where what is too large is infinite.
-        loss_masks: per token, R_i values in row i, each 0 or 1; a row may be a `PackedLossMask`.
+        rewards: B rows of R_i numbers, one per token. They are rounded to float32; numbers that are too large
+            become infinite.
+        loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
         logprobs: as `rewards`, or None.
-        candidates: per sample, the CandidateSets of its R_i positions, or None.
+        candidates: the CandidateSets of each sample's R_i positions, or None.
+        fields: further fields by name, such as another model's log-probs: B rows of R_i values each. Arrays
+            and tensors of integers become int64. Other rows, and all lists, become float32, as `rewards` do.
         pad_token_id: fills `sequences` before the prompt.
-        max_seq_len: where some P_i + R_i is larger, warn; nothing is cut.
+        max_seq_len: warn if some P_i + R_i is larger. Nothing is truncated.
 
     Raises:
-        InvalidInputError: any length differs from its response's, a value is of the wrong kind, a prompt
-            is empty (nothing would predict the response's first token), a set's sampled token is not
-            the response's token, a token without a candidate set has a loss, or `pad_token_id` is no
-            integer. The message names the field and the sample.
+        InvalidInputError: a row's length differs from its response's, a value has the wrong type, a prompt is
+            empty (nothing would predict the response's first token), a set's sampled token is not the
+            response's token, a token with a loss has no candidate set, one of `fields` has the name of
+            another field, or `pad_token_id` is not an integer. The message names the field and the sample.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
     """
-    samples = read_rollouts(prompts, responses, rewards, loss_masks, logprobs, candidates)
+    samples = read_rollouts(
+        prompts, responses, rewards, loss_masks, logprobs, candidates, fields, RLBatch.__annotations__
+    )
+    return _collate(samples, pad_token_id, max_seq_len)
+
+
+def collate_rollouts(
+    rollouts: Sequence[RolloutLike],
+    rewards: Sequence[Any],
+    *,
+    candidates: Sequence[CandidateSets] | None = None,
+    fields: Mapping[str, RaggedRows] | None = None,
+    pad_token_id: int,
+    max_seq_len: int | None = None,
+) -> RLBatch:
+    """Collate rollouts of a client in one call. The batch is that of `collate_rl`.
+
+    `logprobs` are the denominators of importance ratios under replay: the log-probs over the rollouts' own
+    candidate sets, or over the whole vocabulary if the rollouts have no sets. Tokens that `Rollout.extend`
+    appended have a loss mask of 0.
+
+    Args:
+        rollouts: B rollouts, such as `RolloutClient.generate` returns and `load_rollouts` yields. Either all
+            or none have candidate sets.
+        rewards: B entries. Each is one number, such as a sequence's advantage, that every token of the
+            response gets, or one number per token.
+        candidates: the sets to put into the batch instead of the rollouts' own, such as a teacher's
+            (`Score.candidates`).
+        fields: as in `collate_rl`.
+        pad_token_id: fills `sequences` before the prompt.
+        max_seq_len: warn if some sequence is longer. Nothing is truncated.
+
+    Raises:
+        InvalidInputError: as `collate_rl`; there are no rollouts; some have candidate sets and others have
+            none; or the rollouts' sets have no log-probs.
+
+    Warns:
+        UserWarning: a sample is longer than `max_seq_len`.
+    """
+    columns = rollout_columns(rollouts, rewards, candidates)
+    samples = read_rollouts(**columns, fields=fields, own_names=RLBatch.__annotations__)
+    return _collate(samples, pad_token_id, max_seq_len)
+
+
+def _collate(samples: Rollouts, pad_token_id: int, max_seq_len: int | None) -> RLBatch:
     totals, actions = samples.prompt_lengths + samples.response_lengths, samples.response_lengths
     longest, width = int(totals.max()), int(actions.max())
     if max_seq_len is not None and longest > max_seq_len:
@@ -103,7 +166,7 @@ def collate_rl(
         warnings.warn(
             f"sample {i} has {longest} tokens, more than max_seq_len {max_seq_len}; nothing is cut,"
             " check the limits of the rollout",
-            stacklevel=2,
+            stacklevel=3,
         )
     sequences = _padding(totals, longest, pad_token_id)
     middles = (longest - actions).tolist()
@@ -115,7 +178,7 @@ def collate_rl(
         write_row(line[middle:], response, "responses", i)
     if samples.candidates is not None:
         ids = np.concatenate([line[middle:] for line, middle in zip(sequences, middles, strict=True)])
-        check_sets(samples.candidates, ids, samples.loss_masks)
+        check_sets_match_responses(samples.candidates, ids, samples.loss_masks)
     batch: RLBatch = {
         "sequences": torch.from_numpy(sequences),
         "attention_mask": torch.from_numpy(right_ones(totals, longest)),
@@ -131,46 +194,55 @@ def collate_rl(
         )
     if samples.candidates is not None:
         batch["candidates"] = samples.candidates
+    for name, rows in samples.fields.items():
+        values = right_align(name, rows, actions, width, field_dtype(rows))
+        cast(dict[str, Any], batch)[name] = torch.from_numpy(values)
     return batch
 
 
 def collate_sft(
-    input_ids: Rows,
+    input_ids: RaggedRows,
     num_actions: Sequence[int],
-    loss_masks: Rows | None = None,
+    loss_masks: RaggedRows | None = None,
     *,
+    normalize_loss_mask: bool = False,
     pad_token_id: int,
 ) -> SFTBatch:
-    """Collate supervised examples; bit-identical to `reference.collate_sft`.
+    """Collate supervised examples. The result is bit-identical to `reference.collate_sft`.
 
     Args:
-        input_ids: B rows of token ids, prompt and answer together; lists, 1-D arrays or 1-D tensors.
-        num_actions: B integers, how many tokens at the end of each row the model is to learn.
-        loss_masks: num_actions[i] values in row i, each 0 or 1; None means all 1.
+        input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.
+        num_actions: B integers, the number of tokens at the end of each row to train on.
+        loss_masks: B rows of num_actions[i] values, each 0 or 1. None means all 1.
+        normalize_loss_mask: divide the mask by its sum over the batch, so that the sum of the masked losses
+            is their mean, as in `PackedBatch`. A mask without a 1 stays 0.
         pad_token_id: fills `sequences` before the ids.
 
     Raises:
-        InvalidInputError: lengths that do not fit, or values of the wrong kind; names field and sample.
+        InvalidInputError: lengths do not fit, or a value has the wrong type. The message names the field and
+            the sample.
     """
     samples = read_examples(input_ids, num_actions, loss_masks)
     longest, width = int(samples.lengths.max()), int(samples.num_actions.max())
     sequences = _padding(samples.lengths, longest, pad_token_id)
     for i, (line, ids) in enumerate(zip(sequences, samples.ids, strict=True)):
         write_row(line[longest - len(ids) :], ids, "input_ids", i)
+    dtype = np.float32 if normalize_loss_mask else np.int64
+    loss_mask = right_align("loss_masks", samples.loss_masks, samples.num_actions, width, dtype)
+    if normalize_loss_mask:
+        loss_mask *= 1 / max(1, int(np.count_nonzero(loss_mask)))
     return {
         "sequences": torch.from_numpy(sequences),
         "attention_mask": torch.from_numpy(right_ones(samples.lengths, longest)),
-        "loss_mask": torch.from_numpy(
-            right_align("loss_masks", samples.loss_masks, samples.num_actions, width, np.int64)
-        ),
+        "loss_mask": torch.from_numpy(loss_mask),
     }
 
 
 def _padding(lengths: NDArray[np.int64], width: int, pad_token_id: int) -> NDArray[np.int64]:
-    """int64 [B, width] with the padding before the last `lengths[i]` columns written, nothing else."""
+    """Return int64 [B, width] in which only the padding, before the last `lengths[i]` columns, is written."""
     pad_token_id = as_integer("pad_token_id", pad_token_id)
     if pad_token_id == 0:
-        return np.zeros((len(lengths), width), np.int64)  # fresh memory is zero: no write at all
+        return np.zeros((len(lengths), width), np.int64)  # new memory is zero, so nothing is written
     out = np.empty((len(lengths), width), np.int64)
     for line, start in zip(out, (width - lengths).tolist(), strict=True):
         line[:start] = pad_token_id

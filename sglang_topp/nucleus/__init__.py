@@ -1,8 +1,9 @@
-"""Log-probs on a device -> exact candidate sets.
+"""Extract exact candidate sets from log-probs on a device.
 
-`top_p_candidates` makes them by the threshold rule, `support_candidates` from what a sampler could draw.
-`reference` holds the definitions of both, written plainly. `select` and `support` run anywhere, and on the
-CPU; `triton` and `support_triton` are a GPU's, and `staged` how they are used, also without a wait.
+`top_p_candidates` applies the threshold rule. `support_candidates` returns the tokens that a sampler could
+draw. `reference` defines both in plain loops. `top_p_torch` and `sampler_support_torch` run on any device.
+`top_p_triton` and `sampler_support_triton` are the kernels for GPUs. `gpu_extraction` runs these kernels,
+with or without waiting for the device.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sglang_topp.nucleus import select, support
-from sglang_topp.nucleus._arguments import checked, checked_support
+from sglang_topp.nucleus import sampler_support_torch, top_p_torch
+from sglang_topp.nucleus.argument_checks import check_support_arguments, check_top_p_arguments
 
 __all__ = ["support_candidates", "top_p_candidates"]
 
@@ -22,39 +23,47 @@ __all__ = ["support_candidates", "top_p_candidates"]
 def top_p_candidates(
     logprobs: Tensor, p: float | Sequence[float] | Tensor, sampled_ids: Sequence[int] | Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The candidate set of every row, as flat arrays.
+    """Return the candidate set of every row for the threshold `p`, as flat arrays.
 
-    With `q = exp(logprobs[b])` as it is given (no renormalisation), the candidates of row `b` are::
+    With `q = exp(logprobs[b])`, not renormalized, the candidates of row `b` are::
 
         { i : q[i] > 0  and  sum of q[j] over all j with q[j] > q[i]  <  p[b] }  ∪  { sampled_ids[b] }
 
-    so ties at the cutoff are all kept, `p = 1` keeps every token of non-zero probability, and a row
-    with `p = 0` is not looked at and gets no candidates (its sampled id is ignored as well). Zero
-    probability means `-inf`, or the dtype's lowest value, which SGLang writes for it. Masses are
-    accumulated in float64; where one lies within 1e-6 of `p`, either neighbour is a right answer.
+    So all ties at the cutoff are kept, and `p = 1` keeps every token of non-zero probability. A row with
+    `p = 0` is not read and has no candidates; its sampled id is ignored. Zero probability means `-inf`, or
+    the dtype's lowest value, which SGLang writes instead. Masses are accumulated in float64. If a mass is
+    within 1e-6 of `p`, both neighboring cutoffs are correct.
 
     Args:
-        logprobs: floats [B, V] on any device, natural log-probs; float16, bfloat16, float32, or
-            float64, which is rounded to float32 first. Any strides; not modified.
-        p: one float in [0, 1] for all rows, or B of them. On an accelerator, a tensor `p` that lives
-            there costs a synchronisation; a float or a sequence costs none.
-        sampled_ids: integers [B], forced into their rows' sets.
+        logprobs: floats [B, V] on any device, natural log-probs in float16, bfloat16, float32, or float64.
+            float64 is rounded to float32 first. Any strides are accepted. The tensor is not modified.
+        p: one float in [0, 1] for all rows, or B of them. A tensor on an accelerator costs a
+            synchronization; a float or a sequence costs none.
+        sampled_ids: integers [B], which are added to the sets of their rows.
 
     Returns:
-        `(token_ids int32 [n], logprobs float32 [n], offsets int64 [B + 1])` on the device of
-        `logprobs`. Row `b` owns `offsets[b]:offsets[b + 1]`, highest log-prob first, then lowest id.
+        `(token_ids int32 [n], logprobs float32 [n], offsets int64 [B + 1])` on the device of `logprobs`.
+        Row `b` owns `offsets[b]:offsets[b + 1]`, highest log-prob first, then lowest id.
 
     Raises:
-        InvalidInputError: wrong shape or dtype, `p` outside [0, 1] or NaN, a sampled id outside
-            [0, V), or a row asked for that holds NaN or values that are no log-probs (above 0).
+        InvalidInputError: a shape or dtype is wrong, `p` is outside [0, 1] or NaN, a sampled id is outside
+            [0, V), or a row with `p > 0` holds NaN or a value above 0.
+
+    Example:
+        Two tokens tie at the cutoff, and both are kept.
+
+        >>> q = torch.tensor([[0.4, 0.25, 0.25, 0.1]])
+        >>> token_ids, logprobs, offsets = top_p_candidates(q.log(), 0.5)
+        >>> token_ids.tolist(), offsets.tolist()
+        ([0, 1, 2], [0, 3])
     """
     with torch.no_grad():
-        arguments = checked(logprobs, p, sampled_ids)
+        arguments = check_top_p_arguments(logprobs, p, sampled_ids)
         if not _has_kernels(logprobs):
-            return select.top_p_candidates(*arguments)
-        from sglang_topp.nucleus import staged
+            return top_p_torch.top_p_candidates(*arguments)
+        from sglang_topp.nucleus import gpu_extraction
 
-        return staged.top_p_candidates(*arguments)
+        return gpu_extraction.top_p_candidates(*arguments)
 
 
 def support_candidates(
@@ -64,34 +73,34 @@ def support_candidates(
     *,
     sampled_ids: Sequence[int] | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The candidate set of every row that a sampler drew from, as flat arrays.
+    """Return the tokens that a sampler could draw in every row, as flat arrays.
 
-    The candidates of row `r` are the tokens that the sampler left a weight, and the one that it drew::
+    The candidates of row `r` are the tokens with a positive weight, and the sampled token::
 
         { token_ids[r, w] : weights[r, w] > 0 }  ∪  { sampled_ids[r] }
 
     Args:
-        logprobs: floats [R, V], natural log-probs of the whole vocabulary; as for `top_p_candidates`.
-        weights: numbers [R, W] on the same device, what the sampler draws with after its filters; 0 (or
-            less, or NaN) is never drawn.
-        token_ids: integers [R, W], whose weights they are, no token twice in a row; None where W is V
-            and column `i` is token `i`.
+        logprobs: floats [R, V], natural log-probs of the whole vocabulary, as for `top_p_candidates`.
+        weights: numbers [R, W] on the same device, the sampler's weights after its filters. A token with a
+            weight of 0, below 0, or NaN is never drawn.
+        token_ids: integers [R, W], the tokens of the weights, without duplicates in a row. None means that W
+            is V and column `i` is token `i`.
         sampled_ids: integers [R].
 
     Returns:
         As `top_p_candidates`.
 
     Raises:
-        InvalidInputError: wrong shape or dtype, an id outside [0, V), log-probs of candidates that are
-            NaN or above 0, or a token of zero probability (`-inf`) that was not sampled but has a weight.
+        InvalidInputError: a shape or dtype is wrong, an id is outside [0, V), a candidate's log-prob is NaN
+            or above 0, or a token of zero probability (`-inf`) has a weight and was not sampled.
     """
     with torch.no_grad():
-        arguments = checked_support(logprobs, weights, token_ids, sampled_ids)
+        arguments = check_support_arguments(logprobs, weights, token_ids, sampled_ids)
         if not _has_kernels(logprobs):
-            return support.support_candidates(*arguments)
-        from sglang_topp.nucleus import staged
+            return sampler_support_torch.support_candidates(*arguments)
+        from sglang_topp.nucleus import gpu_extraction
 
-        return staged.support_candidates(*arguments)
+        return gpu_extraction.support_candidates(*arguments)
 
 
 def _has_kernels(logprobs: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""The definitions of a candidate set, written plainly: one row at a time, in float64, by a full sort.
+"""Reference implementations that define candidate sets: plain loops with a full sort, in float64.
 
-Slow; everything else in this package is compared with it.
+They are slow. The tests compare all other implementations with them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sglang_topp.candidates.validation import MAX_LOGPROB
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.nucleus._arguments import (
-    MAX_LOGPROB,
-    checked,
-    checked_support,
+from sglang_topp.nucleus.argument_checks import (
+    check_support_arguments,
+    check_top_p_arguments,
     not_logprobs,
     sampled_out_of_range,
 )
@@ -24,12 +24,12 @@ __all__ = ["nucleus", "support_candidates", "top_p_candidates"]
 
 
 def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[int]:
-    """The token ids `{ i : q[i] > 0 and sum of q[j] over all j with q[j] > q[i] < p }`, unordered.
+    """Return the token ids `{ i : q[i] > 0 and sum of q[j] over all j with q[j] > q[i] < p }`, unordered.
 
     Args:
         logprobs: natural log-probs of one row, `q = exp(logprobs)`.
-        p: the threshold; 1 keeps every token of non-zero probability, whatever the row sums to.
-        lowest: log-probs at or below it stand for probability 0.
+        p: the threshold. 1 keeps every token of non-zero probability, whatever the row's sum is.
+        lowest: log-probs at or below this value stand for probability 0.
     """
     possible = sorted(
         (i for i in range(len(logprobs)) if logprobs[i] > lowest), key=lambda i: logprobs[i], reverse=True
@@ -49,8 +49,8 @@ def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[
 def top_p_candidates(
     logprobs: Tensor, p: float | Sequence[float] | Tensor, sampled_ids: Sequence[int] | Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sglang_topp.nucleus.top_p_candidates`, by definition."""
-    logprobs_BV, p_B, sampled_B = checked(logprobs, p, sampled_ids)
+    """Compute `sglang_topp.nucleus.top_p_candidates` by its definition."""
+    logprobs_BV, p_B, sampled_B = check_top_p_arguments(logprobs, p, sampled_ids)
     vocab = logprobs_BV.shape[1]
     lowest = torch.finfo(logprobs_BV.dtype).min
     token_ids: list[int] = []
@@ -81,8 +81,10 @@ def support_candidates(
     *,
     sampled_ids: Sequence[int] | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sglang_topp.nucleus.support_candidates`, by definition."""
-    logprobs_RV, weights_RW, ids_RW, sampled_R = checked_support(logprobs, weights, token_ids, sampled_ids)
+    """Compute `sglang_topp.nucleus.support_candidates` by its definition."""
+    logprobs_RV, weights_RW, ids_RW, sampled_R = check_support_arguments(
+        logprobs, weights, token_ids, sampled_ids
+    )
     vocab = logprobs_RV.shape[1]
     lowest = torch.finfo(logprobs_RV.dtype).min
     ids: list[int] = []

@@ -1,20 +1,22 @@
-"""Replay: score a policy over the recorded support, without ever building `[tokens, vocab]`."""
+"""Score a policy over recorded candidate sets (replay), without building a `[tokens, vocab]` tensor."""
 
+from sglang_topp.candidates.torch_tensors import CandidateTensors
+from sglang_topp.replay.candidate_head import candidate_logprobs
 from sglang_topp.replay.distillation import DistillationLoss, distillation_loss
-from sglang_topp.replay.full import head_logprobs
-from sglang_topp.replay.head import candidate_logprobs
-from sglang_topp.replay.layout import Layout, Rows
-from sglang_topp.replay.masked import dense_mask, full_logprobs, mask_logits, masked_logprobs
+from sglang_topp.replay.full_vocab_head import head_logprobs
+from sglang_topp.replay.logprobs_from_logits import dense_mask, full_logprobs, mask_logits, masked_logprobs
 from sglang_topp.replay.metrics import ReplayMetrics, replay_metrics
 from sglang_topp.replay.old_logprobs import replayed_old_logprobs
-from sglang_topp.replay.parallel import vocab_range
+from sglang_topp.replay.row_selection import Layout, RowSelection
 from sglang_topp.replay.scores import Scores
+from sglang_topp.replay.vocab_parallel import vocab_range
 
 __all__ = [
+    "CandidateTensors",
     "DistillationLoss",
     "Layout",
     "ReplayMetrics",
-    "Rows",
+    "RowSelection",
     "Scores",
     "candidate_logprobs",
     "dense_mask",

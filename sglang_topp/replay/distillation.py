@@ -1,4 +1,4 @@
-"""Distillation: the KL between a student and what a teacher's candidate sets say of the teacher.
+"""Distillation loss: the KL between a student and a teacher that is known by its candidate sets.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all.
 """
@@ -15,32 +15,33 @@ from torch import Tensor
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.divergence import divergence
-from sglang_topp.replay.head import check_head, support_logits
-from sglang_topp.replay.layout import counted
-from sglang_topp.replay.parallel import reduce_sum
-from sglang_topp.replay.scores import accumulation_dtype, check_softcap, check_temperature
-from sglang_topp.replay.support import Shard, Support
-from sglang_topp.replay.tail import support_and_tail
-from sglang_topp.replay.teacher import SMALLEST_TAIL, Teacher
-from sglang_topp.replay.weight_grad import WeightGrad
+from sglang_topp.replay.candidate_head import check_head, support_logits
+from sglang_topp.replay.kl_divergence import divergence
+from sglang_topp.replay.lm_head_weight_grad import WeightGrad
+from sglang_topp.replay.logit_transform import LogitTransform
+from sglang_topp.replay.row_selection import counted
+from sglang_topp.replay.scores import accumulation_dtype
+from sglang_topp.replay.support_index import Shard, SupportIndex
+from sglang_topp.replay.tail_logsumexp import support_and_tail
+from sglang_topp.replay.teacher_distribution import SMALLEST_TAIL, TeacherDistribution
+from sglang_topp.replay.vocab_parallel import reduce_sum
 
 __all__ = ["DistillationLoss", "distillation_loss"]
 
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """The KL at each of T positions; float32, or float64 where the student is."""
+    """The KL at each of T positions, in float32, or float64 for a float64 student."""
 
     kl: Tensor
-    """[T], in nats, at least 0; exactly 0 where a position does not count."""
+    """[T], in nats, at least 0. Exactly 0 at positions that do not count."""
     counted: Tensor
-    """bool [T]: the positions that count, those with a candidate set whose loss mask is not 0."""
+    """bool [T]: the positions that count, which have a candidate set and a loss mask other than 0."""
 
     def mean(self) -> Tensor:
-        """The mean over the positions that count; 0 where none does.
+        """Return the mean over the positions that count, or 0 if there are none.
 
-        A mean of means is not the mean: over micro-batches or ranks add up `kl.sum()` and `counted.sum()`.
+        A mean of means is not the mean. Over micro-batches or ranks, sum `kl.sum()` and `counted.sum()`.
         """
         return self.kl.sum() / self.counted.sum().clamp(min=1)
 
@@ -52,11 +53,12 @@ def distillation_loss(
     teacher_sets: CandidateSets,
     *,
     direction: Literal["forward", "reverse"],
-    outside: Literal["tail", "renormalised"],
+    outside: Literal["tail", "renormalized"],
     loss_mask: ArrayLike | None = None,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -64,61 +66,60 @@ def distillation_loss(
     weight_grad: WeightGrad = "dense",
     backend: Literal["auto", "torch", "triton"] = "auto",
 ) -> DistillationLoss:
-    """The KL between a student and a teacher of whom the candidate sets `C_t` are known.
+    """Compute the KL between a student and a teacher, from the teacher's candidate sets `C_t`.
 
     With `p = softmax(head(hidden[t]))` the student and `q` the teacher, both over the whole vocabulary::
 
         outside="tail"          outcomes: the candidates, and one more, which is any other id
                                 p_tail = 1 - sum over C_t of p_i,   q_tail = 1 - sum over C_t of q_i
-        outside="renormalised"  outcomes: the candidates
+        outside="renormalized"  outcomes: the candidates
                                 p_i / sum over C_t of p_j,   q_i / sum over C_t of q_j
 
         direction="forward"     kl[t] = KL(q || p) = sum over outcomes of q_o (log q_o - log p_o)
         direction="reverse"     kl[t] = KL(p || q) = sum over outcomes of p_o (log p_o - log q_o)
 
-    "tail" sees how much probability the student has outside of the set. It merges what is there, in both
-    distributions alike: it is never above the KL over the whole vocabulary, and equal to it where the
-    sets are the vocabulary. (verl's issue 7856 asks for it in place of a sum over the teacher's top-k
-    alone, which is no KL and falls below 0.) "renormalised" says nothing of what is outside: a student
-    may have all its probability there at no cost, and no other id has a gradient; so it takes a
-    fraction of the time and the memory. (verl's issue 6676 renormalises, over the student's top-k.)
+    "tail" counts how much probability the student has outside the set. It merges the outside ids into one
+    outcome in both distributions. So it is never above the KL over the whole vocabulary, and equals it if
+    every set is the whole vocabulary. (verl's issue 7856 asks for it. A sum over the teacher's top-k alone is
+    not a KL and falls below 0.) "renormalized" ignores the outside: a student may have all its probability
+    there at no cost, and the outside ids have no gradient. So it takes a fraction of the time and the memory.
+    (verl's issue 6676 renormalizes over the student's top-k.)
 
-    Differentiable, once, in `hidden`, `weight` and `bias`. The student's tail is summed over the ids
-    outside, and is not `1 - mass`: one of 1e-30 is as exact as one of 0.5. The teacher's follows from
-    float32 log-probs, so it is known to about 1e-6 (at worst 1e-3 with `logprob_bits=16`), and a set
-    that keeps 1 or, rounded, more has none. In reverse, one below 1e-6 counts as 1e-6 unless no id is
-    outside: no student has a finite KL to a teacher that rules out the rest.
+    The loss is differentiable once, in `hidden`, `weight`, and `bias`. The student's tail is summed over the
+    outside ids, not computed as `1 - mass`, so a tail of 1e-30 is as accurate as one of 0.5. The teacher's
+    tail follows from float32 log-probs, so it is accurate to about 1e-6. A set whose mass is 1, or more by
+    rounding, has no tail. In reverse, a tail below 1e-6 counts as 1e-6, unless no id is outside, because the
+    KL to a teacher without a tail would be infinite.
 
-    Memory beyond the gradients is that of `head_logprobs` for "tail", a buffer of `chunk_rows` x V, and
-    that of `candidate_logprobs` for "renormalised". Positions that do not count are not even read.
+    Memory beyond the gradients is that of `head_logprobs` for "tail", a buffer of `chunk_rows` x V, and that
+    of `candidate_logprobs` for "renormalized". Positions that do not count are not read.
 
     Args:
-        hidden: [T, H], float16, bfloat16, float32 or float64; the student's states that predict the T
-            tokens whose sets these are: the state at `s` predicts token `s + 1`.
+        hidden: [T, H], float16, bfloat16, float32, or float64, the student's states that predict the tokens
+            of the sets. The state at `s` predicts token `s + 1`.
         weight: [V, H], the rows of the LM head that this rank holds.
-        teacher_sets: the teacher's sets of the T positions with log-probs over the whole vocabulary, at
-            whatever temperature it scored with. A sampled token of zero probability counts as outside.
-            A position with an empty set does not count.
+        teacher_sets: the teacher's sets of the T positions, with log-probs over the whole vocabulary at any
+            temperature. A sampled token of zero probability counts as outside. A position with an empty set
+            does not count.
         direction, outside: as above.
-        loss_mask: [T]; positions where it is 0 do not count.
-        bias, softcap, tp_group, vocab_start, vocab_size: those of `candidate_logprobs`. The tail is of
-            the ids that the ranks hold and that exist.
-        temperature: of the student; above 0, one number or [T]. Not differentiated.
+        loss_mask: [T]. Positions with 0 do not count.
+        bias, softcap, logit_scale, tp_group, vocab_start, vocab_size: those of `candidate_logprobs`. The tail
+            consists of the existing ids that the ranks hold.
+        temperature: the student's, above 0, one number or [T]. It has no gradient.
         chunk_rows: that of `head_logprobs`, for "tail".
-        weight_grad, backend: those of `candidate_logprobs`, for "renormalised". With a tail every id has
-            a gradient, and "dense" is all there is.
+        weight_grad, backend: those of `candidate_logprobs`, for "renormalized". With a tail, every id has a
+            gradient, so only "dense" is possible.
 
     Returns:
         `DistillationLoss`, on the inputs' device.
 
     Raises:
-        InvalidInputError: shapes, dtypes or lengths do not fit, the sets have no log-probs, or a KL is not
-            finite; the message names the argument or the position.
-        InvalidCandidateSetsError: an id lies outside the vocabulary, no shard (or more than one) holds
-            it, or the probabilities of a set add up to more than 1.
+        InvalidInputError: shapes, dtypes, or lengths do not fit, the sets have no log-probs, or a KL is not
+            finite. The message names the argument or the position.
+        InvalidCandidateSetsError: an id is outside the vocabulary, not exactly one shard holds it, or the
+            probabilities of a set sum to more than 1.
     """
     check_head(hidden, weight, bias)
-    check_softcap(softcap)
     _check_names(direction, outside)
     num_positions = len(hidden)
     if len(teacher_sets) != num_positions:
@@ -126,7 +127,7 @@ def distillation_loss(
             f"teacher_sets: got {len(teacher_sets)} positions for {num_positions} hidden states; position t"
             " belongs to the state that predicts its token"
         )
-    temperature = check_temperature(temperature, num_positions)
+    transform = LogitTransform.of(temperature, num_positions, softcap=softcap, logit_scale=logit_scale)
     counts = teacher_sets.sizes > 0
     if loss_mask is not None:
         counts &= counted(loss_mask, num_positions)
@@ -139,28 +140,25 @@ def distillation_loss(
 
     dtype = accumulation_dtype(hidden=hidden, weight=weight)
     shard = Shard.of(len(weight), vocab_start, vocab_size, parallel=tp_group is not None)
-    teacher = Teacher.of(
+    teacher = TeacherDistribution.of(
         teacher_sets,
         counts,
         num_ids=_num_ids(shard, hidden.device, tp_group) if has_tail else None,
         smallest_tail=SMALLEST_TAIL if reverse else 0.0,
     )
-    targets = torch.tensor(teacher.sets.sampled_ids, device=hidden.device)
-    support = Support.of(teacher.sets, targets, shard, smallest=1 if has_tail else 2)
+    support, _ = SupportIndex.of(teacher.sets, hidden.device, shard, smallest=1 if has_tail else 2)
     other = torch.tensor(teacher.logprobs, dtype=dtype, device=hidden.device)[support.entries]
     tail = other_tail = None
     if teacher.tail is not None:
         if len(support.rows) < num_positions:
             hidden = hidden.index_select(0, support.rows)
-            if isinstance(temperature, Tensor):
-                temperature = temperature.to(hidden.device).index_select(0, support.rows)
+            transform = transform.take(support.rows)
         logits, tail = support_and_tail(
             hidden,
             weight,
             bias,
             support,
-            temperature=temperature,
-            softcap=softcap,
+            transform=transform,
             shard=shard,
             tp_group=tp_group,
             chunk_rows=chunk_rows,
@@ -172,8 +170,7 @@ def distillation_loss(
             weight,
             bias,
             support,
-            temperature=temperature,
-            softcap=softcap,
+            transform=transform,
             tp_group=tp_group,
             chunk_candidates=None,
             weight_grad=weight_grad,
@@ -184,7 +181,7 @@ def distillation_loss(
 
 
 def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """The ids that exist, on all ranks."""
+    """Return the number of ids that exist on all ranks."""
     if group is None:
         return shard.real
     return int(reduce_sum(torch.tensor([shard.real], device=device), group))
@@ -193,7 +190,7 @@ def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None
 def _check_names(direction: str, outside: str) -> None:
     for name, got, known in (
         ("direction", direction, ("forward", "reverse")),
-        ("outside", outside, ("tail", "renormalised")),
+        ("outside", outside, ("tail", "renormalized")),
     ):
         if got not in known:
             raise InvalidInputError(f"{name}: got {got!r}, expected {known[0]!r} or {known[1]!r}")

@@ -1,7 +1,7 @@
-"""What to watch while replaying: importance ratios, kept mass, set sizes, forced tokens.
+"""Metrics of a replay: importance ratios, kept mass, set sizes, and forced tokens.
 
-Kept as sums, counts and maxima over tokens, so that samples of any length, micro-batches and ranks
-add up to what one pass over all tokens would give. A mean of means would not.
+They are sums, counts, and maxima over tokens. So the metrics of micro-batches and ranks add up to the metrics
+of all tokens, which a mean of means would not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from sglang_topp._tensors import to_numpy
 from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.layout import counted
-from sglang_topp.replay.parallel import reduce_max, reduce_sum
+from sglang_topp.replay.row_selection import counted
+from sglang_topp.replay.vocab_parallel import reduce_max, reduce_sum
+from sglang_topp.to_numpy import to_numpy
 
 __all__ = ["ReplayMetrics", "replay_metrics"]
 
@@ -27,9 +28,9 @@ _MAXIMA = ("max_ratio", "max_set_size")
 
 @dataclass(frozen=True)
 class ReplayMetrics:
-    """Sums over the tokens that count: those with a candidate set whose loss mask is not 0.
+    """Sums over the tokens that count, which have a candidate set and a loss mask other than 0.
 
-    `a + b` is the metrics of both; `summary()` the means. The default is the metrics of no token.
+    `a + b` combines metrics, and `summary()` returns the means. The default values are those of no tokens.
     """
 
     tokens: float = 0.0
@@ -39,19 +40,19 @@ class ReplayMetrics:
     """Tokens whose ratio is off by more than 10 %."""
     log_ratios: float = 0.0
     kept_mass: float = 0.0
-    """Sum of `exp(logprob_sum)`; NaN as soon as one set has no log-probs."""
+    """Sum of `exp(logprob_sum)`. NaN if any set has no log-probs."""
     candidates: float = 0.0
     singletons: float = 0.0
-    """Tokens that were the only candidate: no choice, no gradient."""
+    """Tokens that were the only candidate, so they have no gradient."""
     judged_tokens: float = 0.0
-    """Tokens for which `p` was given, so that it is known whether they were forced in."""
+    """Tokens for which `p` was passed. Only for these is `forced_tokens` known."""
     forced_tokens: float = 0.0
-    """Of these, the sampled tokens that lie outside their own nucleus."""
+    """Sampled tokens that are outside their own nucleus, out of `judged_tokens`."""
     max_ratio: float = 0.0
     max_set_size: float = 0.0
 
     def __add__(self, other: ReplayMetrics) -> ReplayMetrics:
-        """The metrics of the tokens of both."""
+        """Combine the metrics of two groups of tokens."""
         return ReplayMetrics(
             *(
                 max(mine, theirs) if field.name in _MAXIMA else mine + theirs
@@ -62,10 +63,10 @@ class ReplayMetrics:
     def all_reduce(
         self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> ReplayMetrics:
-        """The metrics of the tokens of all ranks of the group, on each of them.
+        """Return the metrics of the tokens of all ranks of the group, on each rank.
 
-        Only over ranks that hold different tokens (data and context parallel): ranks of a
-        tensor-parallel group all hold the same. `device` is one that the group's backend takes.
+        The ranks must hold different tokens (data and context parallel). The ranks of a tensor-parallel group
+        hold the same tokens, so do not reduce over them. The group's backend must support `device`.
         """
         sums = torch.tensor(astuple(self), dtype=torch.float64, device=device)
         maxima = reduce_max(sums.clone(), group).tolist()
@@ -78,7 +79,7 @@ class ReplayMetrics:
         )
 
     def summary(self) -> dict[str, float]:
-        """Names for a logger, to floats; NaN where no token counts, or it is not known."""
+        """Return means and maxima by name, for a logger. NaN: no token counts, or it is unknown."""
 
         def mean(total: float, count: float) -> float:
             return total / count if count else float("nan")
@@ -105,18 +106,18 @@ def replay_metrics(
     loss_mask: ArrayLike | None = None,
     p: float | ArrayLike | None = None,
 ) -> ReplayMetrics:
-    """The metrics of T positions, in float64.
+    """Compute the metrics of T positions in float64.
 
     Args:
         logprobs: [T], the policy's log-probs over the support (`Scores.logprobs`).
         old_logprobs: [T], the rollout's (`replayed_old_logprobs`).
         candidates: the sets of the T positions.
-        loss_mask: [T]; positions where it is 0 do not count. Positions with an empty set never do.
-        p: the top-p threshold, one number or [T], to tell which sampled tokens were forced in: those
-            with a mass of at least `p` strictly above them; at 1, those of zero probability.
+        loss_mask: [T]. Positions with 0 do not count, and neither do positions with an empty set.
+        p: the top-p threshold, one number or [T], to count the forced tokens. These are sampled tokens with
+            a mass of at least `p` strictly above them, or at `p` = 1 with zero probability.
 
     Raises:
-        InvalidInputError: a length is not T, `p` is not above 0 and at most 1, or is given for sets
+        InvalidInputError: a length is not T, `p` is not above 0 and at most 1, or `p` is passed for sets
             without log-probs.
     """
     length = len(candidates)
@@ -130,7 +131,7 @@ def replay_metrics(
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
-    # A sampled token that the rollout gave no probability: inf, or NaN where the policy gives none either.
+    # If the rollout gave a sampled token no probability, the ratio is inf. It is NaN if the policy gave none.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)
@@ -144,8 +145,8 @@ def replay_metrics(
             raise InvalidInputError(f"p: got {thresholds[wrong][0]}, expected above 0 and at most 1")
         judged = float(len(sizes))
         outside = _mass_above_sampled(candidates) >= thresholds
-        # p = 1 keeps all that is possible, whatever float32 log-probs add up to.
-        possible = candidates.sampled_logprobs > np.finfo(np.float32).min
+        # p = 1 keeps every token of non-zero probability, whatever the float32 log-probs sum to.
+        possible = candidates.sampled_logprobs > LOWEST
         forced = float(np.count_nonzero((outside & ~((thresholds >= 1) & possible))[counts]))
     return ReplayMetrics(
         tokens=float(len(sizes)),
@@ -169,7 +170,7 @@ def _kept_mass(candidates: CandidateSets, counts: np.ndarray) -> float:
 
 
 def _mass_above_sampled(candidates: CandidateSets) -> np.ndarray:
-    """float64 [T]: the mass of the candidates that are strictly likelier than the sampled token."""
+    """Return float64 [T]: the mass of the candidates that are strictly more likely than the sampled token."""
     sampled = np.repeat(candidates.sampled_logprobs, candidates.sizes)
     mass = np.where(candidates.logprobs > sampled, np.exp(candidates.logprobs, dtype=np.float64), 0.0)
     running = np.concatenate([[0.0], np.cumsum(mass)])

@@ -1,7 +1,7 @@
-"""Scores over the support: the softmax of a few logits per position, its entropy and its KL.
+"""`Scores`, and their computation from the candidates' logits: log-probs, entropy, and KL over each set.
 
-The one piece that the head and the logits share. Everything here has one value per candidate or per
-position; no tensor has a vocabulary axis.
+`candidate_head` and `logprobs_from_logits` share this module. Tensors have one value per candidate or per
+position, and none has a vocabulary axis.
 
 Shape legend: T positions, n candidates in all, A positions with a choice, m entries (candidates of
 those positions that this rank holds).
@@ -17,30 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay.parallel import first_true, reduce_max, reduce_sum
-from sglang_topp.replay.support import Support
+from sglang_topp.replay.support_index import SupportIndex, TargetMatch
+from sglang_topp.replay.vocab_parallel import first_true, reduce_max, reduce_sum
 
-__all__ = [
-    "Scores",
-    "accumulation_dtype",
-    "adjust_logits",
-    "check_held",
-    "check_softcap",
-    "check_temperature",
-    "score_support",
-]
+__all__ = ["Scores", "accumulation_dtype", "check_held", "score_support"]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A policy's values at T positions; float32, or float64 where the inputs are. None: not asked for.
+    """A policy's values at T positions, in float32, or float64 for float64 inputs. None: not requested.
 
-    With `C_t` the candidate set and `z` the policy's logits (after soft cap and temperature):
+    With `C_t` the candidate set and `z` the policy's logits (after scale, soft cap, and temperature):
     `pi_t(i) = exp(z_i) / sum over j in C_t of exp(z_j)` for `i` in `C_t`.
 
-    Where the set has one candidate every value over the support is exactly 0, and where it is empty (a
-    tool's token) too; neither passes a gradient on.
+    If the set is empty (a tool's token) or has one candidate, every value over the support is exactly 0 and
+    has no gradient.
     """
 
     logprobs: Tensor
@@ -50,7 +43,7 @@ class Scores:
     candidate_logprobs: Tensor | None = None
     """[n]: `log pi_t(i)` for every entry of the candidate sets, in their order."""
     kl: Tensor | None = None
-    """[T]: `sum pi_t (log pi_t - log other_t)` over the support, `other_t` renormalised there, in nats."""
+    """[T]: `sum pi_t (log pi_t - log other_t)` over the support, `other_t` renormalized there, in nats."""
     full_logprobs: Tensor | None = None
     """[T]: the target's log-prob over the whole vocabulary."""
     full_entropy: Tensor | None = None
@@ -58,10 +51,10 @@ class Scores:
 
 
 def accumulation_dtype(**tensors: Tensor) -> torch.dtype:
-    """The dtype that sums run in and results come out in: float32, or float64 if any of `tensors` is.
+    """Return the dtype of sums and results: float32, or float64 if any of `tensors` is float64.
 
     Raises:
-        InvalidInputError: one, by its name, is not float16, bfloat16, float32 or float64.
+        InvalidInputError: a tensor is not float16, bfloat16, float32, or float64.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -72,78 +65,41 @@ def accumulation_dtype(**tensors: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def adjust_logits(
-    logits: Tensor, positions: Tensor, temperature: float | Tensor, softcap: float | None
-) -> Tensor:
-    """`softcap * tanh(logits / softcap) / temperature`, in the order in which SGLang applies them.
-
-    `logits` [m] belong to `positions` [m]; `temperature` is a checked number, or one per position.
-    """
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if isinstance(temperature, Tensor):
-        return logits / temperature.to(logits).index_select(0, positions)
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def check_softcap(softcap: float | None) -> None:
-    """Raise InvalidInputError unless the soft cap is None or above 0."""
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise InvalidInputError(f"softcap: got {softcap}, expected a positive number or None")
-
-
-def check_temperature(temperature: float | Tensor, num_positions: int) -> float | Tensor:
-    """The temperature as a float, or as a tensor of its own with one value per position."""
-    if not isinstance(temperature, Tensor):
-        if not 0 < temperature < float("inf"):
-            raise InvalidInputError(f"temperature: got {temperature}, expected a positive number")
-        return float(temperature)
-    if temperature.shape not in ((), (num_positions,)):
-        raise InvalidInputError(
-            f"temperature: got shape {tuple(temperature.shape)}, expected one number or [{num_positions}]"
-        )
-    if temperature.requires_grad:
-        raise InvalidInputError("temperature: it requires a gradient, and none is computed; detach it")
-    bad = first_true(~((temperature > 0) & temperature.isfinite()).reshape(-1))
-    if bad is not None:
-        raise InvalidInputError(
-            f"temperature: got {float(temperature.reshape(-1)[bad])} at position {bad}, expected above 0"
-        )
-    # The backward reads it again, when the caller may have written the next batch's into it.
-    return temperature.clone() if temperature.ndim else float(temperature)
-
-
 def score_support(
     logits: Tensor,
-    support: Support,
+    support: SupportIndex,
+    match: TargetMatch,
     *,
     entropy: bool,
     per_candidate: bool,
     kl_to: Tensor | None,
     tp_group: dist.ProcessGroup | None,
 ) -> Scores:
-    """The scores of the support's entries, given their `logits` [m] (float32 or float64).
+    """Compute the scores of the support's entries from their `logits` [m] (float32 or float64).
 
-    Under tensor parallelism each rank gives the logits that it holds, and all get the same scores:
-    one reduction of a maximum, one of sums (one more for `per_candidate`). The backward sends nothing; it
-    expects the same incoming gradient on every rank, which a loss computed alike on every rank gives.
+    Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same scores.
+    This takes one reduction of a maximum and one of sums, and one more for `per_candidate`. The backward
+    sends nothing. It expects the same incoming gradient on every rank, as a loss gives that all ranks compute
+    in the same way.
+
+    If the match was not checked, because the host may not wait for the device, positions without a target or
+    with an error below get NaN instead.
 
     Raises:
-        InvalidInputError: a score is NaN (NaN or +inf among the logits, or nothing but -inf), `kl_to`
-            does not fit or makes the KL infinite.
+        InvalidInputError: a score is NaN (the logits hold NaN or +inf, or only -inf), or `kl_to` does not fit
+            or makes the KL infinite.
         InvalidCandidateSetsError: the ranks do not hold every id exactly once.
     """
     if kl_to is not None:
-        num_candidates = int(support.span_offsets[-1])
-        if kl_to.shape != (num_candidates,):
+        if kl_to.shape != (support.num_candidates,):
             raise InvalidInputError(
-                f"kl_to: got shape {tuple(kl_to.shape)}, expected [{num_candidates}],"
+                f"kl_to: got shape {tuple(kl_to.shape)}, expected [{support.num_candidates}],"
                 " one log-prob per entry of the candidate sets"
             )
         if kl_to.requires_grad:
             raise InvalidInputError("kl_to: it requires a gradient, and none is computed; detach it")
     logprobs, entropies, by_candidate, kl = _SupportSoftmax.apply(
-        logits, support, kl_to, entropy, per_candidate, tp_group
+        logits, support, match, kl_to, entropy, per_candidate, tp_group
     )
     return Scores(logprobs, entropies, by_candidate, kl)
 
@@ -153,14 +109,15 @@ class _SupportSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits_m: Tensor,
-        support: Support,
+        support: SupportIndex,
+        match: TargetMatch,
         kl_to: Tensor | None,
         entropy: bool,
         per_candidate: bool,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         per_entry, offsets = support.per_entry, support.offsets
-        other_m = None if kl_to is None else _normalised(kl_to.to(logits_m), support)[support.entries]
+        other_m = None if kl_to is None else _normalized(kl_to.to(logits_m), support)[support.entries]
 
         def segment_sum(values_m: Tensor) -> Tensor:
             return torch.segment_reduce(values_m, "sum", offsets=offsets)
@@ -168,11 +125,11 @@ class _SupportSoftmax(torch.autograd.Function):
         peak_A = reduce_max(torch.segment_reduce(logits_m, "max", offsets=offsets), group)
         shifted_m = logits_m - per_entry(peak_A)
         weight_m = shifted_m.exp()
-        possible_m = weight_m > 0  # 0 * -inf is NaN: what cannot be drawn adds nothing
+        possible_m = weight_m > 0  # exclude tokens of probability 0, because 0 * -inf is NaN
 
         sums = [
             segment_sum(weight_m),
-            segment_sum(torch.where(support.is_target, shifted_m, 0.0)),
+            segment_sum(torch.where(match.is_target, shifted_m, 0.0)),
             offsets.diff().to(logits_m),
         ]
         if entropy:
@@ -180,9 +137,12 @@ class _SupportSoftmax(torch.autograd.Function):
         if other_m is not None:
             sums.append(segment_sum(torch.where(possible_m, weight_m * (shifted_m - other_m), 0.0)))
         total_A, target_A, held_A, *moments = reduce_sum(torch.stack(sums), group).unbind()
-        check_held(held_A, support)
-
         log_total_A = total_A.log()
+        if match.is_absent is None:
+            check_held(held_A, support)
+        else:
+            is_scored_A = (held_A == support.sizes) & ~match.is_absent.index_select(0, support.rows)
+            log_total_A = torch.where(is_scored_A, log_total_A, torch.nan)
         logprob_m = shifted_m - per_entry(log_total_A)
 
         def spread(values_A: Tensor) -> Tensor:
@@ -190,20 +150,24 @@ class _SupportSoftmax(torch.autograd.Function):
             return out_T.index_copy_(0, support.rows, values_A)
 
         logprobs_T = spread(target_A - log_total_A)
-        _check_finite(logprobs_T, support)
+        if match.is_absent is None:
+            _check_finite(logprobs_T)
+        else:
+            logprobs_T.masked_fill_(match.is_absent, torch.nan)  # also where there is no choice
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
         by_candidate_n = None
         if per_candidate:
-            by_candidate_n = logprob_m.new_zeros(int(support.span_offsets[-1]))
+            by_candidate_n = logprob_m.new_zeros(support.num_candidates)
             reduce_sum(by_candidate_n.index_copy_(0, support.entries, logprob_m), group)
-        if kl_A is not None and (index := first_true(~kl_A.isfinite())) is not None:
+        is_checked = match.is_absent is None
+        if is_checked and kl_A is not None and (index := first_true(~kl_A.isfinite())) is not None:
             raise InvalidInputError(
                 f"kl_to: the KL at position {int(support.rows[index])} is {float(kl_A[index])};"
                 " the other policy gives a candidate no probability, or NaN"
             )
 
-        ctx.support = support
+        ctx.support, ctx.is_target = support, match.is_target
         ctx.save_for_backward(logprob_m, entropy_A, kl_A, other_m)
         ctx.set_materialize_grads(False)
         return (
@@ -222,7 +186,7 @@ class _SupportSoftmax(torch.autograd.Function):
         grad_by_candidate_n: Tensor | None,
         grad_kl_T: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        support: Support = ctx.support
+        support: SupportIndex = ctx.support
         logprob_m, entropy_A, kl_A, other_m = ctx.saved_tensors
         rows, per_entry = support.rows, support.per_entry
         probability_m = logprob_m.exp()
@@ -231,8 +195,8 @@ class _SupportSoftmax(torch.autograd.Function):
 
         # d log pi(target) / dz_i = [i is target] - pi_i
         if grad_logprobs_T is not None:
-            grad_m += (support.is_target.to(grad_m) - probability_m) * per_entry(grad_logprobs_T[rows])
-        # d log pi(j) / dz_i = [i = j] - pi_i, summed over all j of the span, on whatever rank
+            grad_m += (ctx.is_target.to(grad_m) - probability_m) * per_entry(grad_logprobs_T[rows])
+        # d log pi(j) / dz_i = [i = j] - pi_i, summed over all j of the span on all ranks
         if grad_by_candidate_n is not None:
             span_sum_T = torch.segment_reduce(grad_by_candidate_n, "sum", offsets=support.span_offsets)
             grad_m += grad_by_candidate_n[support.entries] - probability_m * per_entry(span_sum_T[rows])
@@ -244,13 +208,13 @@ class _SupportSoftmax(torch.autograd.Function):
         if grad_kl_T is not None:
             slope_m = probability_m * (logprob_m - other_m - per_entry(kl_A))
             grad_m += torch.where(possible_m, slope_m, 0.0) * per_entry(grad_kl_T[rows])
-        return grad_m, None, None, None, None, None
+        return grad_m, None, None, None, None, None, None
 
 
-def _normalised(logprobs_n: Tensor, support: Support) -> Tensor:
-    """Log-probs over the support, from log-probs over anything that holds it."""
+def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
+    """Renormalize log-probs over the support."""
     # SGLang writes float32's lowest value for a probability of 0.
-    logprobs_n = logprobs_n.masked_fill(logprobs_n <= torch.finfo(torch.float32).min, -torch.inf)
+    logprobs_n = logprobs_n.masked_fill(logprobs_n <= float(LOWEST), -torch.inf)
     offsets = support.span_offsets
     sizes = offsets.diff()
 
@@ -261,8 +225,8 @@ def _normalised(logprobs_n: Tensor, support: Support) -> Tensor:
     return shifted_n - per_entry(torch.segment_reduce(shifted_n.exp(), "sum", offsets=offsets).log())
 
 
-def check_held(held_A: Tensor, support: Support) -> None:
-    """Raise InvalidCandidateSetsError unless all ranks together hold `held_A` = every candidate once."""
+def check_held(held_A: Tensor, support: SupportIndex) -> None:
+    """Raise InvalidCandidateSetsError unless `held_A`, counted over all ranks, covers each candidate once."""
     index = first_true(held_A != support.sizes)
     if index is not None:
         raise InvalidCandidateSetsError(
@@ -272,7 +236,7 @@ def check_held(held_A: Tensor, support: Support) -> None:
         )
 
 
-def _check_finite(logprobs_T: Tensor, support: Support) -> None:
+def _check_finite(logprobs_T: Tensor) -> None:
     position = first_true(logprobs_T.isnan())
     if position is not None:
         raise InvalidInputError(

@@ -1,9 +1,9 @@
-"""The softmax of whole vocabulary rows, shared by what starts from logits and what starts from hidden states.
+"""Log-probs, entropy, and gradients of the softmax over the whole vocabulary, a few rows at a time.
 
-A few rows at a time: sums of each row are kept, never its probabilities; the backward makes those
-again and turns them into the gradient in place.
+`full_vocab_head` and `logprobs_from_logits` share this module. To save memory, the forward pass stores only a
+few sums per row. The backward pass recomputes the probabilities, and overwrites them with the gradient.
 
-Shape legend: T positions, C positions of one chunk, V ids held by this rank that are no padding.
+Shape legend: T positions, C positions of one chunk, V ids held by this rank without padding.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.parallel import first_true, reduce_max, reduce_sum
-from sglang_topp.replay.support import Shard
+from sglang_topp.replay.support_index import Shard
+from sglang_topp.replay.vocab_parallel import first_true, reduce_max, reduce_sum
 
 __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "some_rows", "to_gradient"]
 
-# exp of anything below is 0 in float32 and float64, so nothing that counts is cut; and unlike -inf it
-# may be multiplied by that 0.
+# exp of any lower value is 0 in float32 and float64, so clamping changes no result. Unlike -inf, the value
+# times 0 is not NaN.
 _LOWEST = -1.0e4
-# Exponentials that are held at one time: a CPU's cache; on a GPU, enough to make up for the launches.
+# Bytes of exponentials held at a time: a CPU's cache, or on a GPU enough to amortize the kernel launches.
 _EXP_BYTES_CPU = 1 << 21
 _EXP_BYTES = 1 << 26
 
 
 def row_parts(num_rows: int, chunk_rows: int) -> list[slice]:
-    """The slices of `chunk_rows` rows that cover `num_rows`; the last may be shorter."""
+    """Return slices of `chunk_rows` rows that cover `num_rows`. The last one may be shorter."""
     return [slice(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
 
 
 def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> int:
-    """`chunk_rows` if given, else as many rows of `row_bytes` as `chunk_bytes` hold, at least one."""
+    """Return `chunk_rows`. If None, return how many rows of `row_bytes` fit in `chunk_bytes`, at least 1."""
     if chunk_rows is None:
         return max(1, chunk_bytes // max(1, row_bytes))
     if chunk_rows < 1:
@@ -43,7 +43,7 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
 
 
 def some_rows(logits_CV: Tensor) -> list[slice]:
-    """The slices of rows whose exponentials are held at one time."""
+    """Return slices of rows whose exponentials are held at a time."""
     row_bytes = logits_CV.shape[1] * logits_CV.itemsize
     return row_parts(
         len(logits_CV), rows_per_chunk(None, row_bytes, _EXP_BYTES_CPU if logits_CV.is_cpu else _EXP_BYTES)
@@ -51,10 +51,10 @@ def some_rows(logits_CV: Tensor) -> list[slice]:
 
 
 def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
-    """int64 [T]: each target's column on this rank, or -1 where another rank holds it.
+    """Return int64 [T]: each target's column on this rank, or -1 if another rank holds it.
 
     Raises:
-        InvalidInputError: a target is not held by exactly one rank.
+        InvalidInputError: not exactly one rank holds a target.
     """
     column_T = targets_T.to(torch.int64) - shard.start
     held_T = (column_T >= 0) & (column_T < shard.real)
@@ -69,33 +69,37 @@ def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | No
 
 @dataclass(frozen=True)
 class Softmax:
-    """Per position: what its log-prob, its entropy and its gradient need. All [T]."""
+    """The values of each position that its log-prob, entropy, and gradient need, all [T]."""
 
     log_total: Tensor
     """log-sum-exp of the row."""
     logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
+    """None if it was not requested."""
 
 
 class RowSums:
     """Collects the rows of this rank, chunk by chunk; `finish` joins the ranks with two reductions."""
 
-    def __init__(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_positions: int, dtype: torch.dtype, device: torch.device, *, entropy: bool
+    ) -> None:
         def zeros() -> Tensor:
             return torch.zeros(num_positions, dtype=dtype, device=device)
 
-        self.peak_T, self.total_T, self.moment_T, self.target_T = zeros(), zeros(), zeros(), zeros()
+        self.peak_T, self.total_T, self.target_T = zeros(), zeros(), zeros()
+        self.moment_T = zeros() if entropy else None
         self.peak_T.fill_(-torch.inf)
 
     @property
     def subtracted_T(self) -> Tensor:
-        """[T]: what `add` subtracts from each row of logits: its highest on this rank."""
+        """[T]: the value that `add` subtracts from each row of logits, its highest on this rank."""
         return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
 
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
-        """Take in the rows `part`; what is left in `logits_CV` is less by `subtracted_T`.
+        """Accumulate the rows `part`, and subtract `subtracted_T` from `logits_CV` in place.
 
-        Entries far below a row's highest, whose probability is 0, are left as just another such number.
+        Entries of probability 0, far below the row's highest, may end as another value of probability 0.
         """
         if logits_CV.shape[1] == 0:
             return
@@ -108,23 +112,24 @@ class RowSums:
             shifted = logits_CV[rows].sub_(self.subtracted_T[here, None])
             weight = shifted.exp()
             self.total_T[here] = weight.sum(dim=1)
-            self.moment_T[here] = torch.linalg.vecdot(weight, shifted.clamp_(min=_LOWEST))
+            if self.moment_T is not None:
+                self.moment_T[here] = torch.linalg.vecdot(weight, shifted.clamp_(min=_LOWEST))
 
     def finish(self, group: dist.ProcessGroup | None) -> Softmax:
-        """The softmax over all ranks.
+        """Return the softmax over all ranks.
 
         Raises:
             InvalidInputError: a log-prob is NaN.
         """
         peak_T = reduce_max(self.peak_T.clone(), group)
         drop_T = self.peak_T - peak_T
-        # A shard whose logits are all -inf has no part in the sums.
+        # A shard whose logits are all -inf adds nothing to the sums.
         empty_T = self.peak_T.isneginf()
-        total_T = torch.where(empty_T, 0.0, self.total_T * drop_T.exp())
-        moment_T = torch.where(empty_T, 0.0, (self.moment_T + self.total_T * drop_T) * drop_T.exp())
-        total_T, moment_T, target_T = reduce_sum(
-            torch.stack([total_T, moment_T, self.target_T]), group
-        ).unbind()
+        sums = [torch.where(empty_T, 0.0, self.total_T * drop_T.exp()), self.target_T]
+        if self.moment_T is not None:
+            moment_T = (self.moment_T + self.total_T * drop_T) * drop_T.exp()
+            sums.append(torch.where(empty_T, 0.0, moment_T))
+        total_T, target_T, *moments = reduce_sum(torch.stack(sums), group).unbind()
         log_total_T = total_T.log()
         logprobs_T = target_T - peak_T - log_total_T
         position = first_true(logprobs_T.isnan())
@@ -133,19 +138,20 @@ class RowSums:
                 f"the log-prob over the vocabulary at position {position} is NaN: among its logits is a NaN"
                 " or +inf, or none is above -inf"
             )
-        return Softmax(peak_T + log_total_T, logprobs_T, log_total_T - moment_T / total_T)
+        entropy_T = log_total_T - moments[0] / total_T if moments else None
+        return Softmax(peak_T + log_total_T, logprobs_T, entropy_T)
 
 
 def to_gradient(
     logits_CV: Tensor,
     part: slice,
     log_total_T: Tensor,
-    entropy_T: Tensor,
+    entropy_T: Tensor | None,
     target_column_C: Tensor,
     grad_logprobs_T: Tensor | None,
     grad_entropy_T: Tensor | None,
 ) -> Tensor:
-    """Turn the rows `part` of the logits, in place, into the gradient with respect to them.
+    """Convert the rows `part` of the logits to the gradient with respect to them, in place.
 
     ::
 
@@ -157,7 +163,7 @@ def to_gradient(
         here = slice(part.start + rows.start, part.start + rows.stop)
         values = logits_CV[rows].sub_(log_total_T[here, None])
         probability = values.exp()
-        if grad_entropy_T is None:
+        if grad_entropy_T is None or entropy_T is None:
             values.zero_()
         else:
             values.clamp_(min=_LOWEST).add_(entropy_T[here, None]).mul_(grad_entropy_T[here, None])

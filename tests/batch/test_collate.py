@@ -1,4 +1,4 @@
-"""Collation equals its plain loop bit for bit, and refuses what does not fit together."""
+"""Collation equals its reference bit for bit, and refuses inconsistent columns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_topp import CandidateSets
-from sglang_topp.batch import RowSets, collate_rl, collate_sft, pack_loss_mask, reference
+from sglang_topp.batch import BatchCandidateSets, collate_rl, collate_sft, pack_loss_mask, reference_layouts
 from sglang_topp.errors import InvalidInputError
-from tests.batch.strategies import IDS, rollout_lists, sets_of
-from tests.gpu import gpu
+from tests.batch.hypothesis_samples import IDS, random_sets, rollout_lists
+from tests.fake_gpu import gpu
 
 PAD = 7
 
@@ -47,7 +47,7 @@ KINDS = ["list", "tuple", "narrow array", "wide array", "tensor", "tensor with g
 
 
 @given(rollout_lists(), st.sampled_from([0, PAD, -1]), st.booleans(), st.data())
-def test_rl_equals_the_loop_for_every_kind_of_row(
+def test_rl_equals_the_reference_for_every_kind_of_row(
     columns: dict[str, Any], pad: int, with_logprobs: bool, data: st.DataObject
 ) -> None:
     if not with_logprobs:
@@ -57,48 +57,52 @@ def test_rl_equals_the_loop_for_every_kind_of_row(
         kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=len(rows), max_size=len(rows)))
         floats = name in ("rewards", "logprobs")
         mixed[name] = [_array(kind)(row, floats) for kind, row in zip(kinds, rows, strict=True)]
-    assert_same(collate_rl(**mixed, pad_token_id=pad), reference.collate_rl(**columns, pad_token_id=pad))
+    assert_same(
+        collate_rl(**mixed, pad_token_id=pad), reference_layouts.collate_rl(**columns, pad_token_id=pad)
+    )
 
 
 @given(rollout_lists(), st.integers(0, 2**32 - 1))
-def test_rl_carries_every_samples_sets(columns: dict[str, Any], seed: int) -> None:
-    sets = sets_of(columns["responses"], columns["loss_masks"], seed)
+def test_rl_keeps_the_candidate_sets_of_every_sample(columns: dict[str, Any], seed: int) -> None:
+    sets = random_sets(columns["responses"], columns["loss_masks"], seed)
     batch = collate_rl(**columns, candidates=sets, pad_token_id=PAD)
     candidates = batch.pop("candidates")
     assert list(candidates) == sets
     assert candidates.row_offsets.tolist() == np.cumsum([0, *map(len, columns["responses"])]).tolist()
-    assert_same(batch, reference.collate_rl(**columns, pad_token_id=PAD))
+    assert_same(batch, reference_layouts.collate_rl(**columns, pad_token_id=PAD))
 
 
 @pytest.mark.parametrize("form", ["bits", "int8"])
-def test_rl_takes_packed_loss_masks(form: Any) -> None:
-    columns = rl()
+def test_rl_accepts_packed_loss_masks(form: Any) -> None:
+    columns = rl_columns()
     packed = [pack_loss_mask(mask, form=form) for mask in columns["loss_masks"]]
     assert_same(
         collate_rl(**{**columns, "loss_masks": packed}, pad_token_id=PAD),
-        reference.collate_rl(**columns, pad_token_id=PAD),
+        reference_layouts.collate_rl(**columns, pad_token_id=PAD),
     )
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int32, np.float16, np.float32])
-def test_rl_takes_masks_and_ids_of_every_width(dtype: Any) -> None:
-    columns = rl()
+def test_rl_accepts_masks_and_ids_of_every_width(dtype: Any) -> None:
+    columns = rl_columns()
     narrow = dict(columns, loss_masks=[np.array(mask, dtype) for mask in columns["loss_masks"]])
     narrow["responses"] = [np.array(ids, np.uint32) for ids in columns["responses"]]
-    assert_same(collate_rl(**narrow, pad_token_id=PAD), reference.collate_rl(**columns, pad_token_id=PAD))
-
-
-def test_rl_takes_bfloat16_rewards() -> None:
-    columns = rl()
-    rewards = [torch.tensor(row, dtype=torch.bfloat16) for row in columns["rewards"]]
     assert_same(
-        collate_rl(**{**columns, "rewards": rewards}, pad_token_id=PAD),
-        reference.collate_rl(**{**columns, "rewards": rewards}, pad_token_id=PAD),
+        collate_rl(**narrow, pad_token_id=PAD), reference_layouts.collate_rl(**columns, pad_token_id=PAD)
     )
 
 
-def test_rl_takes_rows_of_any_device_and_mixes_them() -> None:
-    columns = rl()
+def test_rl_accepts_bfloat16_rewards() -> None:
+    columns = rl_columns()
+    rewards = [torch.tensor(row, dtype=torch.bfloat16) for row in columns["rewards"]]
+    assert_same(
+        collate_rl(**{**columns, "rewards": rewards}, pad_token_id=PAD),
+        reference_layouts.collate_rl(**{**columns, "rewards": rewards}, pad_token_id=PAD),
+    )
+
+
+def test_rl_accepts_rows_on_different_devices() -> None:
+    columns = rl_columns()
     with gpu():
         mixed = {
             "prompts": [torch.tensor(columns["prompts"][0], device="cuda"), columns["prompts"][1]],
@@ -113,19 +117,19 @@ def test_rl_takes_rows_of_any_device_and_mixes_them() -> None:
             ],
         }
         batch = collate_rl(**mixed, pad_token_id=PAD)
-    assert_same(batch, reference.collate_rl(**columns, pad_token_id=PAD))
+    assert_same(batch, reference_layouts.collate_rl(**columns, pad_token_id=PAD))
 
 
 def test_rl_does_not_share_memory_with_its_inputs() -> None:
-    columns = rl(one_sample=True)
+    columns = rl_columns(one_sample=True)
     rewards = torch.tensor(columns["rewards"][0], dtype=torch.float32)
     batch = collate_rl(**{**columns, "rewards": [rewards]}, pad_token_id=PAD)
     batch["rewards"].zero_()
     assert rewards.tolist() == pytest.approx(columns["rewards"][0])
 
 
-def test_rl_warns_of_too_long_a_sample_and_cuts_nothing() -> None:
-    columns = rl()
+def test_rl_warns_about_a_long_sample_and_does_not_truncate_it() -> None:
+    columns = rl_columns()
     with pytest.warns(UserWarning, match=r"sample 1 has 7 tokens, more than max_seq_len 6"):
         batch = collate_rl(**columns, pad_token_id=PAD, max_seq_len=6)
     assert batch["sequences"].shape == (2, 7)
@@ -134,7 +138,7 @@ def test_rl_warns_of_too_long_a_sample_and_cuts_nothing() -> None:
         collate_rl(**columns, pad_token_id=PAD, max_seq_len=7)
 
 
-def rl(one_sample: bool = False) -> dict[str, Any]:
+def rl_columns(one_sample: bool = False) -> dict[str, Any]:
     columns = {
         "prompts": [[1, 2], [3, 4, 5]],
         "responses": [[10, 11, 12], [20, 21, 22, 23]],
@@ -147,8 +151,8 @@ def rl(one_sample: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("field", ["rewards", "loss_masks", "logprobs", "candidates"])
 @pytest.mark.parametrize("change", [-1, 1])
-def test_rl_refuses_a_row_of_another_length(field: str, change: int) -> None:
-    columns = rl()
+def test_rl_refuses_a_row_of_different_length(field: str, change: int) -> None:
+    columns = rl_columns()
     if field == "candidates":
         columns[field] = [CandidateSets.empty(3), CandidateSets.empty(4 + change)]
     else:
@@ -158,8 +162,8 @@ def test_rl_refuses_a_row_of_another_length(field: str, change: int) -> None:
 
 
 @pytest.mark.parametrize("field", ["responses", "rewards", "loss_masks", "logprobs"])
-def test_rl_refuses_another_number_of_samples(field: str) -> None:
-    columns = rl()
+def test_rl_refuses_a_different_number_of_samples(field: str) -> None:
+    columns = rl_columns()
     columns[field] = columns[field][:1]
     with pytest.raises(InvalidInputError, match=rf"{field}: got 1 samples, expected 2"):
         collate_rl(**columns, pad_token_id=PAD)
@@ -189,7 +193,7 @@ def test_rl_refuses_another_number_of_samples(field: str) -> None:
     ],
 )
 def test_rl_refuses_wrong_values_by_name(field: str, row: Any, message: str) -> None:
-    columns = rl()
+    columns = rl_columns()
     columns[field][1] = row
     with pytest.raises(InvalidInputError, match=message):
         collate_rl(**columns, pad_token_id=PAD)
@@ -199,24 +203,25 @@ def test_rl_refuses_wrong_values_by_name(field: str, row: Any, message: str) -> 
 @pytest.mark.parametrize("rows", [None, 1.0, torch.tensor(1.0), iter([[1]])])
 def test_rl_refuses_a_field_without_rows(field: str, rows: Any) -> None:
     with pytest.raises(InvalidInputError, match=rf"{field}: got .*, expected one row per sample"):
-        collate_rl(**{**rl(), field: rows}, pad_token_id=PAD)
+        collate_rl(**{**rl_columns(), field: rows}, pad_token_id=PAD)
 
 
 @pytest.mark.parametrize("pad", [None, 0.5, 1.0, "0", 2**63])
-def test_refuses_a_padding_token_that_is_no_integer(pad: Any) -> None:
+def test_padding_token_that_is_no_integer_is_refused(pad: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"pad_token_id: got .*, expected an integer"):
-        collate_rl(**rl(), pad_token_id=pad)
+        collate_rl(**rl_columns(), pad_token_id=pad)
     with pytest.raises(InvalidInputError, match=r"pad_token_id: got .*, expected an integer"):
-        collate_sft([[1, 2], [3, 4]], [1, 1], pad_token_id=pad)  # though nothing is padded
+        collate_sft([[1, 2], [3, 4]], [1, 1], pad_token_id=pad)  # refused even if nothing is padded
 
 
 @pytest.mark.parametrize("pad", [np.int32(PAD), torch.tensor(PAD)])
-def test_takes_a_padding_token_of_any_integer_type(pad: Any) -> None:
-    assert_same(collate_rl(**rl(), pad_token_id=pad), reference.collate_rl(**rl(), pad_token_id=PAD))
+def test_padding_token_may_have_any_integer_type(pad: Any) -> None:
+    expected = reference_layouts.collate_rl(**rl_columns(), pad_token_id=PAD)
+    assert_same(collate_rl(**rl_columns(), pad_token_id=pad), expected)
 
 
-def test_rl_refuses_sets_that_are_none() -> None:
-    columns = rl()
+def test_rl_refuses_none_as_candidate_sets() -> None:
+    columns = rl_columns()
     sets = [CandidateSets.empty(3), [[[1, 2], [0.1, 0.2]]] * 4]
     with pytest.raises(InvalidInputError, match=r"candidates\[1\]: got list, expected CandidateSets"):
         collate_rl(**columns, candidates=sets, pad_token_id=PAD)
@@ -227,31 +232,31 @@ def test_rl_refuses_no_samples() -> None:
         collate_rl([], [], [], [], pad_token_id=PAD)
 
 
-def test_rl_refuses_a_set_of_another_token() -> None:
-    columns = rl()
-    sets = sets_of(columns["responses"], [[1] * 3, [1] * 4], 0)
+def test_rl_refuses_a_set_with_a_different_sampled_token() -> None:
+    columns = rl_columns()
+    sets = random_sets(columns["responses"], [[1] * 3, [1] * 4], 0)
     columns["responses"][1][2] = 99
     with pytest.raises(InvalidInputError, match=r"candidates\[1\]: .* position 2 is 22, but .* is 99"):
         collate_rl(**columns, candidates=sets, pad_token_id=PAD)
 
 
-def test_rl_refuses_a_loss_where_there_is_no_set() -> None:
-    columns = rl()
-    sets = [*sets_of(columns["responses"][:1], [[1, 1, 1]], 0), CandidateSets.empty(4)]
+def test_rl_refuses_a_token_with_loss_but_without_a_set() -> None:
+    columns = rl_columns()
+    sets = [*random_sets(columns["responses"][:1], [[1, 1, 1]], 0), CandidateSets.empty(4)]
     with pytest.raises(InvalidInputError, match=r"candidates\[1\]: position 0 has no candidates"):
         collate_rl(**columns, candidates=sets, pad_token_id=PAD)
 
 
 @given(st.data())
-def test_sft_equals_the_loop(data: st.DataObject) -> None:
+def test_sft_equals_the_reference(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=6))
     counts = [data.draw(st.integers(0, len(row))) for row in ids]
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in counts]
-    expected = reference.collate_sft(ids, counts, masks, pad_token_id=PAD)
+    expected = reference_layouts.collate_sft(ids, counts, masks, pad_token_id=PAD)
     assert_same(collate_sft(ids, counts, masks, pad_token_id=PAD), expected)
     arrays = [np.array(row, np.int64) for row in ids]
     assert_same(collate_sft(arrays, np.array(counts), masks, pad_token_id=PAD), expected)
-    ones = reference.collate_sft(ids, counts, [[1] * n for n in counts], pad_token_id=PAD)
+    ones = reference_layouts.collate_sft(ids, counts, [[1] * n for n in counts], pad_token_id=PAD)
     assert_same(collate_sft(ids, counts, pad_token_id=PAD), ones)
 
 
@@ -268,12 +273,89 @@ def test_sft_equals_the_loop(data: st.DataObject) -> None:
         ([2, 2], [[1, 1], [1, 3]], r"loss_masks\[1\]: got 3 at token 1"),
     ],
 )
-def test_sft_refuses_what_does_not_fit(counts: Any, masks: Any, message: str) -> None:
+def test_sft_refuses_inconsistent_columns(counts: Any, masks: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         collate_sft([[1, 2, 3], [4, 5, 6]], counts, masks, pad_token_id=PAD)
 
 
-def test_row_sets_is_what_collation_returns() -> None:
-    columns = rl()
-    sets = sets_of(columns["responses"], columns["loss_masks"], 0)
-    assert isinstance(collate_rl(**columns, candidates=sets, pad_token_id=PAD)["candidates"], RowSets)
+def test_rl_returns_candidates_as_row_sets() -> None:
+    columns = rl_columns()
+    sets = random_sets(columns["responses"], columns["loss_masks"], 0)
+    assert isinstance(
+        collate_rl(**columns, candidates=sets, pad_token_id=PAD)["candidates"], BatchCandidateSets
+    )
+
+
+@given(rollout_lists(), st.data())
+def test_rl_collates_further_fields(columns: dict[str, Any], data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    lengths = [len(row) for row in columns["responses"]]
+    floats = [torch.from_numpy(rng.normal(size=n).astype(np.float32)) for n in lengths]
+    ids = [torch.from_numpy(rng.integers(-(2**62), 2**62, n)) for n in lengths]
+    fields = {"values": floats, "expert": ids if any(lengths) else floats}
+    expected = reference_layouts.collate_rl(**columns, fields=fields, pad_token_id=PAD)
+    assert_same(collate_rl(**columns, fields=fields, pad_token_id=PAD), expected)
+    as_arrays = {name: [row.numpy() for row in rows] for name, rows in fields.items()}
+    assert_same(collate_rl(**columns, fields=as_arrays, pad_token_id=PAD), expected)
+    as_lists = {"values": [row.tolist() for row in floats]}
+    assert_same(
+        {"values": collate_rl(**columns, fields=as_lists, pad_token_id=PAD)["values"]},
+        {"values": expected["values"]},
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        ([[1, 2, 3], [1, 2, 3, 4]], torch.float32),
+        ([np.arange(3), [1, 2, 3, 4]], torch.float32),
+        ([np.arange(3), np.arange(4, dtype=np.uint16)], torch.int64),
+        ([torch.arange(3), np.arange(4)], torch.int64),
+        ([np.ones(3, bool), np.ones(4, bool)], torch.float32),
+        ([torch.ones(3, dtype=torch.bool), torch.ones(4, dtype=torch.bfloat16)], torch.float32),
+    ],
+)
+def test_rl_chooses_the_dtype_of_a_field_by_the_rows_type(rows: Any, dtype: torch.dtype) -> None:
+    batch: Any = collate_rl(**rl_columns(), fields={"x": rows}, pad_token_id=PAD)
+    assert batch["x"].dtype == dtype
+    assert batch["x"][1].tolist() == [float(value) for value in rows[1]]
+
+
+def test_rl_ignores_the_type_of_empty_rows() -> None:
+    columns = rl_columns()
+    for name in columns.keys() - {"prompts"}:
+        columns[name][0] = []
+    batch: Any = collate_rl(**columns, fields={"x": [[], np.arange(4)]}, pad_token_id=PAD)
+    assert batch["x"].tolist() == [[0] * 4, [0, 1, 2, 3]]
+    assert batch["x"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rewards": [[1] * 3, [1] * 4]}, "fields: got 'rewards', which is a field of the batch"),
+        ({"candidates": [[1] * 3, [1] * 4]}, "fields: got 'candidates'"),
+        ({"x": [[1] * 3]}, "x: got 1 samples, expected 2, as in responses"),
+        ({"x": [[1] * 3, [1] * 3]}, r"x\[1\]: got 3 values, expected 4, as in responses\[1\]"),
+        ({"x": [[1] * 3, ["a"] * 4]}, r"x\[1\]"),
+        ({"x": [[1] * 3, None]}, r"x\[1\]: got None, expected one value per token"),
+        ({"x": [np.arange(3), np.arange(4, dtype=np.uint64)]}, r"x\[1\]: got dtype uint64"),
+        ({"x": [np.zeros((3, 2)), np.zeros((4, 2))]}, r"x\[0\]: got shape \(3, 2\)"),
+    ],
+)
+def test_rl_refuses_wrong_fields(fields: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        collate_rl(**rl_columns(), fields=fields, pad_token_id=PAD)
+
+
+@given(st.data())
+def test_sft_normalizes_the_loss_mask(data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=6))
+    masks = [data.draw(st.lists(st.integers(0, 1), max_size=len(row))) for row in ids]
+    counts = [len(mask) for mask in masks]
+    batch = collate_sft(ids, counts, masks, normalize_loss_mask=True, pad_token_id=PAD)
+    expected = reference_layouts.collate_sft(ids, counts, masks, normalize_loss_mask=True, pad_token_id=PAD)
+    assert_same(batch, expected)
+    assert float(batch["loss_mask"].sum(dtype=torch.float64)) == pytest.approx(
+        1.0 if any(map(any, masks)) else 0.0, rel=1e-6
+    )

@@ -1,4 +1,4 @@
-"""The GPU's benchmark compares like with like, and measures nothing where there is no GPU."""
+"""The GPU benchmark of the extraction: equal results of its contenders, and no result without a GPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import nucleus_gpu, results
-from tests.interpreter import run_cases
+from benchmarks import nucleus_gpu
+from benchmarks.harness import result_files
+from tests.triton_subprocess import run_in_subprocess
 
 
 def test_contenders_in_the_interpreter():
-    run_cases(Path(__file__).with_name("nucleus_gpu_cases.py"), interpret=True)
+    run_in_subprocess(Path(__file__).with_name("nucleus_gpu_cases.py"), interpret=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_no_rows_without_a_gpu(capsys):
-    with results.recorded() as tables:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_no_table_is_recorded(capsys):
+    with result_files.collect_tables() as tables:
         nucleus_gpu.run()
     assert tables == []
     assert "not measured" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A real uvicorn on a loopback port, in front of answers that a test scripts: it only injects faults."""
+"""Fake servers for the client's tests: a real uvicorn on loopback whose answers a test scripts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import uvicorn
 
-from sglang_topp import CandidateSets, wire
-from sglang_topp_client import Rollout, Score, retry
-from sglang_topp_client.messages import frame_head
-from sglang_topp_client.packed_record import PackedRecord
-from sglang_topp_client.record import to_record
-from sglang_topp_client.score_record import PackedScore, score_to_record
-from sglang_topp_client.versions import spans_to_json
+from sglang_topp import CandidateSets, formats
+from sglang_topp_client import Rollout, Score
+from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
+from sglang_topp_client.codecs.rollout_json import rollout_to_json
+from sglang_topp_client.codecs.score_codecs import score_to_bytes, score_to_json
+from sglang_topp_client.dispatch import retry_policy
+from sglang_topp_client.transport.framing import frame_head
+from sglang_topp_client.types.weight_spans import spans_to_json
 
 NUM_TOKENS = 3
 
@@ -34,7 +35,7 @@ class Asked:
 
 
 class Reply:
-    """What a handler answers with."""
+    """What a handler answers."""
 
     def __init__(self, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
         self._receive, self._send = receive, send
@@ -73,7 +74,7 @@ Handler = Callable[[Asked, Reply], Awaitable[None]]
 
 
 class Cut(Exception):
-    """Raised by a handler in the middle of an answer: uvicorn then drops the connection."""
+    """A handler raises this in the middle of an answer, and uvicorn drops the connection."""
 
 
 @dataclass
@@ -94,7 +95,7 @@ class FakeServer:
 
     @property
     def calls(self) -> list[Any]:
-        """The bodies that were posted to the main path."""
+        """Return the bodies that clients posted to the main path."""
         return [asked.body for asked in self.of(self.main_path)]
 
     @property
@@ -157,7 +158,7 @@ class _Uvicorn:
 
 
 def sample(prompt: Any, index: int, num_tokens: int = NUM_TOKENS) -> Rollout:
-    """The rollout that the fake servers "generate": different for every prompt and sample."""
+    """Return the rollout that the fake servers "generate". It differs for each prompt and sample."""
     prompt_ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     rng = np.random.default_rng([*prompt_ids, index])
     sizes = rng.integers(1, 5, num_tokens)
@@ -188,7 +189,7 @@ def sample(prompt: Any, index: int, num_tokens: int = NUM_TOKENS) -> Rollout:
 def chunk(
     made: Rollout, *, start: int = 0, stop: int | None = None, first_token_only: bool = False
 ) -> dict[str, Any]:
-    """SGLang's chunk of positions `start:stop` of `made`; unfinished where `first_token_only`."""
+    """Return SGLang's chunk of positions `start:stop` of `made`. With `first_token_only` it is unfinished."""
     assert made.candidates is not None
     stop = 1 if first_token_only else stop
     part = made.candidates[start : len(made.output_ids) if stop is None else stop]
@@ -211,16 +212,16 @@ def chunk(
                 [float(logprob), token, None]
                 for logprob, token in zip(made.logprobs[start:stop], ids, strict=True)
             ],
-            **wire.encode_sets("output", part.token_ids, part.logprobs, part.sizes.tolist()),
+            **formats.encode_top_p("output", part.token_ids, part.logprobs, part.sizes.tolist()),
         },
     }
 
 
 def score(sequence: Any, start: int = 1) -> Score:
-    """What the fake servers make of a sequence: every position's set holds its token."""
+    """Return the fake servers' score of a sequence. The set of every position holds its token."""
     token_ids = np.array(list(sequence.encode()) if isinstance(sequence, str) else sequence, np.int32)
     made = sample(token_ids.tolist(), 0, len(token_ids))
-    # The set of each position, with the sequence's token in the place of the one that was drawn.
+    # The set of each position holds the sequence's token instead of the drawn token.
     sets = made.candidates[start:]
     scored = token_ids[start:]
     ids = sets.token_ids + 1000
@@ -245,9 +246,9 @@ def _in_order(ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> Candid
 
 
 def score_chunk(made: Score) -> dict[str, Any]:
-    """SGLang's chunk of it: the position before the first comes without a distribution."""
+    """Return SGLang's chunk of a score. The position before the first one has no distribution."""
     assert made.candidates is not None
-    lengths = [wire.NO_DISTRIBUTION, *made.candidates.sizes.tolist()]
+    lengths = [formats.NO_DISTRIBUTION, *made.candidates.sizes.tolist()]
     scored = zip(made.logprobs.tolist(), made.token_ids[made.start :].tolist(), strict=True)
     return {
         "text": "",
@@ -266,13 +267,13 @@ def score_chunk(made: Score) -> dict[str, Any]:
                 *([logprob, token, None] for logprob, token in scored),
             ],
             "output_token_logprobs": [],
-            **wire.encode_sets("input", made.candidates.token_ids, made.candidates.logprobs, lengths),
+            **formats.encode_top_p("input", made.candidates.token_ids, made.candidates.logprobs, lengths),
         },
     }
 
 
 async def answer_score(asked: Asked, reply: Reply) -> None:
-    """What a patched engine would do."""
+    """Answer like a patched engine."""
     body = asked.body
     assert body["sampling_params"]["max_new_tokens"] == 0
     made = score(body.get("text") or body["input_ids"], body["logprob_start_len"] + 1)
@@ -283,7 +284,7 @@ async def answer_score(asked: Asked, reply: Reply) -> None:
 
 
 async def answer_generate(asked: Asked, reply: Reply) -> None:
-    """What a patched engine would do: first tokens, then whole samples, the last one first."""
+    """Answer like a patched engine: first tokens, then complete samples in reverse order."""
     body = asked.body
     if "logprob_start_len" in body:
         return await answer_score(asked, reply)
@@ -299,7 +300,7 @@ async def answer_generate(asked: Asked, reply: Reply) -> None:
 
 
 async def answer_rollouts(asked: Asked, reply: Reply) -> None:
-    """What a sidecar would do."""
+    """Answer like a sidecar."""
     await reply.start(content_type="application/x-ndjson")
     count = 0
     for record in records(asked.body):
@@ -315,42 +316,38 @@ def scores(body: Any) -> Iterator[Score]:
 
 
 async def answer_scores(asked: Asked, reply: Reply) -> None:
-    """What a sidecar would do, in lines."""
+    """Answer like a sidecar, in JSON lines."""
     await reply.start(content_type="application/x-ndjson")
     made = list(scores(asked.body))
     for one in made:
-        await reply.line(score_to_record(one))
+        await reply.line(score_to_json(one))
     await reply.line({"done": True, "scores": len(made)})
     await reply.end()
 
 
 async def answer_score_frames(asked: Asked, reply: Reply) -> None:
-    """And in frames."""
-    accepted = asked.headers["accept"].partition(",")[0]
-    await reply.start(content_type=accepted)
-    bits = 16 if accepted.endswith("logprob-bits=16") else 32
-    made = [framed(b"".join(PackedScore(one, logprob_bits=bits))) for one in scores(asked.body)]
+    """Answer like a sidecar, in frames."""
+    await reply.start(content_type=asked.headers["accept"].partition(",")[0])
+    made = [framed(score_to_bytes(one)) for one in scores(asked.body)]
     for frame in [*made, framed(json.dumps({"done": True, "scores": len(made)}).encode())]:
         await reply.write(frame)
     await reply.end()
 
 
 async def answer_frames(asked: Asked, reply: Reply) -> None:
-    """What a sidecar of now would do for a client of now."""
-    accepted = asked.headers["accept"].partition(",")[0]
-    await reply.start(content_type=accepted)
-    bits = 16 if accepted.endswith("logprob-bits=16") else 32
-    made = list(framed_samples(asked.body, bits))
+    """Answer like a current sidecar: in frames, the first media type that the client accepts."""
+    await reply.start(content_type=asked.headers["accept"].partition(",")[0])
+    made = list(framed_samples(asked.body))
     for frame in [*made, framed(json.dumps({"done": True, "rollouts": len(made)}).encode())]:
         await reply.write(frame)
     await reply.end()
 
 
-def framed_samples(body: Any, bits: int = 32) -> Iterator[bytes]:
+def framed_samples(body: Any) -> Iterator[bytes]:
     for prompt_index, prompt in enumerate(body["prompts"]):
         for index in range(body["sampling_params"]["n"]):
             made = replace(sample(prompt, index), prompt_index=prompt_index)
-            yield framed(b"".join(PackedRecord(made, logprob_bits=bits)))
+            yield framed(rollout_to_bytes(made))
 
 
 def framed(raw: bytes) -> bytes:
@@ -362,7 +359,7 @@ def records(body: Any) -> Iterator[dict[str, Any]]:
     for prompt_index, prompt in enumerate(body["prompts"]):
         one = params if isinstance(params, dict) else params[prompt_index]
         for index in range(one["n"]):
-            yield to_record(sample(prompt, index)) | {"prompt_index": prompt_index}
+            yield rollout_to_json(sample(prompt, index)) | {"prompt_index": prompt_index}
 
 
 async def _accept(asked: Asked, reply: Reply) -> None:
@@ -401,7 +398,7 @@ def sidecar() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def hang(request: pytest.FixtureRequest) -> Handler:
-    """First tokens, and then nothing until the client hangs up, which is counted."""
+    """Send the first tokens, and then nothing until the client disconnects. Count the disconnects."""
 
     async def handler(asked: Asked, reply: Reply) -> None:
         server: FakeServer = request.getfixturevalue("engine")
@@ -421,25 +418,25 @@ def hang(request: pytest.FixtureRequest) -> Handler:
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "_FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(retry_policy, "_FIRST_DELAY_S", 0.001)
 
 
 @pytest.fixture
 async def no_leftovers() -> AsyncIterator[None]:
-    """No task outlives the test."""
+    """Check that no task outlives the test."""
     yield
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.fixture
 def fakes() -> Any:
-    """This module's helpers: pytest's import mode gives tests no way to import them."""
+    """Return this module, because pytest's import mode gives tests no way to import its helpers."""
     return _Fakes
 
 
 @pytest.fixture(scope="session")
 def fakes_once() -> Any:
-    """The same, for tests that hypothesis calls many times over one fixture."""
+    """Do the same for tests that Hypothesis calls many times with one fixture."""
     return _Fakes
 
 
@@ -457,7 +454,7 @@ class _Fakes:
     score = staticmethod(score)
     scores = staticmethod(scores)
     score_chunk = staticmethod(score_chunk)
-    score_line = staticmethod(score_to_record)
+    score_line = staticmethod(score_to_json)
     answer_scores = staticmethod(answer_scores)
     answer_score_frames = staticmethod(answer_score_frames)
     framed_samples = staticmethod(framed_samples)

@@ -1,6 +1,7 @@
 """The asynchronous client against real sockets."""
 
 import asyncio
+import inspect
 import json
 import pickle
 import threading
@@ -8,11 +9,12 @@ from contextlib import aclosing, suppress
 
 import numpy as np
 import pytest
+import zstandard
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient
-from sglang_topp_client import servers as servers_module
-from sglang_topp_client.packed_record import MEDIA_TYPE
+from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE
+from sglang_topp_client.dispatch import requests_in_flight, retry_policy
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -43,7 +45,7 @@ def status(code, **headers):
 
 
 def cut_after(fakes, *indices, text=b""):
-    """Sends these samples whole, then `text`, and drops the connection."""
+    """Send these samples completely, then `text`, and drop the connection."""
 
     async def handler(asked, reply):
         await reply.start()
@@ -62,7 +64,7 @@ def assert_equal(rollout, expected):
     assert rollout.candidates == expected.candidates
 
 
-# -- what comes back -------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------
 
 
 async def test_all_samples_in_the_order_of_the_prompts(engine, client, fakes):
@@ -230,7 +232,7 @@ async def test_retry_after_reaches_the_delay(engine, client, monkeypatch):
         waits.append((retry, error.retry_after_s))
         return 0.0
 
-    monkeypatch.setattr(servers_module, "delay_s", spy)
+    monkeypatch.setattr(retry_policy, "delay_s", spy)
     engine.script += [
         status(429, Retry_After="7"),
         status(429, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"),
@@ -269,7 +271,7 @@ async def test_only_what_is_missing_is_asked_for_again(engine, client, fakes):
     rollouts = await client.generate([5, 6], {"n": 4}, top_logprobs_p=0.9)
     assert [body["sampling_params"]["n"] for body in engine.calls] == [4, 2]
     assert [r.sample_index for r in rollouts] == [0, 1, 2, 3]
-    # The retry's samples 0 and 1 take the free places.
+    # The retry gives samples 0 and 1 to the free places.
     for rollout, made in zip(rollouts, (0, 1, 1, 3), strict=True):
         assert_equal(rollout, fakes.sample([5, 6], made))
 
@@ -331,7 +333,7 @@ async def test_an_inexact_answer_is_not_retried(engine, client, fakes):
     assert len(engine.calls) == 1
 
 
-async def test_nobody_there():
+async def test_a_server_that_does_not_listen_is_a_transport_error():
     async with AsyncRolloutClient("http://127.0.0.1:9", kind="sglang", max_retries=1) as client:
         with pytest.raises(errors.TransportError, match=r"127\.0\.0\.1:9"):
             await client.generate([1])
@@ -345,7 +347,7 @@ async def test_cancelling_aborts_every_sample(engine, client, hang, fakes, n):
     engine.script += [hang] * 2
     task = asyncio.create_task(client.generate([[5], [6]], {"n": n}))
     await until(lambda: engine.in_flight == 2)
-    # The first tokens, and with them the engine's ids, must have arrived.
+    # The first tokens must have arrived, because the engine's ids come with them.
     await asyncio.sleep(0.1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -367,7 +369,7 @@ async def test_a_time_limit_aborts(engine, client, hang):
 
 
 async def test_a_time_limit_holds_across_retries(engine, client, monkeypatch):
-    monkeypatch.setattr(servers_module, "delay_s", lambda retry, error: 60.0)
+    monkeypatch.setattr(retry_policy, "delay_s", lambda retry, error: 60.0)
     engine.script.append(status(503))
     with pytest.raises(errors.RequestTimeoutError):
         await client.generate([5], timeout_s=0.2)
@@ -433,7 +435,7 @@ async def test_cancelling_twice_leaves_nothing_behind(engine, client, hang):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: not client._here().running)
+    await until(lambda: not client._runner._here().running)
 
 
 async def test_closing_ends_what_is_in_flight_and_leaves_a_usable_client(engine, client, hang):
@@ -458,8 +460,8 @@ def barrier(engine, fakes, width):
     return handler
 
 
-async def test_300_in_flight(engine, client, fakes):
-    """None is answered before all are there: a pool of 100 would wait forever."""
+async def test_three_hundred_samples_in_flight(engine, client, fakes):
+    """The server answers only once all requests are there. A pool of 100 connections would wait forever."""
     engine.script += [barrier(engine, fakes, 300)] * 300
     rollouts = await client.generate([[i % 90, i] for i in range(300)], top_logprobs_p=0.9, timeout_s=60)
     assert len(rollouts) == 300
@@ -494,13 +496,13 @@ async def test_pickles_as_its_configuration(engine, client, fakes):
         assert len(await used.generate([5])) == 1
 
 
-def test_a_second_loop_and_a_third(engine):
+def test_the_client_works_on_one_loop_after_another(engine):
     client = AsyncRolloutClient(engine.url, kind="sglang")
     for _ in range(3):
         assert len(asyncio.run(client.generate([[1], [2]]))) == 2
 
 
-def test_loops_side_by_side(engine):
+def test_the_client_works_on_several_loops_at_once(engine):
     client = AsyncRolloutClient(engine.url)
     results = []
     threads = [
@@ -518,7 +520,7 @@ async def test_the_key_is_sent_and_never_shown(engine):
     async with AsyncRolloutClient(engine.url, kind="sglang", api_key="s3cret") as client:
         await client.generate([5])
         assert "s3cret" not in repr(client)
-        assert "s3cret" not in repr(client._servers)
+        assert "s3cret" not in repr(client._configs)
     assert engine.calls
     assert all(asked.headers["authorization"] == "Bearer s3cret" for asked in engine.asked)
 
@@ -537,7 +539,7 @@ async def test_a_path_in_the_address_is_kept(engine):
             await client.generate([5])
 
 
-async def test_progress_is_off_here(engine, client, capsys):
+async def test_no_progress_line_without_a_terminal(engine, client, capsys):
     await client.generate([[1], [2]], progress=True)
     assert capsys.readouterr().err == ""
 
@@ -545,7 +547,7 @@ async def test_progress_is_off_here(engine, client, capsys):
 # -- which server ----------------------------------------------------------------------------------
 
 
-async def test_an_engine_is_recognised(engine):
+async def test_an_engine_is_recognized(engine):
     async with AsyncRolloutClient(engine.url) as client:
         await asyncio.gather(*(client.generate([5]) for _ in range(20)))
         assert (await client.server_info())["version"] == "0.5.23"
@@ -553,7 +555,7 @@ async def test_an_engine_is_recognised(engine):
     assert len(engine.calls) == 20
 
 
-async def test_a_sidecar_is_recognised(sidecar, fakes):
+async def test_a_sidecar_is_recognized(sidecar, fakes):
     async with AsyncRolloutClient(sidecar.url) as client:
         rollouts = await client.generate([[5], [6]], {"n": 2}, top_logprobs_p=0.9)
         assert (await client.server_info())["service"] == "sglang-topp"
@@ -656,7 +658,7 @@ async def test_a_sidecars_error_is_raised_as_what_it_is(sidecar, sidecar_client,
 
 
 def cut_frames(fakes, num_bytes, *, politely):
-    """A handler that sends this much of the samples and then drops the connection, or ends."""
+    """Return a handler that sends a part of the samples, and then drops the connection or ends."""
 
     async def handler(asked, reply):
         await reply.start(content_type=MEDIA_TYPE)
@@ -680,26 +682,23 @@ async def test_cut_frames_never_pass_as_complete(sidecar, sidecar_client, fakes,
 
     for rollout, prompt in zip(rollouts, ([5], [6]), strict=True):
         assert rollout.candidates == fakes.sample(prompt, 0).candidates
-    # What was whole is not asked for again.
+    # Finished samples are not requested again.
     assert [body["prompts"] for body in sidecar.calls] == [[[5], [6]], [[6]]]
 
 
-@pytest.mark.parametrize("bits", [32, 16])
-async def test_frames_are_asked_for_and_lines_taken(sidecar, fakes, bits):
-    async with AsyncRolloutClient(sidecar.url, kind="sidecar", logprob_bits=bits) as client:
+async def test_frames_are_requested_and_lines_are_accepted(sidecar, fakes):
+    async with AsyncRolloutClient(sidecar.url, kind="sidecar") as client:
         sidecar.script.append(fakes.answer_frames)
         in_frames = await client.generate([[5], [6]], {"n": 2}, top_logprobs_p=0.9)
-        # As an older sidecar answers, which does not look at what is accepted.
+        # An older sidecar ignores `Accept` and answers like this.
         in_lines = await client.generate([[5], [6]], {"n": 2}, top_logprobs_p=0.9)
 
-    rounding = ";logprob-bits=16" if bits == 16 else ""
     accepts = [asked.headers["accept"] for asked in sidecar.of("/rollouts")]
-    assert accepts == [f"{MEDIA_TYPE}{rounding}, application/x-ndjson;q=0.5"] * 2
+    assert accepts == [f"{MEDIA_TYPE}, application/x-ndjson;q=0.5"] * 2
     for framed, lined in zip(in_frames, in_lines, strict=True):
         assert (framed.prompt_index, framed.sample_index) == (lined.prompt_index, lined.sample_index)
         assert framed.logprobs.tolist() == lined.logprobs.tolist()
-        assert np.abs(framed.masked_logprobs - lined.masked_logprobs).max() <= (2**-14 if bits == 16 else 0)
-        assert (framed.candidates == lined.candidates) is (bits == 32)
+        assert framed.candidates == lined.candidates
 
 
 async def test_a_sidecars_error_within_frames(sidecar, sidecar_client, fakes):
@@ -725,11 +724,23 @@ async def test_a_frame_that_was_altered_is_no_sample(sidecar, sidecar_client, fa
         await reply.end()
 
     sidecar.script.append(alter)
-    with pytest.raises(errors.WireError, match="frame: its CRC-32 is"):
+    with pytest.raises(errors.WireError, match="frame: cannot be decompressed"):
         await sidecar_client.generate([5], top_logprobs_p=0.9)
 
 
-async def test_hanging_up_is_the_abort(sidecar, sidecar_client):
+async def test_a_frame_that_would_become_too_long_is_not_decompressed(sidecar, fakes):
+    async def swell(asked, reply):
+        await reply.start(content_type=MEDIA_TYPE)
+        await reply.write(fakes.framed(zstandard.ZstdCompressor(write_checksum=True).compress(bytes(10**8))))
+        await reply.end()
+
+    sidecar.script.append(swell)
+    async with AsyncRolloutClient(sidecar.url, kind="sidecar", max_line_bytes=10**7) as client:
+        with pytest.raises(errors.WireError, match="max_line_bytes: got 100000000 bytes"):
+            await client.generate([5], top_logprobs_p=0.9)
+
+
+async def test_a_disconnect_aborts_at_a_sidecar(sidecar, sidecar_client):
     gone = []
 
     async def wait(asked, reply):
@@ -746,14 +757,14 @@ async def test_hanging_up_is_the_abort(sidecar, sidecar_client):
     await until(lambda: gone)
     assert gone[0].startswith("mine-")
     await sidecar_client.abort("unknown")
-    # A sidecar of before does not know the order, which is passed over.
+    # An older sidecar has no `/abort`, so the abort is ignored.
     assert [asked.body for asked in sidecar.of("/abort")] == [{"request_id": "unknown"}]
 
 
 async def test_the_time_limit_is_passed_on(sidecar, sidecar_client):
     await sidecar_client.generate([5], timeout_s=np.float32(30.0))
     assert 29 < sidecar.calls[0]["timeout_s"] <= 30
-    await sidecar_client.generate([5])
+    await sidecar_client.generate([5], timeout_s=None)
     assert sidecar.calls[1]["timeout_s"] is None
 
 
@@ -761,5 +772,70 @@ async def test_sets_of_a_smaller_threshold_are_refused(client, sidecar_client):
     for each in (client, sidecar_client):
         (rollout,) = await each.generate([5], top_logprobs_p=0.9)
         assert rollout.candidates is not None
-        with pytest.raises(errors.WireError, match=r"top_logprobs_p 0\.99 was asked for"):
+        with pytest.raises(errors.WireError, match=r"expected at least 0\.99, the p that was"):
             await each.generate([5], top_logprobs_p=0.99)
+
+
+# -- backpressure ----------------------------------------------------------------------------------
+
+
+async def settled(engine):
+    """Wait until no more calls come, and return how many there were."""
+    count = -1
+    while count != len(engine.calls):
+        count = len(engine.calls)
+        await asyncio.sleep(1.0)
+    return count
+
+
+async def test_a_slow_caller_holds_back_what_was_not_sent(engine, monkeypatch, no_leftovers):
+    monkeypatch.setattr(requests_in_flight, "_MAX_WAITING_RESULTS", 100)
+    async with (
+        AsyncRolloutClient(engine.url, kind="sglang", max_connections=16) as client,
+        aclosing(client.stream([[i % 90 + 1] for i in range(600)])) as rollouts,
+    ):
+        taken = [await anext(rollouts)]
+        assert await settled(engine) <= 1 + 100 + 16
+        # It does not hold back another request.
+        assert len(await client.generate([[1]] * 50, timeout_s=60)) == 50
+        taken += [rollout async for rollout in rollouts]
+    assert sorted(rollout.prompt_index for rollout in taken) == list(range(600))
+
+
+async def test_an_abort_of_a_stream_that_is_not_read_returns(engine, monkeypatch, no_leftovers):
+    """The caller aborts between two samples, and reads the rest afterwards."""
+    monkeypatch.setattr(requests_in_flight, "_MAX_WAITING_RESULTS", 20)
+    async with AsyncRolloutClient(engine.url, kind="sglang", max_connections=16) as client:
+        params = {"max_new_tokens": 12}
+        stream = client.stream([[i + 1] for i in range(80)], params, on_abort="return", request_id="mine")
+        async with aclosing(stream) as rollouts:
+            engine.paths["/generate"] = with_resumed_tokens(engine.paths["/generate"])
+            taken = [await anext(rollouts)]
+            await settled(engine)
+            async with asyncio.timeout(30):
+                await client.abort("mine")
+                taken += [rollout async for rollout in rollouts]
+    assert sorted(rollout.prompt_index for rollout in taken) == list(range(80))
+    assert {rollout.finish_reason for rollout in taken} == {"stop", "abort"}
+
+
+def with_resumed_tokens(handler):
+    async def handle(asked, reply):
+        event = reply.event
+
+        async def add(chunk):
+            chunk["meta_info"]["resumed_tokens"] = asked.body["resumed_tokens"]
+            await event(chunk)
+
+        reply.event = add
+        await handler(asked, reply)
+
+    return handle
+
+
+def test_generate_resume_and_score_have_a_default_time_limit():
+    for name in ("generate", "resume", "score"):
+        default = inspect.signature(getattr(AsyncRolloutClient, name)).parameters["timeout_s"].default
+        assert default == 4 * 3600.0
+    for name in ("stream", "stream_scores"):
+        assert inspect.signature(getattr(AsyncRolloutClient, name)).parameters["timeout_s"].default is None

@@ -1,4 +1,7 @@
+"""The progress line: who sees it, and what happens if stderr is closed or missing."""
+
 import io
+import logging
 import sys
 
 import pytest
@@ -10,6 +13,12 @@ from sglang_topp_client.progress import Progress
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+@pytest.fixture(autouse=True)
+def no_handlers(monkeypatch):
+    """Act like a script that does not log, because pytest itself adds handlers."""
+    monkeypatch.setattr(logging.getLogger(progress.__name__), "hasHandlers", lambda: False)
 
 
 @pytest.mark.parametrize("show", [None, True, False])
@@ -41,7 +50,7 @@ def test_short_batches_and_false_show_nothing(monkeypatch, show):
     assert sys.stderr.getvalue() == ""
 
 
-def test_none_shows_a_long_batch(monkeypatch):
+def test_by_default_a_long_batch_is_shown(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(progress, "_FIRST_AFTER_S", 0.0)
     with Progress(1, None) as bar:
@@ -49,8 +58,19 @@ def test_none_shows_a_long_batch(monkeypatch):
     assert "rollouts 1/1" in sys.stderr.getvalue()
 
 
+@pytest.mark.parametrize("show", [None, True])
+def test_a_program_that_logs_sees_it_only_if_it_asks(monkeypatch, show):
+    """The progress line would mix with log lines on the same terminal. Here the handlers are pytest's."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(progress, "_FIRST_AFTER_S", 0.0)
+    monkeypatch.delattr(logging.getLogger(progress.__name__), "hasHandlers")
+    with Progress(1, show) as bar:
+        bar.add(10)
+    assert ("rollouts 1/1" in sys.stderr.getvalue()) == bool(show)
+
+
 class Broken(io.StringIO):
-    """A terminal that goes away after so many writes."""
+    """A terminal that disappears after some writes."""
 
     def __init__(self, writes, error):
         super().__init__()
@@ -86,7 +106,7 @@ def test_a_closed_stderr_or_none_that_is_a_file(monkeypatch, stderr):
         bar.add(10)
 
 
-def test_no_stderr_at_all(monkeypatch):
+def test_a_process_without_stderr_works(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     with Progress(1, True) as bar:
         bar.add(10)

@@ -1,4 +1,4 @@
-"""The synchronous face: what is its own. What the core does is tested in test_client.py."""
+"""The synchronous client's own code; test_client.py tests the shared one."""
 
 import asyncio
 import gc
@@ -30,7 +30,18 @@ def until(condition):
 
 
 def test_the_same_arguments_as_the_asynchronous_one():
-    for name in ("__init__", "generate", "stream", "resume", "abort", "abort_all", "server_info", "close"):
+    for name in (
+        "__init__",
+        "generate",
+        "stream",
+        "resume",
+        "score",
+        "stream_scores",
+        "abort",
+        "abort_all",
+        "server_info",
+        "close",
+    ):
         mine = inspect.signature(getattr(RolloutClient, name))
         other = inspect.signature(getattr(AsyncRolloutClient, name))
         assert list(mine.parameters.values()) == list(other.parameters.values()), name
@@ -52,7 +63,7 @@ def test_wrong_arguments_fail_at_once(engine, client):
     assert engine.asked == []
 
 
-def test_from_several_threads_over_one_pool(engine, client, fakes):
+def test_several_threads_share_one_client(engine, client, fakes):
     async def together(asked, reply):
         while engine.peak < 80:
             await asyncio.sleep(0.01)
@@ -145,7 +156,7 @@ def test_a_stream_that_the_collector_ends_on_the_loop_itself(engine, client, han
     assert engine.aborted == [engine.calls[1]["rid"]]
 
 
-# A process that a shell put into the background inherits that SIGINT is ignored.
+# A shell makes background processes ignore SIGINT, and their children inherit that.
 SCRIPT = """
 import os, signal, sys
 from sglang_topp_client import RolloutClient
@@ -165,7 +176,7 @@ def test_an_interrupt_aborts(engine, hang):
     assert set(engine.aborted) == {engine.calls[0]["rid"]}
 
 
-def test_after_a_fork(engine):
+def test_the_client_works_after_a_fork(engine):
     code = (
         f"{SCRIPT}client.generate([5])\n"
         "pid = os.fork()\n"
@@ -181,7 +192,7 @@ def test_after_a_fork(engine):
 @pytest.mark.parametrize(
     "use", ["print(len(client.generate([5])))", "left = client.stream([[5], [5]])\nprint(len([next(left)]))"]
 )
-def test_an_interpreter_that_just_ends(engine, use):
+def test_an_interpreter_that_ends_without_close_exits(engine, use):
     code = f"{SCRIPT}{use}"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, engine.url],

@@ -1,4 +1,4 @@
-"""One engine in its usual configuration, shared among the tests."""
+"""The shared engine, its model, and weights to push to it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_topp_server.tiny_model import make_tiny_model
-from tests.engine.running import Engine, run_engine
-from tests.engine.weights import make_weights
+from sglang_topp_server.cli.tiny_model import make_tiny_model
+from tests.engine import start_servers
+from tests.engine.fork_server import ForkServer
+from tests.engine.pushed_weights import make_weights
+from tests.engine.start_servers import Engine, run_engine
 
 VOCAB_SIZE = 512
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,9 +33,21 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engine-logs")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(log_folder: Path) -> Iterator[None]:
+    """Let `run_engine` fork engines from a process that imports SGLang once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
+            patch.setenv(name, "0")  # otherwise SGLang sleeps for 5 s before it ends
+        server = ForkServer(log_folder / "fork_server.log")
+        patch.setattr(start_servers, "fork_server", server)
+        yield
+    server.close()
+
+
 @pytest.fixture(scope="session")
 def engine(model_path: Path, log_folder: Path) -> Iterator[Engine]:
-    """The usual server: overlap scheduling, radix cache, prompts prefilled in chunks of 64 tokens."""
+    """The shared server: overlap scheduling, radix cache, chunked prefill of 64 tokens."""
     with run_engine(model_path, log_folder / "default.log", "--chunked-prefill-size", "64") as running:
         yield running
 
@@ -46,7 +60,7 @@ def weight_folders(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def reference_models(weight_folders: dict[str, Path]) -> dict[str, Any]:
-    """transformers' models of the same weights, float32."""
+    """float32 transformers models of `weight_folders`, by version."""
     return {
         version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for version, folder in weight_folders.items()
@@ -55,7 +69,7 @@ def reference_models(weight_folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture
 def load_example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports an example by its name; it finds those beside it, as when it is run."""
+    """Import an example by its name, with the examples' folder on the path."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield importlib.import_module
     for path in EXAMPLES.glob("*.py"):

@@ -1,7 +1,7 @@
-"""Another SGLang plugin, which hooks every function that ours does and has an output of its own.
+"""Another SGLang plugin that hooks the same functions, and has an output of its own.
 
-`install` makes a package of it that a server finds on its PYTHONPATH, before our own or after it. In each
-process of that server it writes down which of its hooks were called.
+`install` writes it to a package on a server's PYTHONPATH, so that it loads before or after ours. In each
+process of that server, the plugin records which of its hooks were called.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ KEY = "second_plugin"
 _CALLS = "SECOND_PLUGIN_CALLS"
 _METADATA = "Metadata-Version: 2.1\nName: second-plugin\nVersion: 1.0\n"
 _ENTRY_POINTS = "[sglang.srt.plugins]\nsecond_plugin = tests.engine.second_plugin:register\n"
-# At the end of the path: whatever is installed is found first.
+# The folder is at the end of the path, so installed packages are found first.
 _LAST = "import sys\nsys.path.append({!r})\n"
 
 
 def install(folder: Path, *, first: bool) -> dict[str, str]:
-    """Put the plugin into an empty folder.
+    """Write the plugin to an empty folder.
 
     Returns:
-        what a server's environment has to have so that it loads the plugin, before ours or after it; its
-        calls come into `folder / "calls"`.
+        The environment variables with which a server loads the plugin, before or after ours. The plugin
+    records its calls in `folder / "calls"`.
     """
     package = folder / "package"
     information = package / "second_plugin-1.0.dist-info"
@@ -40,10 +40,10 @@ def install(folder: Path, *, first: bool) -> dict[str, str]:
 
 
 def register() -> None:
-    """The entry point: a hook of each kind wherever ours stand."""
+    """Register the plugin: a hook of each kind at every function that ours hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_topp_patches.releases import installed
+    from sglang_topp_patches.compat.releases import installed
 
     ours = any(HookRegistry._hooks.values())
     _note("loaded after ours" if ours else "loaded before ours")
@@ -65,7 +65,7 @@ def register() -> None:
 
 
 class _Output:
-    """One entry for each token that becomes visible: its id, and one more."""
+    """Return one entry for each token that becomes visible: its id plus one."""
 
     def copy_to_host(self, copy: Callable[[Any], Any]) -> _Output:
         return self
@@ -96,7 +96,7 @@ _noted: set[str] = set()
 
 
 def _note(line: str) -> None:
-    """Once in each process; short lines that are appended do not mix."""
+    """Record a call once in each process. Short appended lines do not mix."""
     if line not in _noted:
         _noted.add(line)
         with open(os.environ[_CALLS], "a") as calls:

@@ -1,4 +1,4 @@
-"""Many requests of every kind at once: nobody gets another request's sets, or none."""
+"""Many requests of every kind at once: each gets all of its own sets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from sglang_topp import wire
-from tests.engine.checks import checked_sets
-from tests.engine.running import Engine, chunks_of
+from sglang_topp import formats
+from tests.engine.candidate_set_checks import checked_sets
+from tests.engine.start_servers import Engine, chunks_of
 
 REQUESTS = 64
 
@@ -36,7 +36,7 @@ async def _send(http: httpx.AsyncClient, index: int, rng: random.Random) -> str:
     if rng.random() < 0.15:
         body["sampling_params"]["max_new_tokens"] = 2000
         sending = asyncio.create_task(http.post("/generate", json=body))
-        # An order to abort that comes before its request is forgotten.
+        # SGLang forgets an abort that arrives before its request.
         while not sending.done():
             await asyncio.sleep(0.3 * rng.random())
             await http.post("/abort_request", json={"rid": body["rid"]})
@@ -58,7 +58,7 @@ async def _send(http: httpx.AsyncClient, index: int, rng: random.Random) -> str:
         if p:
             checked_sets(chunk, p)
         else:
-            assert not wire.has_output_sets(chunk["meta_info"])
+            assert not formats.has_top_p(chunk["meta_info"])
     assert len(chunks[-1]["output_ids"]) == body["sampling_params"]["max_new_tokens"]
     return "with sets" if p else "without"
 
@@ -76,7 +76,7 @@ async def test_mixed_requests(engine: Engine) -> None:
 
 
 async def test_parallel_samples_beside_other_requests(engine: Engine) -> None:
-    """SGLang first computes their prompt by a request for no tokens, in one pass with the others."""
+    """SGLang first computes their prompt by a request for no tokens, in one pass with other requests."""
 
     async def send(http: httpx.AsyncClient, n: int) -> None:
         body = {
@@ -95,7 +95,7 @@ async def test_parallel_samples_beside_other_requests(engine: Engine) -> None:
 
 
 async def test_prompts_whose_scoring_is_interrupted(engine: Engine) -> None:
-    """A pause in mid-prefill, as trainers do it to push weights, makes SGLang score the prompt again."""
+    """A pause during the prefill, as before a weight push, makes SGLang score the prompt again."""
 
     async def send(http: httpx.AsyncClient, i: int) -> int:
         body = {
@@ -109,7 +109,7 @@ async def test_prompts_whose_scoring_is_interrupted(engine: Engine) -> None:
         answer = (await http.post("/generate", json=body)).json()
         checked_sets(answer, 0.9)
         reported = answer["meta_info"]["input_token_logprobs"]
-        sets = wire.decode_input_sets(answer["meta_info"], [token_id for _, token_id, _ in reported])
+        sets = formats.decode_prompt_top_p(answer["meta_info"], [token_id for _, token_id, _ in reported])
         expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
         np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
         return int(answer["meta_info"]["num_retractions"])

@@ -1,5 +1,7 @@
-"""Two data-parallel replicas that take and give token ids alone (`--skip-tokenizer-init`): each answers with
-exact sets, and what they hold is counted in both."""
+"""Two data-parallel replicas without a tokenizer (`--skip-tokenizer-init`) answer with exact sets.
+
+Both replicas count the candidates in flight.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from tests.engine.checks import check_whole
+from tests.engine.candidate_set_checks import check_whole
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.running import Engine, run_engine
+from tests.engine.start_servers import Engine, run_engine
 
 SAMPLING = {"max_new_tokens": 16, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 WHOLE = {"return_logprob": True, "top_logprobs_p": 0.8, "top_logprobs_num": VOCAB_SIZE}
@@ -23,7 +25,7 @@ WHOLE = {"return_logprob": True, "top_logprobs_p": 0.8, "top_logprobs_num": VOCA
 @pytest.fixture(scope="module")
 def replicas(model_path: Path, log_folder: Path) -> Iterator[Engine]:
     arguments = ["--dp-size", "2", "--skip-tokenizer-init"]
-    # The cores of each rank; before 0.5.20, of each rank within a replica.
+    # The cores of each rank. Before 0.5.20, SGLang counts ranks within a replica.
     cores = "0|1" if Version(version("sglang")) >= Version("0.5.20") else "0-1"
     environment = {"SGLANG_CPU_OMP_THREADS_BIND": cores}
     with run_engine(model_path, log_folder / "dp.log", *arguments, env=environment) as running:

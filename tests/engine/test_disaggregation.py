@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,14 +24,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_topp import CandidateSets, wire
+from sglang_topp import formats
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.releases import Feature
-from tests.engine.checks import check_rollout, checked_sets
-from tests.engine.in_flight import InFlight
-from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
-from tests.engine.running import Engine, chunks_of, free_port, run_engine, run_gateway
-from tests.features import has_argument, needs, skip_without
+from sglang_topp_patches.compat.releases import Feature
+from tests.engine.candidate_set_checks import check_nothing_is_held, check_rollout, checked_sets
+from tests.engine.requests_during_push import InFlight
+from tests.engine.start_servers import Engine, chunks_of, free_port, run_engine, run_gateway
+from tests.engine.transformers_reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
+from tests.skip_missing_features import has_argument, needs, skip_without
 
 skip_without(Feature.DISAGGREGATION)
 
@@ -45,14 +46,14 @@ BOTH_FORMS = pytest.mark.parametrize("base64", [True, False], ids=["base64", "li
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill server and the decode server that takes over from it."""
+    """A prefill server and the decode server that continues its requests."""
 
     prefill: Engine
     decode: Engine
     bootstrap_port: int
 
     def rooms(self, count: int | None = None) -> dict[str, Any]:
-        """Where two servers meet for a request, or for each prompt of one."""
+        """Return the bootstrap fields by which two servers meet for a request, or for each of its prompts."""
         rooms = [secrets.randbits(62) for _ in range(count or 1)]
         return {
             "bootstrap_host": "127.0.0.1",
@@ -67,7 +68,7 @@ class Pair:
         to_prefill: dict[str, Any] | None = None,
         num_prompts: int | None = None,
     ) -> tuple[httpx.Response, httpx.Response]:
-        """Both servers' answers to one request; `to_prefill` changes the prefill server's."""
+        """Send a request to both servers, with `to_prefill` changed for the prefill server."""
         body = {**body, **self.rooms(num_prompts)}
         async with httpx.AsyncClient(timeout=300) as http:
             return await asyncio.gather(
@@ -78,42 +79,48 @@ class Pair:
             )
 
     async def generate(self, num_prompts: int | None = None, **body: Any) -> tuple[Any, Any]:
-        """The parsed answers of both; anything but a 200 fails the test."""
+        """Return the parsed answers of both servers. Any status but 200 fails the test."""
         answers = await self.send(body, num_prompts=num_prompts)
         for answer in answers:
             assert answer.status_code == 200, answer.text
         return answers[0].json(), answers[1].json()
 
-    def held(self) -> list[int]:
-        infos = [engine.http.get("/server_info").json() for engine in (self.prefill, self.decode)]
-        return [info["sglang_topp"]["budget"]["candidates_in_flight"] for info in infos]
+
+def run_role(
+    model_path: Path, log: Path, role: str, port: int, env: Mapping[str, str] | None = None
+) -> AbstractContextManager[Engine]:
+    """Run a server of this role, with the bootstrap server at `port`."""
+    here = Path(__file__).parent / "nixl_on_cpu"
+    environment = {
+        # The transfer waits for CUDA events, and a retracted request's KV cache needs pinned memory.
+        "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
+        "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1",
+        "UCX_TLS": "tcp,self",
+        **(env or {}),
+    }
+    arguments = ["--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(port)]
+    arguments += ["--chunked-prefill-size", "64", "--disaggregation-mode", role]
+    if has_argument("disaggregation_decode_retraction_backup"):
+        arguments += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+    return run_engine(model_path, log, *arguments, env=environment)
 
 
 @pytest.fixture(scope="module")
 def pair(model_path: Path, log_folder: Path) -> Iterator[Pair]:
     port = free_port()
-    here = Path(__file__).parent / "nixl_on_cpu"
-    environment = {
-        # It waits for CUDA events, and a retracted request's KV cache for pinned memory.
-        "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
-        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
-        "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1",
-        "UCX_TLS": "tcp,self",
-    }
-    arguments = ["--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(port)]
-    arguments += ["--chunked-prefill-size", "64"]
-    if has_argument("disaggregation_decode_retraction_backup"):
-        arguments += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
-    roles = ("prefill", "decode")
-    running = [
-        run_engine(
-            model_path, log_folder / f"{role}.log", *arguments, "--disaggregation-mode", role, env=environment
-        )
-        for role in roles
-    ]
+    running = [run_role(model_path, log_folder / f"{role}.log", role, port) for role in ("prefill", "decode")]
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         engines = [each.result() for each in [pool.submit(stack.enter_context, one) for one in running]]
         yield Pair(*engines, port)
+
+
+@pytest.fixture(scope="module")
+def pair_with_unpatched_decode(pair: Pair, model_path: Path, log_folder: Path) -> Iterator[Pair]:
+    """The patched prefill server, and a decode server without the patch set."""
+    log, port = log_folder / "unpatched-decode.log", pair.bootstrap_port
+    with run_role(model_path, log, "decode", port, {"SGLANG_PLUGINS": "sglang_topp_cpu"}) as decode:
+        yield Pair(pair.prefill, decode, port)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +129,7 @@ def reference_model(model_path: Path) -> Any:
 
 
 def check_against_reference(model: Any, prompt_ids: list[int], answer: Any, p: float) -> int:
-    """Every set clear of rounding is the definition's on transformers' log-probs; how many were."""
+    """Check the sets that rounding cannot change against the definition. Return their number."""
     sets = checked_sets(answer, p)
     expected = reference_logprobs(model, prompt_ids, answer["output_ids"], 1.0)
     compared = 0
@@ -158,7 +165,7 @@ async def test_a_mixed_batch(pair: Pair, reference_model: Any, base64: bool) -> 
         assert len(answer["output_ids"]) == 12
         assert first["output_ids"] == answer["output_ids"][:1]
         if p is None:
-            assert not wire.has_output_sets(answer["meta_info"])
+            assert not formats.has_top_p(answer["meta_info"])
             continue
         compared += check_against_reference(reference_model, prompt, answer, p)
         ours, theirs = checked_sets(answer, p)[0], checked_sets(first, p)[0]
@@ -178,12 +185,14 @@ async def test_an_answer_that_ends_at_once(pair: Pair, max_new_tokens: int) -> N
 
 @pytest.mark.parametrize("start", [0, 1, 90])
 async def test_prompt_sets_are_in_both_answers(pair: Pair, start: int) -> None:
-    """They were taken on the prefill server, in several chunks; SGLang's own stay in its answer."""
+    """The prefill server takes these sets in several chunks. SGLang's own log-probs stay in its answer."""
     prefilled, answer = await pair.generate(
         input_ids=PROMPT_IDS, sampling_params=SAMPLING, logprob_start_len=start, **WANTED
     )
     assert len(checked_sets(answer, 0.8)) == 12
-    sets = [wire.decode_input_sets(each["meta_info"], PROMPT_IDS[start:]) for each in (prefilled, answer)]
+    sets = [
+        formats.decode_prompt_top_p(each["meta_info"], PROMPT_IDS[start:]) for each in (prefilled, answer)
+    ]
     assert sets[0] == sets[1]
     assert len(sets[0]) == 200 - start
     assert all(len(ids) for ids, _ in list(sets[0])[1:])
@@ -201,16 +210,16 @@ async def test_streams(pair: Pair, base64: bool) -> None:
     }
     _, streamed = await pair.send(body)
     chunks = chunks_of(streamed.content)
-    assert len(chunks) > 1  # SGLang merges what its HTTP process falls behind with
+    assert len(chunks) > 1  # SGLang merges chunks if its HTTP process falls behind
     for chunk in chunks:
         checked_sets(chunk, 0.8)
-        assert len(wire.decode_input_sets(chunk["meta_info"], PROMPT_IDS[95:100])) == 5
+        assert len(formats.decode_prompt_top_p(chunk["meta_info"], PROMPT_IDS[95:100])) == 5
     assert len(chunks[-1]["output_ids"]) == 48
 
 
 @needs(Feature.SAMPLER_SOURCE)
 async def test_what_the_sampler_could_draw_is_the_native_mask(pair: Pair) -> None:
-    """SGLang's own, for the first token too."""
+    """SGLang's own log-prob, for the first token too."""
     filters: list[dict[str, Any]] = [
         {"top_k": 20, "top_p": 0.95, "min_p": 0.05, "temperature": 0.6},
         {"top_k": 5, "top_p": 1.0},
@@ -226,7 +235,7 @@ async def test_what_the_sampler_could_draw_is_the_native_mask(pair: Pair) -> Non
         top_logprobs_source="sampler",
     )
     for answer in answers:
-        sets = CandidateSets.from_meta_info(answer["meta_info"], answer["output_ids"], vocab_size=512)
+        sets = formats.decode_top_p(answer["meta_info"], answer["output_ids"], vocab_size=512)
         masks = answer["meta_info"]["output_token_sampling_mask"]
         assert len(sets) == len(masks) == 12
         for (token_ids, _), native in zip(sets, masks, strict=True):
@@ -284,14 +293,14 @@ async def test_what_a_decode_server_cannot_answer_is_refused(pair: Pair, change:
 
 
 async def test_more_top_logprobs_than_are_handed_over_are_refused(pair: Pair) -> None:
-    """SGLang's prefill scheduler dies of them."""
+    """They end SGLang's prefill scheduler."""
     for num, status in ((129, 400), (128, 200)):
         body = {"text": "x", "sampling_params": SAMPLING, "top_logprobs_num": num, **WANTED}
         assert [answer.status_code for answer in await pair.send(body)] == [status] * 2
 
 
 def test_through_a_router(pair: Pair, log_folder: Path) -> None:
-    """It joins the log-probs of the prompt, which SGLang leaves on the prefill server, to the answer."""
+    """The router joins the prompt's log-probs, which SGLang leaves on the prefill server, to the answer."""
     servers = (pair.prefill.url, str(pair.bootstrap_port), pair.decode.url)
     with run_gateway(log_folder / "pd-smg.log", disaggregated=servers) as url, RolloutClient(url) as client:
         (rollout,) = client.generate("hello", SAMPLING, top_logprobs_p=0.8)
@@ -299,15 +308,14 @@ def test_through_a_router(pair: Pair, log_folder: Path) -> None:
         body = {"input_ids": PROMPT_IDS, "sampling_params": SAMPLING, "logprob_start_len": 0, **WANTED}
         answer = httpx.post(f"{url}/generate", json=body, timeout=60).json()
         assert len(checked_sets(answer, 0.8)) == 12
-        sets = wire.decode_input_sets(answer["meta_info"], PROMPT_IDS)
+        sets = formats.decode_prompt_top_p(answer["meta_info"], PROMPT_IDS)
         reported = [each[0] for each in answer["meta_info"]["input_token_logprobs"][1:]]
         np.testing.assert_array_equal(sets.sampled_logprobs[1:], np.array(reported, np.float32))
 
 
 async def test_nothing_is_held_in_the_end(pair: Pair) -> None:
-    """But what was asked for in other words, which `test_handover` sees go: below."""
-    await asyncio.sleep(1)
-    assert pair.held() == [0, 0]
+    """Runs before the mismatched requests below, whose sets wait for their time limit."""
+    check_nothing_is_held(pair.prefill, pair.decode)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +328,7 @@ async def test_nothing_is_held_in_the_end(pair: Pair) -> None:
     ],
 )
 async def test_a_set_of_something_else_is_an_error(pair: Pair, other: dict[str, Any], name: str) -> None:
-    """Each form of answer is one, and the servers go on."""
+    """Each form of answer is an error, and the servers continue."""
     body = {"text": "x", "sampling_params": {**SAMPLING, "max_new_tokens": 100}, **WANTED}
     (first, whole), (_, streamed) = await asyncio.gather(
         pair.send(body, to_prefill=other), pair.send({**body, "stream": True}, to_prefill=other)
@@ -332,3 +340,48 @@ async def test_a_set_of_something_else_is_an_error(pair: Pair, other: dict[str, 
     assert "output_ids" not in streamed.text
     _, answer = await pair.generate(text="x", sampling_params=SAMPLING, **WANTED)
     assert len(checked_sets(answer, 0.8)) == 12
+
+
+async def test_a_prefill_server_that_is_not_asked_for_sets_is_an_error_at_once(pair: Pair) -> None:
+    body = {"text": "x", "sampling_params": SAMPLING, **WANTED}
+    start = time.monotonic()
+    first, answer = await pair.send(body, to_prefill={"top_logprobs_p": None})
+    assert time.monotonic() - start < 15
+    assert (first.status_code, answer.status_code) == (200, 500)
+    assert "was asked with other top_logprobs_p; both need the same" in answer.text
+
+
+async def test_a_decode_server_without_the_patch_set_gets_no_kv_cache(
+    pair_with_unpatched_decode: Pair,
+) -> None:
+    """The prefill server answers with the error.
+
+    The decode server ignores our fields, and would answer without sets. A router that gets the error drops
+    the other answer.
+    """
+    pair = pair_with_unpatched_decode
+    chat = {"model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **WANTED}
+    bodies: dict[str, dict[str, Any]] = {
+        "/generate": {"text": "x", "sampling_params": SAMPLING, **WANTED},
+        "/v1/completions": {"model": "default", "prompt": "x", "max_tokens": 4, "top_logprobs_p": 0.8},
+        "/v1/chat/completions": {key: value for key, value in chat.items() if key != "return_logprob"},
+    }
+
+    async def one(path: str, body: dict[str, Any], stream: bool) -> None:
+        body = {**body, **pair.rooms(), "stream": stream}
+        async with httpx.AsyncClient(timeout=120) as http:
+            decoding = asyncio.create_task(http.post(f"{pair.decode.url}{path}", json=body))
+            answer = await http.post(f"{pair.prefill.url}{path}", json=body)
+            assert "no decode server asked for the first token's set" in answer.text, answer.text
+            assert stream or answer.status_code == 503
+            await asyncio.sleep(1)
+            assert not decoding.done(), decoding.result().text
+            decoding.cancel()
+            await asyncio.gather(decoding, return_exceptions=True)
+
+    await asyncio.gather(
+        *(one(path, body, stream) for path, body in bodies.items() for stream in (False, True))
+    )
+    # Requests without sets are served.
+    body = {"text": "x", "sampling_params": SAMPLING}
+    assert [answer.status_code for answer in await pair.send(body)] == [200, 200]

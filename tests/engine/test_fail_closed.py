@@ -1,4 +1,4 @@
-"""Where the patch set does not hold, nobody gets a set, and everybody is told why."""
+"""If the patch set does not hold, no request gets a set, and every caller learns the reason."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from sglang_topp_patches.releases import RELEASES, installed
-from tests.engine.running import run_engine
+from sglang_topp_patches.compat.releases import RELEASES, installed
+from tests.engine.start_servers import run_engine
 
-# Read by every Python process that has its folder on PYTHONPATH: SGLang claims to be another release.
+# A `sitecustomize` that every Python process with this folder on PYTHONPATH runs. SGLang then claims to be
+# another release.
 OTHER_RELEASE = """
 import importlib.metadata as metadata
 original = metadata.version
 metadata.version = lambda name: "0.5.99" if name == "sglang" else original(name)
 """
 
-# And ours was written for a release that has one function elsewhere, and another with a parameter more.
+# The patch set then expects one function elsewhere, and another with one more parameter.
 MOVED_AND_CHANGED = """
 from dataclasses import replace
 from types import MappingProxyType
-from sglang_topp_patches import releases
+from sglang_topp_patches.compat import releases
 
 batch = "sglang.srt.managers.schedule_batch."
 new = {
@@ -35,17 +36,52 @@ seams = tuple(replace(seam, **new.get(seam.target, {})) for seam in release.seam
 releases.RELEASES = MappingProxyType({"0.5.23": replace(release, seams=seams)})
 """
 
+# SGLang's sampler has the function that slime's sglang-top_p.patch adds to it.
+PATCHED_BY_SLIME = """
+import sys
+from importlib.machinery import PathFinder, SourceFileLoader
+
+
+class Patched(SourceFileLoader):
+    def exec_module(self, module):
+        super().exec_module(module)
+        module.renorm_logprob_over_top_p = print
+
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name != "sglang.srt.layers.sampler":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        spec.loader = Patched(name, spec.origin)
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
+"""
+
 
 @pytest.fixture
 def another_release(tmp_path: Path) -> dict[str, str]:
-    """An environment in which SGLang is of a release that the patch set does not know."""
-    (tmp_path / "sitecustomize.py").write_text(OTHER_RELEASE)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
+    """Return an environment in which SGLang claims a release that the patch set does not know."""
+    return _at_start(OTHER_RELEASE, tmp_path)
+
+
+@pytest.fixture
+def patched_by_slime(tmp_path: Path) -> dict[str, str]:
+    """Return an environment in which SGLang was built with slime's patch of the sampler."""
+    return _at_start(PATCHED_BY_SLIME, tmp_path)
+
+
+def _at_start(code: str, folder: Path) -> dict[str, str]:
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
 def _sglang_topp(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sglang_topp_server.cli", *arguments],
+        [sys.executable, "-m", "sglang_topp_server.cli.main", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **(env or {})},
@@ -111,7 +147,7 @@ def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
 
 
 def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_path: Path) -> None:
-    """The installed SGLang has a class of the scheduler's elsewhere, and a method takes one thing less."""
+    """The patch set finds a scheduler class missing, and a method without an expected parameter."""
     with (tmp_path / "sitecustomize.py").open("a") as changed:
         changed.write(MOVED_AND_CHANGED)
     ended = _sglang_topp("doctor", env=another_release)
@@ -125,3 +161,36 @@ def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_p
     assert lines[changed_to + 1].endswith("), expected cause among them")
     assert f"{len(installed()[1].seams) - 2} of its {len(installed()[1].seams)} seams hold" in lines
     assert lines[-1] == "the patch set does NOT hold: requests are refused"
+
+
+def test_an_sglang_that_slime_patched_is_refused_in_words(
+    model_path: Path, log_folder: Path, patched_by_slime: dict[str, str]
+) -> None:
+    """Every seam holds there, and the log-probs of slime's requests would be renormalized twice."""
+    words = "sglang.srt.layers.sampler has renorm_logprob_over_top_p: this SGLang was changed by slime's"
+    ended = _sglang_topp("doctor", env=patched_by_slime)
+    assert ended.returncode == 1
+    assert [line for line in ended.stdout.splitlines() if line.startswith("problem: ")] == [
+        line for line in ended.stdout.splitlines() if line.startswith(f"problem: {words}")
+    ]
+    assert f"problem: {words}" in ended.stdout
+    assert "FAILS" not in ended.stdout
+
+    with run_engine(model_path, log_folder / "patched-by-slime.log", env=patched_by_slime) as engine:
+        plain = {"text": "hello", "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
+        assert len(engine.generate(**plain)["output_ids"]) == 3
+        flagged = {"custom_params": {"return_top_p_token_ids": True}}
+        for field, asked in (
+            ("return_top_p_token_ids", {"sampling_params": flagged}),
+            ("top_logprobs_p", {"top_logprobs_p": 0.9}),
+        ):
+            refused = engine.post(**{**plain, **asked})
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error.startswith(
+                f"{field}: candidate sets are not served here: {words} sglang-top_p.patch,"
+            )
+            assert error.endswith("(this plugin answers return_top_p_token_ids itself)")
+        report = engine.http.get("/server_info").json()["sglang_topp"]
+        assert report["active"] is False
+        assert f"sglang-topp refuses candidate sets: {words}" in engine.log.read_text()

@@ -1,7 +1,7 @@
-"""No request ends the engine for the others: what SGLang does not survive is refused before it gets there.
+"""Requests that SGLang does not survive are refused, so no request ends the engine for other callers.
 
-Everything is sent one after the other, to a sidecar before the engine and, where sets are asked for, to
-the engine itself. After each the engine still answers, and its processes are the same.
+Each request goes to a sidecar. A request for sets also goes directly to the engine. After each one, the
+engine still answers, and its processes are the same.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.running import Engine, free_port
-from tests.features import needs_grammars
+from tests.engine.start_servers import Engine, free_port
+from tests.skip_missing_features import needs_grammars
 
 CONTEXT_LENGTH = 4096
 SAMPLING = {"max_new_tokens": 4, "top_p": 0.9}
@@ -27,7 +27,7 @@ SAMPLING = {"max_new_tokens": 4, "top_p": 0.9}
 @pytest.fixture(scope="module")
 def sidecar(engine: Engine) -> Iterator[httpx.Client]:
     port = free_port()
-    command = [sys.executable, "-m", "sglang_topp_server.cli", "sidecar", "--engine-url", engine.url]
+    command = [sys.executable, "-m", "sglang_topp_server.cli.main", "sidecar", "--engine-url", engine.url]
     process = subprocess.Popen([*command, "--port", str(port)])
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
         deadline = time.monotonic() + 120
@@ -47,7 +47,7 @@ def sidecar(engine: Engine) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def unharmed(engine: Engine) -> Iterator[None]:
-    """The engine's processes are the same afterwards, and a request is answered."""
+    """Check that the engine has the same processes afterwards, and answers a request."""
     before = processes(engine)
     yield
     assert processes(engine) == before
@@ -56,7 +56,7 @@ def unharmed(engine: Engine) -> Iterator[None]:
 
 
 def processes(engine: Engine) -> set[int]:
-    """The ids of what the engine runs as."""
+    """Return the ids of the engine's processes."""
     table = subprocess.run(["ps", "-eo", "pid,sess,stat"], capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in table.splitlines()[1:]]
     return {int(pid) for pid, sess, state in rows if int(sess) == engine.process.pid and state[0] != "Z"}
@@ -70,19 +70,19 @@ def test_the_models_sizes_are_reported(engine: Engine, sidecar: httpx.Client) ->
     assert sidecar.get("/info").json()["engine"]["model"].items() >= model.items()
 
 
-# -- sampling parameters: the same through the sidecar and straight ----------------------------------
+# -- sampling parameters: through the sidecar, and directly ----------------------------------
 
 DEEP: list[Any] = json.loads("[" * 80 + "]" * 80)
 EVERY_TOKEN = [str(i) for i in range(VOCAB_SIZE)]
 FATAL_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
-    # A tensor's index.
+    # The value becomes an index of a tensor.
     "stop ids beyond": ({"stop_token_ids": [1000000, -5], "min_new_tokens": 2}, "stop_token_ids: got token"),
     "a negative stop id": ({"stop_token_ids": [-5], "min_new_tokens": 2}, "stop_token_ids: got token id -5"),
-    # Beyond the integer type that it goes into.
+    # The value overflows its integer type.
     "top_k of 32 bits": ({"top_k": 2**31}, "top_k: got 2147483648"),
     "top_k of 63 bits": ({"top_k": 2**63 - 1}, "top_k: got"),
     "top_k of 64 bits": ({"top_k": 2**63}, "9223372036854775808"),
-    # No finite logit is left: NaN for probabilities.
+    # No finite logit is left, so the probabilities are NaN.
     "a tiny penalty": ({"repetition_penalty": 1e-45}, "repetition_penalty: got 1e-45"),
     "an infinite bias": ({"logit_bias": {"5": 1e300}}, "logit_bias: got 1e+300"),
     "a bias beyond float32": ({"logit_bias": {"5": 1e39}}, "logit_bias: got 1e+39"),
@@ -97,16 +97,16 @@ FATAL_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
         {"json_schema": '{"type": "boolean"}', "min_new_tokens": 4},
         "min_new_tokens: got 4 with json_schema",
     ),
-    # A search without end, in the scheduler.
+    # The scheduler searches without end.
     "exponential": ({"stop_regex": "(.*)*(.*)*(.*)*~~Q", "max_new_tokens": 40}, "stop_regex: got"),
     "of the ninth power": (
         {"stop_regex": "(?s)" + ".*" * 8 + "~Q", "max_new_tokens": 400},
         "stop_regex: got",
     ),
-    # An unnamed 500.
+    # SGLang alone answers a 500 without a reason.
     "deep custom_params": ({"custom_params": {"a": DEEP}}, "custom_params: got more than 64 levels"),
-    "choice": ({"choice": ["a"]}, "choice: SGLang does not take it"),
-    "no choice": ({"choice": None}, "choice: SGLang does not take it"),
+    "choice": ({"choice": ["a"]}, "choice: SGLang does not accept it"),
+    "no choice": ({"choice": None}, "choice: SGLang does not accept it"),
     "a broken stop regex": ({"stop_regex": "("}, "no regular expression: missing )"),
 }
 
@@ -142,7 +142,7 @@ def test_custom_params_that_are_no_object(
     )
     asked = {"text": "hello", "return_logprob": True, "sampling_params": params}
     refused(engine.post(**asked, top_logprobs_p=0.9), 400, "custom_params")
-    # Without the field nobody asked for anything: SGLang's own answer.
+    # Without the field, the request asks for no sets, and the answer is SGLang's own.
     assert engine.post(**asked).status_code == (400 if "top_logprobs_p" in str(custom) else 200)
 
 
@@ -221,7 +221,7 @@ def test_fatal_requests_straight_to_the_engine(
 
 @pytest.mark.parametrize("key", ["json_schema", "regex", "ebnf", "structural_tag"])
 def test_grammars_for_an_engine_that_one_may_end(sidecar: httpx.Client, key: str) -> None:
-    """This engine was not started by `sglang-topp serve`, whose engines `test_serve` asks."""
+    """`sglang-topp serve` did not start this engine. `test_serve` tests an engine that it started."""
     answer = sidecar.post("/rollouts", json={"prompts": "a", "sampling_params": {key: "{}"}})
     refused(answer, 400, f"sampling_params.{key}: got one", "SGLANG_SANITIZE_NAN_LOGITS=1")
 
@@ -235,7 +235,7 @@ def test_long_stop_strings(unharmed: None, engine: Engine, sidecar: httpx.Client
         refused(answer, 400, "sampling_params.stop: got a stop string of")
 
 
-# -- hostile, and harmless: served, or SGLang's own to refuse ------------------------------------------
+# -- odd but harmless: served, or refused by SGLang itself ------------------------------------------
 
 NESTED = '{"type":"object","properties":{"a":' * 500 + '{"type":"string"}' + "}}" * 500
 

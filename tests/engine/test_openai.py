@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,24 +14,24 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_topp import CandidateSets
-from tests.engine.checks import check_nucleus
-from tests.engine.running import Engine
+from sglang_topp import CandidateSets, formats
+from tests.documentation_blocks import block_with
+from tests.engine.candidate_set_checks import check_nucleus
+from tests.engine.start_servers import Engine
 
-README = Path(__file__).parents[2] / "README.md"
 P = 0.8
 ASKED = {"top_logprobs_p": P, "return_logprobs_in_base64": True}
 PROMPT = "The quick brown fox"
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]
 TOKENS = 16
-# How far two passes over the same tokens may lie apart.
+# The largest difference between two forward passes with equal tokens.
 TOLERANCE = 2e-5
 
 BOTH_FORMS = pytest.mark.parametrize("base64", [True, False], ids=["base64", "list"])
 
 
 def _takes(field: str) -> bool:
-    """Whether SGLang's own chats have a field."""
+    """Return whether SGLang's own chat requests have a field."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -70,15 +69,15 @@ def chat(client: openai.OpenAI, extra: Mapping[str, Any], **request: Any) -> Any
 
 
 def decode(entry: Mapping[str, Any], p: float = P) -> CandidateSets:
-    """One choice's sets, as far as they can be checked alone."""
-    sets = CandidateSets.from_meta_info(entry, entry["output_ids"], vocab_size=512)
+    """Return one choice's sets. Check what a set alone can show."""
+    sets = formats.decode_top_p(entry, entry["output_ids"], vocab_size=512)
     for t, (token_ids, logprobs) in enumerate(sets):
         check_nucleus(token_ids, logprobs, entry["output_ids"][t], p, t)
     return sets
 
 
 def check_against_the_engine(engine: Engine, prompt_ids: list[int], entry: Any, p: float = P) -> None:
-    """The sets against SGLang's own log-probs of the whole vocabulary, where it scores the same tokens."""
+    """Check the sets against SGLang's log-probs over the whole vocabulary, from scoring the same tokens."""
     output_ids = entry["output_ids"]
     meta_info = engine.generate(
         input_ids=prompt_ids + output_ids,
@@ -167,7 +166,7 @@ def test_openais_own_logprobs_stay_beside_the_sets(client: openai.OpenAI) -> Non
     sets = decode(completion.sglext["candidate_sets"][0])
     shown = completion.choices[0].logprobs
     np.testing.assert_allclose(shown.token_logprobs, sets.sampled_logprobs, rtol=1e-6)
-    # By text, and several ids of this model have none; on older releases a chat's are, too.
+    # These log-probs are keyed by text, and several ids of this model have no text.
     assert all(0 < len(top) <= 4 for top in shown.top_logprobs)
     answer = chat(client, ASKED, logprobs=True, top_logprobs=4)
     sets = decode(answer.sglext["candidate_sets"][0])
@@ -220,7 +219,7 @@ def test_an_echoed_prompt_that_is_scored_has_its_sets(client: openai.OpenAI) -> 
 def test_a_stream_ends_with_the_sets_of_every_choice(client: openai.OpenAI, ask: Any, base64: bool) -> None:
     extra = {**asked("body", base64), "stream_options": {"include_usage": True}}
     *others, last = ask(client, extra, n=2, stream=True)
-    assert len(others) > 2  # SGLang merges what its HTTP process falls behind with
+    assert len(others) > 2  # SGLang merges chunks if its HTTP process falls behind
     assert not any(getattr(chunk, "sglext", None) for chunk in others)
     assert others[-1].usage.completion_tokens == 2 * TOKENS
     assert last.choices == []
@@ -250,7 +249,7 @@ def test_a_stream_holds_what_the_whole_answer_does(client: openai.OpenAI, ask: A
     np.testing.assert_allclose(decode(streamed).logprobs, decode(entry).logprobs, atol=TOLERANCE)
 
 
-# -- what ends early, and what is wrong --------------------------------------------------------------
+# -- early ends, and wrong requests --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -288,7 +287,7 @@ def test_an_aborted_answer_has_the_sets_of_the_tokens_that_it_shows(
         ({"top_logprobs_p": "0.9"}, "top_logprobs_p: got '0.9'"),
         ({"top_logprobs_p": [0.9, 0.9]}, "top_logprobs_p: got 2 values for 1 prompts"),
         ({"top_logprobs_p": 0.9, "return_logprobs_in_base64": "yes"}, "return_logprobs_in_base64: got 'yes'"),
-        ({"return_logprobs_in_base64": True}, "return_logprobs_in_base64: says how"),
+        ({"return_logprobs_in_base64": True}, "return_logprobs_in_base64: sets the form of candidate sets"),
         ({"custom_params": {"top_logprobs_p": -1}}, "custom_params.top_logprobs_p: got -1"),
         ({"sampling_params": {"top_logprobs_p": 0.9}}, "sampling_params.top_logprobs_p: /v1/"),
         ({"top_logprobs_p": 0.9, "logit_bias": {"100000": 1.0}}, "logit_bias"),
@@ -309,8 +308,7 @@ def test_who_does_not_ask_is_answered_without(client: openai.OpenAI, ask: Any, e
     assert not hasattr(ask(client, extra), "sglext")
 
 
-def test_the_readmes_lines(client: openai.OpenAI) -> None:
-    *_, program = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"openai_client": client, "messages": MESSAGES, "CandidateSets": CandidateSets}
-    exec(program, names)
+def test_the_documented_lines(client: openai.OpenAI) -> None:
+    names: dict[str, Any] = {"openai_client": client, "messages": MESSAGES}
+    exec(block_with("how-to/other-callers.md", "chat.completions.create("), names)
     assert len(names["sets"]) == len(names["entry"]["output_ids"]) > 0

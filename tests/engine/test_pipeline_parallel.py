@@ -1,12 +1,11 @@
-"""Two pipeline stages on the CPU: the last one takes the sets, the first one answers with them.
+"""Two pipeline stages on the CPU: the last one takes the sets, and the first one answers with them.
 
-A small cache, so that requests are retracted; small budgets; logits that leave no set.
+The cache is small, so that requests are retracted. Budgets are small, and some logits leave no set.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,16 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from sglang_topp import wire
-from sglang_topp_patches.releases import Feature
-from tests.engine.checks import check_whole, checked_sets
+from sglang_topp import formats
+from sglang_topp_patches.compat.releases import Feature
+from tests.engine.candidate_set_checks import check_nothing_is_held, check_whole, checked_sets
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.in_flight import InFlight
-from tests.engine.running import Engine, run_engine
-from tests.features import skip_without
+from tests.engine.logit_processors import NoNumber, num_sampled
+from tests.engine.requests_during_push import InFlight
+from tests.engine.start_servers import Engine, run_engine
+from tests.skip_missing_features import skip_without
 
 skip_without(Feature.PIPELINE)
 
@@ -32,6 +30,8 @@ SAMPLING = {"max_new_tokens": 20, "temperature": 1.0, "top_p": 0.9, "ignore_eos"
 WANTED = {"return_logprob": True, "top_logprobs_p": 0.9}
 WHOLE = {**WANTED, "top_logprobs_num": VOCAB_SIZE}
 PROMPT_IDS = [97 + i % 26 for i in range(200)]
+# Far fewer than 50, the interval in which SGLang sends the tokens of an unstreamed request.
+PASSES_UNTIL_ABORTED = 25
 BOTH_FORMS = pytest.mark.parametrize("base64", [True, False], ids=["base64", "list"])
 
 
@@ -67,7 +67,7 @@ def test_generated_sets_of_a_mixed_batch(stages: Engine, base64: bool) -> None:
         answers = stages.generate(text=["a", "bc", "def", "ghij"], sampling_params=sampling, **request)
         for answer, p in zip(answers, ps, strict=True):
             if p is None:
-                assert not wire.has_output_sets(answer["meta_info"])
+                assert not formats.has_top_p(answer["meta_info"])
             else:
                 assert len(check_whole(answer, p)) == 20
 
@@ -102,10 +102,10 @@ def test_streams_hold_the_sets_of_their_tokens(stages: Engine, base64: bool) -> 
         return_logprobs_in_base64=base64,
         **WANTED,
     )
-    assert len(chunks) > 1  # SGLang merges what its HTTP process falls behind with
+    assert len(chunks) > 1  # SGLang merges chunks if its HTTP process falls behind
     for chunk in chunks:
         checked_sets(chunk, 0.9)
-        assert len(wire.decode_input_sets(chunk["meta_info"], PROMPT_IDS[95:100])) == 5
+        assert len(formats.decode_prompt_top_p(chunk["meta_info"], PROMPT_IDS[95:100])) == 5
     assert len(chunks[-1]["output_ids"]) == 20
 
 
@@ -139,7 +139,7 @@ async def test_aborted_requests_have_the_sets_of_what_they_show(stages: Engine) 
     async with InFlight.at(stages.url) as requests:
         for name in names:
             sampling = {**SAMPLING, "max_new_tokens": 400}
-            # Sets so small that no budget ends a request before it is aborted.
+            # The sets are so small that no budget ends a request before its abort.
             requests.send(
                 name,
                 text="x",
@@ -151,24 +151,16 @@ async def test_aborted_requests_have_the_sets_of_what_they_show(stages: Engine) 
         await asyncio.gather(*(stop(requests, name) for name in names))
         answers = list((await requests.answers()).values())
     assert all(checked_sets(answer, 0.2) for answer in answers)
-    # On a busy machine one may have ended before the order came.
+    # On a busy machine, one may have ended before the abort arrived.
     assert "abort" in [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
 
 
-class NoNumber(CustomLogitProcessor):
-    """The logits of one position are no numbers."""
-
-    def __call__(
-        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
-    ) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or []):
-            if len(params["__req__"].output_ids) == params["at"]:
-                logits[row] = float("nan")
-        return logits
-
-
-def test_a_row_without_a_set_ends_its_request_and_no_other(stages: Engine) -> None:
-    sampling = [{**SAMPLING, "temperature": 0, "custom_params": {"at": at}} for at in (5, 100)]
+def test_a_row_without_a_set_ends_its_request_and_no_other(stages: Engine, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    sampling = [
+        {**SAMPLING, "temperature": 0, "max_new_tokens": 200, "custom_params": {"at": 5, "seen": str(seen)}},
+        {**SAMPLING, "temperature": 0, "custom_params": {"at": 100}},
+    ]
     with ThreadPoolExecutor(2) as pool:
         broken, whole = pool.map(
             lambda params: stages.post(
@@ -183,29 +175,35 @@ def test_a_row_without_a_set_ends_its_request_and_no_other(stages: Engine) -> No
     assert broken.status_code == 500
     assert "no candidate set at position 5" in broken.text
     assert "NaN" in broken.text
+    assert num_sampled(seen) <= 5 + PASSES_UNTIL_ABORTED
     assert len(check_whole(whole.json(), 0.9)) == 20
 
 
-# -- budgets: the stage that answers decides, and all end the request in the same step -----------------
+# -- budgets: the first stage decides, and all stages end the request in the same step -----------------
 
 
 def _vocabulary(max_new_tokens: int, **fields: Any) -> dict[str, Any]:
-    """A request whose sets are the whole vocabulary."""
+    """Return a request whose sets are the whole vocabulary."""
     sampling = {**SAMPLING, "max_new_tokens": max_new_tokens}
     asked = {**WANTED, "top_logprobs_p": 1, "return_logprobs_in_base64": True}
     return {"text": "hello", "sampling_params": sampling, **asked, **fields}
 
 
-def test_a_sample_beyond_its_budget_ends_in_every_stage(stages: Engine) -> None:
+def test_a_sample_beyond_its_budget_ends_in_every_stage(stages: Engine, tmp_path: Path) -> None:
     for tokens in (61, 200):
-        answer = stages.post(**_vocabulary(tokens))
+        seen = tmp_path / f"seen {tokens}"
+        body = _vocabulary(tokens, custom_logit_processor=NoNumber().to_str())
+        body["sampling_params"]["custom_params"] = {"at": -1, "seen": str(seen)}
+        answer = stages.post(**body)
         assert answer.status_code == 413
+        # The last stage soon takes no more sets of this request.
+        assert num_sampled(seen) <= 61 + PASSES_UNTIL_ABORTED
         assert f"expected at most {PER_SAMPLE} for one sample" in answer.text
         assert len(checked_sets(stages.generate(**_vocabulary(20)), 1.0)) == 20
     prompt = stages.post(**_vocabulary(1, text=None, input_ids=PROMPT_IDS, logprob_start_len=0))
     assert prompt.status_code == 413
     assert "candidates" in prompt.text
-    _nothing_is_held(stages)
+    check_nothing_is_held(stages)
 
 
 async def test_beyond_what_fits_in_flight_some_end_and_the_others_are_whole(stages: Engine) -> None:
@@ -215,16 +213,4 @@ async def test_beyond_what_fits_in_flight_some_end_and_the_others_are_whole(stag
     for answer in answers:
         if answer.status_code == 200:
             assert len(checked_sets(answer.json(), 1.0)) == 60
-    _nothing_is_held(stages)
-
-
-def _nothing_is_held(engine: Engine) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        info = engine.http.get("/server_info").json()
-        held = [info["sglang_topp"]["budget"]["candidates_in_flight"]]
-        held += [state["sglang_topp"]["candidates_in_flight"] for state in info["internal_states"]]
-        if not any(held):
-            return
-        assert time.monotonic() < deadline, held
-        time.sleep(0.2)
+    check_nothing_is_held(stages)

@@ -18,7 +18,7 @@ from sglang_topp.replay import (
     replayed_old_logprobs,
 )
 from sglang_topp_client import RolloutClient
-from tests.engine.running import Engine
+from tests.engine.start_servers import Engine
 
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 8]
 
@@ -54,7 +54,7 @@ def test_ratios_are_one(engine: Engine, model_path: Path, top_p: float, temperat
     for name, score in scores.items():
         ratios = (score.logprobs.detach() - old).exp()
         assert (ratios - 1).abs().max() < 1e-4, name
-    # And without the mask they are not, by just the kept mass.
+    # Without the mask, the ratios are off by exactly the kept mass.
     full = scores["from logits"].full_logprobs
     assert full is not None
     kept_mass = torch.tensor(sets.logprob_sum).exp()

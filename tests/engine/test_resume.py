@@ -1,6 +1,7 @@
-"""Rollouts that are interrupted and resumed on the real engine are what they would have been at one go.
+"""Interrupted and resumed rollouts on the real engine equal uninterrupted ones.
 
-Greedy, so that there is one right answer; the sets' truth is transformers' forward, as in `test_weights`.
+Decoding is greedy, so there is one right answer. The expected sets come from a transformers forward pass, as
+in `test_pushes_during_requests`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from sglang_topp.errors import BadRequestError
 from sglang_topp_client import AsyncRolloutClient, Rollout
-from sglang_topp_client.record import from_record, to_record
-from sglang_topp_patches.releases import Feature
-from tests.engine.in_flight import InFlight
-from tests.engine.running import Engine, run_sidecar
-from tests.engine.weights import check_sets
-from tests.features import skip_without
+from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
+from sglang_topp_patches.compat.releases import Feature
+from tests.engine.pushed_weights import check_sets
+from tests.engine.requests_during_push import InFlight
+from tests.engine.start_servers import Engine, run_sidecar
+from tests.skip_missing_features import skip_without
 
 skip_without(Feature.RESUMED)
 
@@ -31,7 +33,7 @@ P = 0.9
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 8]
 LENGTH = 12
 GREEDY = {"max_new_tokens": LENGTH, "temperature": 0.0, "ignore_eos": True}
-# Of the vocabulary, the tokens that have a text: the others would part those of a stop string.
+# The tokens that have a text. Other tokens could separate those of a stop string.
 SPELLED = {**GREEDY, "logit_bias": {str(token): -1000.0 for token in range(257, 512)}}
 LONG = {"max_new_tokens": 3000, "temperature": 1.0, "ignore_eos": True}
 
@@ -44,7 +46,7 @@ async def client(engine: Engine) -> AsyncIterator[AsyncRolloutClient]:
 
 @pytest.fixture
 def as_before(engine: Engine, model_path: Path) -> Iterator[None]:
-    """The engine is shared: afterwards it serves what it served before, and is not paused."""
+    """The engine is shared, so restore its weights afterwards, and continue generation."""
     yield
     assert engine.http.post("/continue_generation", json={}).status_code == 200
     order = {"model_path": str(model_path), "weight_version": "default"}
@@ -52,7 +54,7 @@ def as_before(engine: Engine, model_path: Path) -> Iterator[None]:
 
 
 def check(rollout: Rollout, reference_models: dict[str, Any], p: float = P) -> None:
-    """One set for each token, the distribution of the weights that are named for it."""
+    """Check that each token has one set, from the weights that the rollout names for it."""
     assert rollout.candidates is not None
     assert rollout.weight_versions is not None
     assert len(rollout.output_ids) == len(rollout.logprobs) == len(rollout.weight_versions)
@@ -62,7 +64,7 @@ def check(rollout: Rollout, reference_models: dict[str, Any], p: float = P) -> N
 
 
 def check_begins(whole: Rollout, part: Rollout) -> None:
-    """`part`, bit for bit, is how `whole` begins."""
+    """Check that `whole` begins with `part`, bit for bit."""
     num_tokens = len(part.output_ids)
     assert whole.candidates is not None
     np.testing.assert_array_equal(whole.prompt_ids, part.prompt_ids)
@@ -76,7 +78,7 @@ def check_begins(whole: Rollout, part: Rollout) -> None:
 async def parts_of(
     client: AsyncRolloutClient, prompts: list[Any], sampling: dict[str, Any], lengths: range
 ) -> list[Rollout]:
-    """Each prompt's rollout, as the engine itself cuts it after each number of tokens."""
+    """Return each prompt's rollout, cut by the engine after each number of tokens."""
     each = [{**sampling, "max_new_tokens": length} for _ in prompts for length in lengths]
     repeated = [prompt for prompt in prompts for _ in lengths]
     return await client.generate(repeated, each, top_logprobs_p=P)
@@ -85,7 +87,7 @@ async def parts_of(
 async def test_cut_at_every_token(client: AsyncRolloutClient, reference_models: dict[str, Any]) -> None:
     wholes = await client.generate(PROMPTS, GREEDY, top_logprobs_p=P, on_abort="resume")
     parts = await parts_of(client, PROMPTS, GREEDY, range(1, LENGTH))
-    # Nothing is there yet, and everything.
+    # Cut before the first token, and after the last one.
     empty = await client.generate(PROMPTS, {**GREEDY, "max_new_tokens": 0}, top_logprobs_p=P)
     parts += [*empty, *wholes]
     resumed = await client.resume(parts, GREEDY, top_logprobs_p=P)
@@ -116,9 +118,29 @@ async def test_cut_twice(client: AsyncRolloutClient) -> None:
 
 
 def stops_of(text: str) -> list[str]:
-    """Some strings of several characters that end an answer of this text, the earliest first."""
+    """Return some strings of several characters that occur in this text, the earliest first."""
     found = {text[i : i + 3]: i for i in reversed(range(len(text) - 3)) if "\ufffd" not in text[i : i + 3]}
     return [stop for stop, at in sorted(found.items(), key=lambda item: item[1]) if at > 1][:3]
+
+
+def test_a_stop_string_whose_last_character_has_two_tokens(engine: Engine, model_path: Path) -> None:
+    """Once the first of them is there, the text before it may still begin the stop string."""
+    *prompt_ids, first, second = AutoTokenizer.from_pretrained(model_path).encode("hello aé")
+    sampling = {
+        "n": 32,
+        "max_new_tokens": 4,
+        "temperature": 50.0,  # both of the biased tokens are about as likely, and others are not
+        "logit_bias": {str(token): 1000.0 for token in (first, second)},
+        "stop": ["aé"],
+        "stream_interval": 1,
+    }
+    body = {"input_ids": prompt_ids, "resumed_tokens": 1, "sampling_params": sampling}
+    last = {chunk["index"]: chunk for chunk in engine.stream(**body)}
+    stopped = [chunk for chunk in last.values() if chunk["output_ids"][:2] == [first, second]]
+    assert stopped, "none of 32 samples holds the stop string"
+    for chunk in stopped:
+        assert chunk["meta_info"]["finish_reason"] == {"type": "stop", "matched": "aé"}
+        assert chunk["text"] == ""
 
 
 @pytest.mark.parametrize("way", ["stop", "kept", "regex"])
@@ -129,14 +151,15 @@ async def test_a_stop_string_across_the_cut(client: AsyncRolloutClient, way: str
     assert stops, free.text
     stopping: dict[str, Any] = {"stop": stops, "no_stop_trim": way == "kept"}
     if way == "regex":
-        # SGLang looks at as many tokens as the longest match has characters, and some have several tokens.
+        # SGLang searches as many tokens as the longest match has characters, and some characters have several
+        # tokens.
         stopping = {"stop_regex": [f".{{0,9}}{re.escape(stop)}" for stop in stops]}
     sampling = {**long, **stopping}
     (whole,) = await client.generate([PROMPTS[0]], sampling, top_logprobs_p=P, on_abort="resume")
     assert whole.finish_reason == "stop"
     num_tokens = len(whole.output_ids)
     assert 1 < num_tokens < 30
-    # Cut without the stop: an engine that cuts there by itself has looked for it before.
+    # The part is cut without the stop string, because an engine that stops there has already found it.
     parts = await parts_of(client, [PROMPTS[0]], long, range(1, num_tokens))
     for part, rollout in zip(parts, await client.resume(parts, sampling, top_logprobs_p=P), strict=True):
         assert rollout.output_ids.tolist() == whole.output_ids.tolist(), len(part.output_ids)
@@ -147,7 +170,7 @@ async def test_a_stop_string_across_the_cut(client: AsyncRolloutClient, way: str
 
 
 async def test_characters_that_are_cut_in_two(client: AsyncRolloutClient) -> None:
-    """All bytes of this answer belong to characters of several: wherever it is cut, its text is the same."""
+    """Every character of this answer has several bytes. The text is the same wherever the answer is cut."""
     word = "東京"
     bias = {str(token): 1000.0 for token in await tokens_of(client, word)}
     sampling = {**GREEDY, "logit_bias": bias, "max_new_tokens": 12}
@@ -189,8 +212,8 @@ async def test_interruptions_that_nobody_sees(
     weight_folders: dict[str, Path],
     reference_models: dict[str, Any],
 ) -> None:
-    """Pauses that abort, with weights pushed in them: samples come whole, each token's weights named."""
-    length = 200  # they are there, in each round, before one of them has ended
+    """Weights are pushed in pauses that abort. Samples arrive complete, with the weights of each token."""
+    length = 200  # in each round, all are in flight before one of them has ended
     sampling = {**LONG, "max_new_tokens": length, "n": 2}
     async with InFlight.at(engine.url) as requests:
         await client.generate([PROMPTS[0]], {"max_new_tokens": 1})
@@ -243,20 +266,17 @@ async def test_an_abort_returns_what_was_generated(
         await requests.move("clock", 8)
         if mode is not None:
             await requests.pause(mode)
-        stopping = asyncio.create_task(client.abort("part"))
-        if mode == "in_place":
-            # The scheduler ends what it holds in a step, and makes none until then.
-            await asyncio.sleep(1)
-            await requests.go_on()
-        await stopping
+        await client.abort("part")
         assert asked.done()
         parts = await asked
-        if mode == "retract":
+        if mode is not None:
             await requests.go_on()
+            await requests.abort("clock")
+            await requests.until_idle()
     assert len(parts) == 4
     for part in parts:
         assert part.finish_reason == "abort"
-        # With the first token alone, those that were streamed would have been lost.
+        # With only the first token, the streamed samples would have been lost.
         assert 1 < len(part.output_ids) < 3000
         check(part, reference_models)
     longest = max(len(part.output_ids) for part in parts)
@@ -268,7 +288,7 @@ async def test_an_abort_returns_what_was_generated(
 
 
 async def test_an_abort_while_they_wait(engine: Engine, client: AsyncRolloutClient) -> None:
-    """Prompts that are prefilled one after the other, in chunks: some have begun, others have no token."""
+    """Prompts are prefilled one after the other, in chunks. Some samples have begun, others have no token."""
     prompts = [[number + 1] * 800 for number in range(5)]
     sampling = {**LONG, "max_new_tokens": 4}
     async with InFlight.at(engine.url) as requests:
@@ -309,7 +329,7 @@ async def test_turns_with_a_tools_tokens_between(
     assert second.text == alone.text
     assert second.loss_mask.tolist() == [1] * 6 + [0] * 4 + [1] * 9
     assert second.weight_spans == (("default", 6), ("", 4), ("default", 9))
-    # Cut within the second turn.
+    # The cut is within the second turn.
     (part,) = await client.resume(extended, {**GREEDY, "max_new_tokens": 4}, top_logprobs_p=P)
     (whole,) = await client.resume(part, {**GREEDY, "max_new_tokens": 9}, top_logprobs_p=P)
     assert whole.output_ids.tolist() == second.output_ids.tolist()
@@ -344,11 +364,15 @@ async def test_through_the_sidecar(engine: Engine, reference_models: dict[str, A
                 assert rollout.text == whole.text
                 check_begins(rollout, part)
 
-            records = [to_record(parts[0]), to_record(parts[1].extend([7, 8])), to_record(whole)]
+            records = [
+                rollout_to_json(parts[0]),
+                rollout_to_json(parts[1].extend([7, 8])),
+                rollout_to_json(whole),
+            ]
             body = {"rollouts": records, "sampling_params": GREEDY, "top_logprobs_p": P}
             answer = await http.post("/rollouts", json=body)
             assert answer.status_code == 200, answer.text
-            longer = [from_record(one, may_be_extended=True) for one in answer.json()["rollouts"]]
+            longer = [rollout_from_json(one, may_be_extended=True) for one in answer.json()["rollouts"]]
             assert longer[0].output_ids.tolist() == longer[2].output_ids.tolist() == whole.output_ids.tolist()
             assert longer[1].loss_mask.tolist() == [1] * len(parts[1].output_ids) + [0, 0] + [1] * LENGTH
             check(longer[0], reference_models)
@@ -399,5 +423,6 @@ async def test_what_cannot_be_exact_is_refused_by_the_engine_too(engine: Engine)
     async with AsyncRolloutClient(engine.url) as client:
         (part,) = await client.generate([[1, 2, 3]], {"max_new_tokens": 3, "temperature": 0.0})
         ids, logprobs = np.full(5000, 5, np.int32), np.zeros(5000, np.float32)
-        with pytest.raises(BadRequestError, match="5003 tokens"):
-            await client.resume(replace(part, output_ids=ids, logprobs=logprobs), {"max_new_tokens": 6000})
+        longer = {"max_new_tokens": 6000, "temperature": 0.0}
+        with pytest.raises(BadRequestError, match=r"^prompts: .*5003 tokens"):
+            await client.resume(replace(part, output_ids=ids, logprobs=logprobs), longer)

@@ -1,6 +1,6 @@
-"""Requests that are retracted in mid-generation, some aborted there: each token has one exact set.
+"""Requests that are retracted while they generate, some of them aborted: each token has one exact set.
 
-The truth is SGLang's own distribution of all tokens, which the same request asks for.
+The expected sets come from SGLang's own log-probs of all tokens, in the same request.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import itertools
 
 import pytest
 
-from tests.engine.checks import check_whole, checked_sets
+from tests.engine.candidate_set_checks import check_nothing_is_held, check_whole, checked_sets
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.in_flight import InFlight
-from tests.engine.running import Engine
+from tests.engine.requests_during_push import InFlight
+from tests.engine.start_servers import Engine
 
 P = 0.9
-LENGTH = 64  # of a stream, whose every chunk holds all distributions until then
-LONG = 256  # of the others: where the cores are busy, what is ordered comes many tokens later
-LONGEST = 2048  # of what is to be aborted
+LENGTH = 64  # tokens of a stream, whose chunks each hold all distributions so far
+LONG = 256  # tokens of the others; on busy cores, an abort takes effect many tokens later
+LONGEST = 2048  # tokens of requests to abort
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_sets_stay_exact_over_pauses(engine: Engine, mode: str) -> None:
     forms = list(itertools.product((True, False), (True, False), (True, False)))
-    # Longer than a chunk of the prefill: a retracted request is prefilled in several passes.
+    # Longer than a prefill chunk, so that a retracted request is prefilled in several passes.
     prompts = [[97 + (i + j) % 26 for j in range(150)] for i in range(len(forms))]
     lengths = [LENGTH if stream else LONG for stream, _, _ in forms]
     lengths[5] = LONGEST
@@ -57,7 +57,7 @@ async def test_sets_stay_exact_over_pauses(engine: Engine, mode: str) -> None:
             if round_number:
                 await requests.abort("form-5")
             await requests.go_on()
-        # SGLang may overlook a request that is between two chunks of its prompt (0.5.12 does).
+        # SGLang may miss a request that is between two chunks of its prompt (0.5.12 does).
         for name in ("form-5", "clock"):
             while not requests.is_done(name):
                 await requests.abort(name)
@@ -66,7 +66,7 @@ async def test_sets_stay_exact_over_pauses(engine: Engine, mode: str) -> None:
 
     for i in range(len(forms)):
         answer = answers[f"form-{i}"]
-        # What is aborted while it waits may end without its prompt's.
+        # A request that is aborted while it waits may end without its prompt's sets.
         scored = prompts[i] if i % 2 and i != 5 else None
         sets = check_whole(answer, P, scored)
         if i == 5:
@@ -86,7 +86,7 @@ async def test_sets_stay_exact_over_pauses(engine: Engine, mode: str) -> None:
 
 
 async def test_what_is_aborted_while_it_waits_has_sets_of_what_it_shows(engine: Engine) -> None:
-    """Of an answer that is not streamed SGLang has sent every 50th token, with all before it."""
+    """For an unstreamed answer, SGLang sends its tokens after every 50th one."""
     prompt_ids = [97 + i % 26 for i in range(150)]
     async with InFlight.at(engine.url) as requests:
         for name, stream in (("whole", False), ("clock", True)):
@@ -114,3 +114,4 @@ async def test_what_is_aborted_while_it_waits_has_sets_of_what_it_shows(engine: 
     assert sets
     assert len(sets) % 50 == 0
     assert len(checked_sets(answers["clock"], P)) >= 80
+    check_nothing_is_held(engine)

@@ -1,5 +1,7 @@
-"""SGLang's Rust HTTP server passes the field over and cannot be patched: what reaches the scheduler is
-refused there, and everybody who can be told is told."""
+"""SGLang's Rust HTTP server ignores our fields and cannot be patched: the scheduler refuses them.
+
+Every caller that can receive the reason does.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import pytest
 
 from sglang_topp.errors import MissingCandidateSetsError
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.releases import installed
-from sglang_topp_patches.seam_groups import HTTP_ADDITIONS
-from tests.engine.running import run_engine
+from sglang_topp_patches.compat.releases import installed
+from sglang_topp_patches.compat.seams import NO_HTTP_CONTRACT
+from tests.engine.start_servers import run_engine
 
 if importlib.util.find_spec("sglang.srt.rust_server") is None:
     pytest.skip("this SGLang has no Rust server", allow_module_level=True)
@@ -25,7 +27,7 @@ RUST = {"SGLANG_RUST_SERVER": "1"}
 
 def _sglang_topp(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sglang_topp_server.cli", *arguments],
+        [sys.executable, "-m", "sglang_topp_server.cli.main", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **RUST, **environment},
@@ -48,13 +50,13 @@ def test_the_engine_refuses_what_reaches_it(model_path: Path, log_folder: Path) 
             assert "SGLANG_RUST_SERVER" in answer.text
         assert len(engine.generate(text="hello", sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
         info = engine.http.get("/server_info").json()
-        if set(HTTP_ADDITIONS) <= set(installed()[1].seams):
-            # Before 0.5.22 it is the Python server's route that has word of the patch set.
+        if set(NO_HTTP_CONTRACT) <= set(installed()[1].seams):
+            # Before 0.5.22, only the Python server's route reports the patch set.
             assert "sglang_topp" not in info
         else:
             assert info["sglang_topp"]["active"] is False
             assert any("SGLANG_RUST_SERVER" in problem for problem in info["sglang_topp"]["problems"])
-        # At the top level the field never arrives anywhere: the client notices.
+        # A field at the top level never arrives, and the client notices.
         with RolloutClient(engine.url, kind="sglang") as client, pytest.raises(MissingCandidateSetsError):
             client.generate("hello", {"max_new_tokens": 3}, top_logprobs_p=0.9)
 

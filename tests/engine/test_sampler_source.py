@@ -1,7 +1,7 @@
 """`top_logprobs_source="sampler"`: the sets are what the running sampler could draw.
 
-Held against three truths: SGLang's own mask of the same draw, the filters applied to the whole distribution
-that SGLang reports, and what is drawn when one position is drawn tens of thousands of times.
+The sets are compared with three references: SGLang's own mask of the same draw, the filters applied to the
+whole distribution that SGLang reports, and the tokens of tens of thousands of draws at one position.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_topp import CandidateSets
+from sglang_topp import CandidateSets, formats
 from sglang_topp.replay import candidate_logprobs, replayed_old_logprobs
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.releases import Feature
-from tests.engine.checks import checked_sets
+from sglang_topp_patches.compat.releases import Feature
+from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.running import Engine, run_sidecar
-from tests.features import skip_without, takes
+from tests.engine.start_servers import Engine, run_sidecar
+from tests.skip_missing_features import skip_without, takes
 
 skip_without(Feature.SAMPLER_SOURCE)
 
@@ -33,23 +33,23 @@ GRID = [
         (1, 20, 511), (0.5, 0.95, 1.0), (0.0, 0.05), (0.6, 1.0, 1.4)
     )
 ]
-# Each request of a batch has its own; greedy ones, and without any filter, are among them.
+# Each request of a batch has its own parameters. Some are greedy, and some have no filter.
 GRID += [{"temperature": 0, "top_k": 50}, {"top_k": 512, "top_p": 0.999, "temperature": 2.0}]
-# Sums of rounded probabilities: where a cut comes this near, both neighbours are right.
+# Sums of probabilities are rounded. If a cutoff is this near, both neighboring sets are correct.
 ROUNDING = 1e-5
 
 
 def sets_of(answer: dict[str, Any]) -> CandidateSets:
     meta_info = answer["meta_info"]
     assert meta_info["top_logprobs_source"] == "sampler"
-    sets = CandidateSets.from_meta_info(meta_info, answer["output_ids"], vocab_size=VOCAB_SIZE)
+    sets = formats.decode_top_p(meta_info, answer["output_ids"], vocab_size=VOCAB_SIZE)
     reported = [each[0] for each in meta_info["output_token_logprobs"]]
     np.testing.assert_array_equal(sets.sampled_logprobs, np.array(reported, np.float32))
     return sets
 
 
 def test_sets_are_sglangs_own_mask_on_every_row(engine: Engine) -> None:
-    """With those that are not asked for, and those of a threshold, in the same batch."""
+    """The same batch has requests without sets, and requests by threshold."""
     prompts = [f"prompt {i}" for i in range(len(GRID))]
     answers = engine.generate(
         text=prompts,
@@ -62,16 +62,16 @@ def test_sets_are_sglangs_own_mask_on_every_row(engine: Engine) -> None:
     for answer, filters in zip(answers, GRID, strict=True):
         sets, meta_info = sets_of(answer), answer["meta_info"]
         native = meta_info["output_token_sampling_mask"]
-        renormalised = meta_info["output_token_sampling_logprobs"]
+        renormalized = meta_info["output_token_sampling_logprobs"]
         assert len(native) == len(sets) == SAMPLING["max_new_tokens"]
         for t, (token_ids, logprobs) in enumerate(sets):
             assert sorted(token_ids.tolist()) == sorted(native[t]), f"position {t} of {filters}"
             if takes("sampling_logprobs_mode"):
-                drawn_with = dict(zip(native[t], renormalised[t], strict=True))
+                drawn_with = dict(zip(native[t], renormalized[t], strict=True))
                 expected = [drawn_with[i] for i in token_ids.tolist()]
                 found = logprobs - sets.logprob_sum[t]
-            else:  # of the sampled token alone, in 0.5.20
-                expected, found = renormalised[t], sets.sampled_logprobs[t] - sets.logprob_sum[t]
+            else:  # in 0.5.20, of the sampled token alone
+                expected, found = renormalized[t], sets.sampled_logprobs[t] - sets.logprob_sum[t]
             np.testing.assert_allclose(found, expected, atol=2e-5)
         sizes += sets.sizes.tolist()
     assert min(sizes) == 1
@@ -79,7 +79,7 @@ def test_sets_are_sglangs_own_mask_on_every_row(engine: Engine) -> None:
 
 
 def test_sets_are_the_filters_applied_to_the_whole_distribution(engine: Engine) -> None:
-    """Without SGLang's mask in the batch, and with rows beside them that ask for something else."""
+    """No request of the batch asks for SGLang's mask, and some ask for other sets."""
     grid = [*GRID, {"top_p": 0.9}, {"min_p": 0.1}, {}]
     answers = engine.generate(
         text=[f"prompt {i}" for i in range(len(grid))] + ["a threshold", "nothing"],
@@ -96,7 +96,7 @@ def test_sets_are_the_filters_applied_to_the_whole_distribution(engine: Engine) 
     decided = total = 0
     for answer, filters in zip(answers, grid, strict=False):
         sets = sets_of(answer)
-        whole = CandidateSets.from_top_k(answer["meta_info"], answer["output_ids"], VOCAB_SIZE)
+        whole = formats.decode_top_k(answer["meta_info"], answer["output_ids"], VOCAB_SIZE)
         for t, (token_ids, logprobs) in enumerate(sets):
             every_id, every_logprob = whole[t]
             at = {int(i): float(logprob) for i, logprob in zip(every_id, every_logprob, strict=True)}
@@ -109,14 +109,16 @@ def test_sets_are_the_filters_applied_to_the_whole_distribution(engine: Engine) 
 
 
 def by_definition(ids: np.ndarray, probs: np.ndarray, filters: dict[str, Any]) -> tuple[set[int], set[int]]:
-    """What top_k, top_p and min_p leave of a row, highest first: for certain, and as far as rounding and the
-    order of a tie may have it."""
+    """Return the tokens that top_k, top_p, and min_p leave of a row, highest first.
+
+    The first value has the certain tokens. The second adds those that rounding or the order of a tie may add.
+    """
     if filters.get("temperature") == 0:
         return {int(ids[0])}, {int(ids[0])}
     top_k, top_p = filters.get("top_k", len(ids)), filters.get("top_p", 1.0)
     least = filters.get("min_p", 0.0) * probs[0]
     mass = np.concatenate([[0.0], np.cumsum(probs)])
-    # Tokens that stand before one, with those that are as likely up to rounding and without them.
+    # The number of tokens before each one, with and without those that are equally likely up to rounding.
     most = np.searchsorted(-probs, -probs * (1 - ROUNDING), side="right") - 1
     fewest = np.searchsorted(-probs, -probs * (1 + ROUNDING), side="left")
     certain = (
@@ -158,7 +160,7 @@ def test_nothing_outside_is_ever_drawn_and_what_is_inside_is(engine: Engine, fil
     assert set(drawn) <= set(token_ids.tolist())
     probs = np.exp(logprobs.astype(np.float64) - one.logprob_sum[0])
     for token, prob in zip(token_ids.tolist(), probs, strict=True):
-        # Five standard deviations; and what is likelier than one in a thousand is drawn at all.
+        # Five standard deviations. Every token with a probability above 0.001 is drawn.
         spread = 5 * np.sqrt(prob * (1 - prob) / count)
         assert abs(drawn.get(token, 0) / count - prob) <= max(spread, 1 / count)
         assert token in drawn or prob < 1e-3

@@ -1,7 +1,7 @@
-"""Whatever the scheduler does with a request, each of its tokens has one exact set: chunks mixed with
-decoding, streams in steps, logits that are changed, preemption, sessions, pauses.
+"""Each token has one exact set, whatever the scheduler does with its request.
 
-The truth is SGLang's own distribution of all tokens, which the same request asks for.
+The cases: chunked prefill mixed with decoding, streams with an interval, changed logits, preemption,
+sessions, and pauses. The expected sets come from SGLang's own log-probs of all tokens, in the same request.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import pytest
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from sglang_topp import wire
-from tests.engine.checks import check_whole
+from sglang_topp import formats
+from tests.engine.candidate_set_checks import check_whole
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.running import Engine, read_events, run_engine
+from tests.engine.logit_processors import NoNumber, num_sampled
+from tests.engine.start_servers import Engine, read_events, run_engine
 
 SAMPLING = {"temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 WHOLE = {"return_logprob": True, "top_logprobs_p": 0.8, "top_logprobs_num": VOCAB_SIZE}
@@ -46,7 +47,7 @@ async def http(modes: Engine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def ask(http: httpx.AsyncClient, input_ids: list[int], max_new_tokens: int, **fields: Any) -> Any:
-    """The answer of a request for sets, and for the whole distributions; anything but a 200 fails."""
+    """Return the answer to a request for sets and whole distributions. Any status but 200 fails the test."""
     sampling = {**SAMPLING, "max_new_tokens": max_new_tokens, **fields.pop("sampling", {})}
     body = {"input_ids": input_ids, "sampling_params": sampling, **WHOLE, **fields}
     answer = await http.post("/generate", json=body)
@@ -57,7 +58,7 @@ async def ask(http: httpx.AsyncClient, input_ids: list[int], max_new_tokens: int
 async def follow(
     http: httpx.AsyncClient, input_ids: list[int], max_new_tokens: int, begun: asyncio.Event
 ) -> Any:
-    """The same as a stream, with the prompt's sets: its last chunk, which holds everything."""
+    """Send it as a stream with the prompt's sets. Return the last chunk, which holds everything."""
     sampling = {**SAMPLING, "max_new_tokens": max_new_tokens}
     body = {"input_ids": input_ids, "sampling_params": sampling, "logprob_start_len": 0, **WHOLE}
     async with http.stream("POST", "/generate", json={**body, "priority": 0, "stream": True}) as answer:
@@ -70,7 +71,7 @@ async def follow(
 async def under_way(
     http: httpx.AsyncClient, prompts: list[list[int]], max_new_tokens: int
 ) -> list[asyncio.Task[Any]]:
-    """These requests, once each of them has begun to answer."""
+    """Yield these requests once each of them has begun to answer."""
     begun = [asyncio.Event() for _ in prompts]
     tasks = [
         asyncio.create_task(follow(http, input_ids, max_new_tokens, event))
@@ -92,7 +93,7 @@ async def test_chunks_of_a_prompt_beside_decoding(http: httpx.AsyncClient) -> No
     for i, answer in enumerate(await asyncio.gather(*decoding)):
         assert len(answer["output_ids"]) == 40
         if i % 2:
-            assert not wire.has_output_sets(answer["meta_info"])
+            assert not formats.has_top_p(answer["meta_info"])
         else:
             check_whole(answer, 0.8)
 
@@ -137,10 +138,28 @@ async def test_changed_logits_are_what_the_sets_are_taken_from(
         assert sets.token_ids.min() >= least
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_without_a_set_ends_at_once(
+    http: httpx.AsyncClient, tmp_path: Path, stream: bool
+) -> None:
+    """SGLang sends the tokens of an unstreamed request after every 50th one."""
+    seen = tmp_path / "seen"
+    sampling = {**SAMPLING, "temperature": 0, "custom_params": {"at": 5, "seen": str(seen)}}
+    body = {"input_ids": [80], "sampling_params": {**sampling, "max_new_tokens": 300}, "stream": stream}
+    answer = await http.post(
+        "/generate", json={**body, **WHOLE, "custom_logit_processor": NoNumber().to_str(), "priority": 0}
+    )
+    assert stream or answer.status_code == 500
+    # With overlap scheduling, the processor sees the output without its last token.
+    assert "no candidate set at position " in answer.text
+    assert "NaN" in answer.text
+    assert num_sampled(seen) <= 5 + 25  # the HTTP process aborts it meanwhile
+
+
 async def test_preempted_requests_have_one_set_per_token(http: httpx.AsyncClient) -> None:
     prompts = [[70 + i, *PROMPT_IDS[:20]] for i in range(4)]
     low = await under_way(http, prompts, 80)
-    # Every place is taken.
+    # Every place of the batch is taken.
     assert len(check_whole(await ask(http, [90], 5, priority=10), 0.8)) == 5
     answers = await asyncio.gather(*low)
     for input_ids, answer in zip(prompts, answers, strict=True):

@@ -1,4 +1,4 @@
-"""Scores from the real engine: what generation gave for the same tokens, and what transformers computes."""
+"""Scores from the real engine equal the log-probs of generation, and those of transformers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 from sglang_topp import CandidateSets
 from sglang_topp.errors import BadRequestError, RequestTimeoutError, ServerError
 from sglang_topp_client import AsyncRolloutClient, RolloutClient, Score
-from tests.engine.checks import check_nucleus
-from tests.engine.reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
-from tests.engine.running import Engine, num_prefilled, run_sidecar
+from tests.engine.candidate_set_checks import check_nucleus
+from tests.engine.start_servers import Engine, num_prefilled, run_sidecar
+from tests.engine.transformers_reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
 SAMPLING = {"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True}
-# Two forward passes over the same tokens, in other batches.
+# The largest difference between two forward passes with equal tokens in different batches.
 NOISE = 2 * MODEL_TOLERANCE
 CONTEXT = 4096
 # A stream of 0.5.12 does not say of every error that the request was wrong.
@@ -58,7 +58,7 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 
 
 def check_score(score: Score, p: float) -> CandidateSets:
-    """What must hold of every score, as far as it alone can show."""
+    """Check what a score alone can show."""
     scored = score.token_ids[score.start :]
     sets = score.candidates
     assert sets is not None
@@ -72,7 +72,7 @@ def check_score(score: Score, p: float) -> CandidateSets:
 
 
 def check_agree(one: CandidateSets, other: CandidateSets, p: float) -> None:
-    """The same sets but for rounding: what is in one alone lies at the cutoff."""
+    """Check that the sets are equal up to rounding: a token in only one of them lies at the cutoff."""
     np.testing.assert_array_equal(one.sampled_ids, other.sampled_ids)
     num_equal = 0
     for t in range(len(one)):
@@ -125,7 +125,7 @@ def test_scores_are_of_temperature_1_whatever_was_sampled_with(
 def test_scores_equal_the_definition_on_transformers_logprobs(
     client: RolloutClient, reference_model: Any, p: float
 ) -> None:
-    """Of texts and of ids that no model would write, from the first position that has a distribution."""
+    """Score texts, and ids that no model would generate, from the first position with a distribution."""
     compared = total = 0
     texts = [PROMPTS[0], *PROMPTS[2:]]
     for score in client.score(texts, top_logprobs_p=p) + client.score([ids_of(150)], top_logprobs_p=p):
@@ -146,7 +146,7 @@ def test_scores_equal_the_definition_on_transformers_logprobs(
 
 @pytest.mark.parametrize("start", [1, 63, 64, 65, 128, 199, 200])
 def test_every_start_is_a_part_of_the_same(client: RolloutClient, start: int) -> None:
-    """Around the ends of prefill chunks, whose length is 64."""
+    """Lengths around the ends of prefill chunks of 64 tokens."""
     ids = ids_of(200, seed=start)
     (whole,) = client.score([ids], top_logprobs_p=0.9)
     (part,) = client.score([ids], top_logprobs_p=0.9, start=start)
@@ -154,7 +154,7 @@ def test_every_start_is_a_part_of_the_same(client: RolloutClient, start: int) ->
     np.testing.assert_allclose(part.logprobs, whole.logprobs[start - 1 :], atol=NOISE)
     assert whole.candidates is not None
     check_agree(check_score(part, 0.9), whole.candidates[start - 1 :], 0.9)
-    # What was computed before is not computed again, up to the row that the first distribution is of.
+    # The prefix before the row of the first distribution comes from the cache.
     assert part.cached_tokens == start - 1
 
 
@@ -183,7 +183,7 @@ def test_the_longest_sequence_and_one_that_is_longer(client: RolloutClient) -> N
 
 
 def test_ids_at_the_ends_of_the_vocabulary(client: RolloutClient) -> None:
-    """SGLang reports the vocabulary's last id as 0; its set and its log-prob are its own."""
+    """SGLang reports the vocabulary's last id as 0, but with the right set and log-prob."""
     (score,) = client.score([[0, 511, 0, 511, 511, 5]], top_logprobs_p=1.0)
     assert check_score(score, 1.0).sizes.tolist() == [512] * 5
     (alone,) = client.score([[511, 0, 511]])
@@ -211,7 +211,7 @@ def test_a_start_behind_a_text(client: RolloutClient) -> None:
 
 
 async def test_many_at_once_beside_generation(engine: Engine, sidecar: str) -> None:
-    """Each gets its own: lengths, thresholds and starts differ, and some want log-probs alone."""
+    """Lengths, thresholds, and starts differ, and some sequences request log-probs only."""
     sequences = [ids_of(20 + 13 * i, seed=100 + i) for i in range(24)]
     thresholds = [(None, 0.3, 0.9, 1.0)[i % 4] for i in range(24)]
     starts = [1 + 5 * (i % 4) for i in range(24)]
@@ -240,7 +240,7 @@ async def test_what_nobody_waits_for_any_more_is_stopped(engine: Engine, sidecar
         async with AsyncRolloutClient(url) as client:
             with pytest.raises(RequestTimeoutError):
                 await client.score(sequences, top_logprobs_p=1.0, timeout_s=0.5)
-            # Behind them, were they still there.
+            # If they still ran, this request would wait for them.
             (score,) = await client.score([ids_of(30, seed=seed)], top_logprobs_p=0.9)
             check_score(score, 0.9)
         assert num_prefilled(engine) - before < 20 * 3000 / 2

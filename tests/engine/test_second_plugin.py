@@ -1,4 +1,4 @@
-"""Beside another plugin that hooks the same functions: both work, whichever is loaded first."""
+"""Two plugins that hook the same functions both work, in either order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches.releases import installed
-from tests.engine.checks import check_whole
-from tests.engine.running import Engine, run_engine
+from sglang_topp_patches.compat.releases import installed
+from tests.engine.candidate_set_checks import check_whole
 from tests.engine.second_plugin import KEY, install
+from tests.engine.start_servers import Engine, run_engine
 
 SAMPLING = {"max_new_tokens": 20, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 WITH_SETS = {"return_logprob": True, "top_logprobs_p": 0.9, "top_logprobs_num": 512}
-# What a single server without a grammar, a pause or a pipeline calls when it answers such requests.
+# The hooks that a single server calls for such requests, without grammar, pause, or pipeline.
 CALLED = (
     "GenerateReqInput.normalize_batch_and_arguments",
     "GenerateReqInput.__getitem__",

@@ -1,8 +1,10 @@
-"""`sglang-topp serve` whole: the patched SGLang, the sidecar, the client, and what happens when one dies."""
+"""`sglang-topp serve`: the patched SGLang, the sidecar, the client, and the death of each process."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import json
 import os
 import re
 import signal
@@ -12,20 +14,27 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import numpy as np
 import pytest
 
-from sglang_topp.errors import RequestError
-from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
-from sglang_topp_patches.releases import Feature, refused
-from tests.engine.checks import check_rollout
-from tests.engine.running import START_LIMIT_S, free_port
-from tests.features import needs_grammars
+from sglang_topp.errors import RequestError, RolloutError
+from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient, load_rollouts
+from sglang_topp_client.view.token_text import TokenTexts
+from sglang_topp_patches.compat.releases import Feature, refused
+from tests.documentation_blocks import block_with
+from tests.engine.candidate_set_checks import check_rollout
+from tests.engine.start_servers import START_LIMIT_S, free_port, run_sidecar
+from tests.skip_missing_features import needs_grammars
 
 SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 LONG = {**SAMPLING, "max_new_tokens": 3000}
+# Ten requests of this length fit into the engine's 16,384 tokens at once.
+MANY_AT_ONCE = {**SAMPLING, "max_new_tokens": 1000}
+# Long enough to be in flight while others are aborted.
+KEPT = {**SAMPLING, "max_new_tokens": 400}
 
 
 class Served:
@@ -37,7 +46,7 @@ class Served:
         self.engine = engine
 
     def running_requests(self) -> int:
-        """What SGLang itself says it is running."""
+        """Return the number of requests that SGLang reports as running."""
         text = httpx.get(f"{self.engine}/metrics").text
         return int(
             sum(float(value) for value in re.findall(r"^sglang:num_running_reqs\{.*\} (\S+)$", text, re.M))
@@ -46,10 +55,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(model_path: Path, log_folder: Path) -> Iterator[Served]:
-    command = [sys.executable, "-m", "sglang_topp_server.cli", "serve", "--model-path", str(model_path)]
+    command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", str(model_path)]
     command += ["--port", "0", "--engine-port", "0", "--ready-timeout-s", str(START_LIMIT_S)]
-    # A sidecar in one process is in the other files.
-    command += ["--workers", "2", "--"]
+    command.append("--")
     command += ["--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
     command += ["--enable-metrics"]
     log = (log_folder / "serve.log").open("w")
@@ -106,15 +114,56 @@ async def test_many_rollouts_as_they_finish(served: Served, where: str) -> None:
         assert seen == set(range(48))
 
 
-def test_the_readmes_rollout_loop_and_what_goes_on_from_it(served: Served) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    programs = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("where", ["sidecar", "engine"])
+def test_the_command_generate(served: Served, where: str, model_path: Path, tmp_path: Path) -> None:
+    """Greedy samples, so that the table, the records, and the file show the same tokens."""
+    url = getattr(served, where)
+    command = [sys.executable, "-m", "sglang_topp_server.cli.main", "generate", "--url", url]
+    command += ["--prompt", "one", "--prompt", "two", "--n", "2", "--top-logprobs-p", "0.9"]
+    command += ["--max-new-tokens", "5", "--temperature", "0", "--sampling-params", '{"ignore_eos": true}']
+
+    as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    records = sorted(
+        map(json.loads, as_json.stdout.splitlines()),
+        key=lambda record: (record["prompt_index"], record["sample_index"]),
+    )
+    assert len(records) == 4
+    for record in records:
+        for token_id, candidates in zip(record["output_ids"], record["candidates"], strict=True):
+            assert token_id in [candidate for candidate, _ in candidates]
+            assert sum(np.exp(logprob) for _, logprob in candidates) > 0.9 - 1e-5
+
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    # The command found the served model's tokenizer by itself.
+    assert shown.stderr == ""
+    texts = TokenTexts(model_path)
+    for table, record in zip(shown.stdout.split("\n\n"), records, strict=True):
+        heading, text, _, *rows = table.splitlines()
+        assert "5 tokens, finish reason length, weights 'default'" in heading
+        assert ast.literal_eval(text) == record["text"]
+        for row, token_id in zip(rows, record["output_ids"], strict=True):
+            token = texts.text_of(token_id)
+            literal = str(token_id) if token is None else repr(bytes(token) if type(token) is list else token)
+            assert row.split(maxsplit=1)[1].startswith(f"{literal}  ")
+
+    subprocess.run([*command, "--out", str(tmp_path / "run.parquet")], check=True)
+    saved = list(load_rollouts(tmp_path / "run.parquet"))
+    assert len(saved) == 4
+    for rollout in saved:
+        check_rollout(rollout, 0.9)
+
+
+def test_the_documented_rollout_loop_with_resume_and_scores(served: Served) -> None:
     names: dict[str, object] = {}
-    for part in ("client.generate(", "client.resume(", "teacher.score("):
-        if part == "client.resume(" and refused(Feature.RESUMED):
+    for page, part in (
+        ("how-to/roll-out.md", "client.generate("),
+        ("how-to/resume-and-tools.md", "on_abort="),
+        ("how-to/score-and-distill.md", "teacher.score("),
+    ):
+        if part == "on_abort=" and refused(Feature.RESUMED):
             continue
-        program = next(program for program in programs if part in program)
-        if refused(Feature.SAMPLER_SOURCE):  # as the README says below it
+        program = block_with(page, part)
+        if refused(Feature.SAMPLER_SOURCE):  # as the page says below it
             program = program.replace('top_logprobs_source="sampler"', "top_logprobs_p=0.9")
         assert "http://127.0.0.1:30010" in program
         exec(program.replace("http://127.0.0.1:30010", served.sidecar), names)
@@ -159,9 +208,7 @@ def test_a_grammar_without_a_way_on_ends_its_answer_and_not_the_engine(
         assert answer.status_code == 502, answer.text
         # SGLang's words; it says less up to 0.5.20 or so.
         message = answer.json()["error"]["message"]
-        assert re.search(
-            "Grammar accept_token failed|the engine gave up on a sample: abort, Aborted$", message
-        )
+        assert re.search(r"Grammar accept_token failed|weight update ended a sample: Aborted;", message)
         with RolloutClient(served.sidecar) as client:
             check_rollout(client.generate("hello", SAMPLING, top_logprobs_p=0.9)[0], 0.9)
 
@@ -169,7 +216,7 @@ def test_a_grammar_without_a_way_on_ends_its_answer_and_not_the_engine(
 @needs_grammars()
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_a_grammar_forbids_is_in_no_set(served: Served, temperature: float) -> None:
-    """Also at p = 1, where every token of non-zero probability is a candidate."""
+    """At p = 1, every token of non-zero probability is a candidate."""
     params = {"temperature": temperature, "regex": "[a-f]{6}", "max_new_tokens": 6}
     with RolloutClient(served.sidecar) as client:
         (rollout,) = client.generate("hello", params, top_logprobs_p=1.0)
@@ -204,7 +251,7 @@ def test_a_client_that_hangs_up_aborts_in_the_engine(served: Served, stream: boo
 
 def test_a_restarted_sidecar_is_found_again(served: Served) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "sglang_topp_server.cli", "sidecar", "--engine-url", served.engine]
+    command = [sys.executable, "-m", "sglang_topp_server.cli.main", "sidecar", "--engine-url", served.engine]
 
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen([*command, "--port", str(port)], text=True)
@@ -230,14 +277,154 @@ def test_a_restarted_sidecar_is_found_again(served: Served) -> None:
     assert second.wait(60) == 0
 
 
+# -- two sidecars before one engine --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sidecars(served: Served) -> Iterator[list[str]]:
+    with run_sidecar(served.engine) as second:
+        wait_until(lambda: httpx.get(f"{second}/readyz").status_code == 200)
+        yield [served.sidecar, second]
+
+
+def metric(sidecar: str, name: str) -> float:
+    found = re.search(rf"^{name} (\S+)$", httpx.get(f"{sidecar}/metrics").text, re.M)
+    return float(found.group(1)) if found else 0.0
+
+
+def test_two_sidecars_share_the_samples_and_every_answer_has_its_sets(sidecars: list[str]) -> None:
+    before = [metric(url, "sglang_topp_samples_total") for url in sidecars]
+    with RolloutClient(sidecars) as client:
+        rollouts = client.generate(["x" * (1 + i) for i in range(48)], SAMPLING, top_logprobs_p=0.9)
+        assert [rollout.prompt_index for rollout in rollouts] == list(range(48))
+        for rollout in rollouts:
+            check_rollout(rollout, 0.9)
+    after = [metric(url, "sglang_topp_samples_total") for url in sidecars]
+    made = [new - old for new, old in zip(after, before, strict=True)]
+    assert sum(made) == 48
+    assert min(made) > 0
+
+
+@pytest.mark.parametrize("on_abort", ["raise", "return"])
+async def test_two_sidecars_abort_a_request_by_its_name_and_no_other(
+    served: Served, sidecars: list[str], on_abort: Literal["raise", "return"]
+) -> None:
+    async with AsyncRolloutClient(sidecars) as client:
+        prompts = ["a" * (1 + i) for i in range(8)]
+        aborted = asyncio.create_task(
+            client.generate(prompts, MANY_AT_ONCE, top_logprobs_p=0.9, on_abort=on_abort, request_id="step-7")
+        )
+        kept = asyncio.create_task(
+            client.generate(["b", "bb"], KEPT, top_logprobs_p=0.9, request_id="step-70")
+        )
+        await asyncio.to_thread(wait_until, lambda: served.running_requests() == 10)
+        assert all(metric(url, "sglang_topp_in_flight") for url in sidecars)
+        await client.abort("step-7")
+        if on_abort == "raise":
+            with pytest.raises(RolloutError, match="abort"):
+                await aborted
+        else:
+            for rollout in await aborted:
+                assert rollout.finish_reason == "abort"
+                assert 0 < len(rollout.output_ids) < 1000
+                check_rollout(rollout, 0.9)
+        for rollout in await kept:
+            assert len(rollout.output_ids) == 400
+            check_rollout(rollout, 0.9)
+    await asyncio.to_thread(wait_until, lambda: served.running_requests() == 0)
+
+
+async def test_a_client_aborts_by_name_what_others_asked_two_sidecars_for(
+    served: Served, sidecars: list[str]
+) -> None:
+    """The caller gave this name to the sidecars.
+
+    A client's own calls have unique names, so that two trainers that both use "step-7" do not abort each
+    other.
+    """
+    names = ["step-7", "step-7", "step-70"]
+    async with httpx.AsyncClient(timeout=60) as http, AsyncRolloutClient(sidecars) as client:
+        calls = [
+            asyncio.create_task(
+                http.post(
+                    f"{sidecar}/rollouts",
+                    json={
+                        "prompts": [name],
+                        "sampling_params": KEPT if name == "step-70" else MANY_AT_ONCE,
+                        "top_logprobs_p": 0.9,
+                        "on_abort": "return",
+                        "request_id": name,
+                    },
+                )
+            )
+            for sidecar, name in zip([*sidecars, sidecars[0]], names, strict=True)
+        ]
+        own = asyncio.create_task(client.generate("a", KEPT, top_logprobs_p=0.9, request_id="step-7"))
+        await asyncio.to_thread(wait_until, lambda: served.running_requests() == 4)
+        async with AsyncRolloutClient(sidecars) as other:
+            await other.abort("step-7")
+        answers = [(await call).json()["rollouts"][0] for call in calls]
+        assert [answer["finish_reason"] for answer in answers] == ["abort", "abort", "length"]
+        assert (await own)[0].finish_reason == "length"
+    await asyncio.to_thread(wait_until, lambda: served.running_requests() == 0)
+
+
+async def test_two_sidecars_abort_everything(served: Served, sidecars: list[str]) -> None:
+    async with AsyncRolloutClient(sidecars) as client, AsyncRolloutClient(sidecars) as other:
+        generating = asyncio.create_task(
+            client.generate(
+                ["a" * (1 + i) for i in range(8)], MANY_AT_ONCE, top_logprobs_p=0.9, on_abort="return"
+            )
+        )
+        await asyncio.to_thread(wait_until, lambda: served.running_requests() == 8)
+        await other.abort_all()
+        for rollout in await generating:
+            assert rollout.finish_reason == "abort"
+            check_rollout(rollout, 0.9)
+    await asyncio.to_thread(wait_until, lambda: served.running_requests() == 0)
+
+
+async def test_one_of_two_sidecars_is_killed_in_mid_batch(served: Served) -> None:
+    """The engine aborts the killed sidecar's samples, and the client requests them from the other one."""
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_topp_server.cli.main", "sidecar", "--engine-url", served.engine]
+    second = f"http://127.0.0.1:{port}"
+    with subprocess.Popen([*command, "--port", str(port)]) as process:
+        try:
+            await asyncio.to_thread(wait_until, lambda: is_ready(second))
+            async with AsyncRolloutClient([served.sidecar, second]) as client:
+                options = {**SAMPLING, "max_new_tokens": 150}
+                generating = asyncio.create_task(
+                    client.generate(["y" * (1 + i) for i in range(24)], options, top_logprobs_p=0.9)
+                )
+                await asyncio.to_thread(
+                    wait_until, lambda: metric(second, "sglang_topp_in_flight") or generating.done()
+                )
+                process.kill()
+                rollouts = await generating
+        finally:
+            process.kill()
+    assert [rollout.prompt_index for rollout in rollouts] == list(range(24))
+    for rollout in rollouts:
+        assert len(rollout.output_ids) == 150
+        check_rollout(rollout, 0.9)
+
+
+def is_ready(sidecar: str) -> bool:
+    try:
+        return httpx.get(f"{sidecar}/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def test_the_engine_dies_in_mid_request(served: Served) -> None:
-    """Last in this module: the client gets an error, `serve` ends with one, and nothing is left over."""
+    """Last in this module: the client gets an error, `serve` fails, and no process is left."""
     children = subprocess.run(
         ["ps", "-wweo", "pid,sess,args"], capture_output=True, text=True, check=True
     ).stdout
     port = served.engine.rpartition(":")[2]
     (engine_line,) = [
-        line for line in children.splitlines() if f"--port {port}" in line and "keeper" not in line
+        line for line in children.splitlines() if f"--port {port}" in line and "engine_supervisor" not in line
     ]
     pid, session = engine_line.split()[:2]
     with RolloutClient(served.sidecar, max_retries=0) as client:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_topp import CandidateSets
-from sglang_topp_patches.releases import Feature, refused
-from tests.engine.checks import checked_sets
-from tests.engine.running import run_engine
-from tests.features import grammar_problem
+from sglang_topp import formats
+from sglang_topp_patches.compat.releases import Feature, refused
+from tests.engine.candidate_set_checks import checked_sets
+from tests.engine.start_servers import run_engine
+from tests.skip_missing_features import grammar_problem
 
 SAMPLING = {"max_new_tokens": 16, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 
@@ -33,7 +33,7 @@ def test_two_ranks(model_path: Path, log_folder: Path) -> None:
             for answer in engine.generate(sampling_params=sampling, **request):
                 checked_sets(answer, 0.9)
         if not refused(Feature.SAMPLER_SOURCE):
-            # What the sampler could draw: each rank draws for itself, the same token.
+            # Sets from the sampler: each rank samples by itself, and must draw the same token.
             filters = {"top_k": 7, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8}
             for answer in engine.generate(
                 text=["one", "two", "three"],
@@ -43,9 +43,9 @@ def test_two_ranks(model_path: Path, log_folder: Path) -> None:
                 top_logprobs_source="sampler",
             ):
                 assert answer["meta_info"]["top_logprobs_source"] == "sampler"
-                sets = CandidateSets.from_meta_info(answer["meta_info"], answer["output_ids"])
+                sets = formats.decode_top_p(answer["meta_info"], answer["output_ids"])
                 assert sets.sizes.max() < 512
-        # One rank counts what is held; a request that is too large ends on both, and the others go on.
+        # One rank counts the candidates. A request that is too large ends on both, and the others continue.
         for stream in (False, True):
             large = {"sampling_params": {**SAMPLING, "max_new_tokens": 150}, "return_logprob": True}
             large |= {"text": "x", "top_logprobs_p": 1.0, "return_logprobs_in_base64": True}

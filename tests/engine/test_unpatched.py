@@ -1,4 +1,4 @@
-"""Beside an unpatched SGLang: nothing changes for who does not ask, and nobody mistakes one for the other."""
+"""A patched and an unpatched SGLang answer requests without sets alike, and clients tell them apart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from sglang_topp.errors import MissingCandidateSetsError, PatchError, SglangToppError
 from sglang_topp_client import RolloutClient
-from tests.engine.running import Engine, chunks_of, run_engine, run_gateway, run_sidecar
+from tests.engine.start_servers import Engine, chunks_of, run_engine, run_gateway, run_sidecar
 
 # SGLang's own allow-list of plugins: only the CPU platform, which it needs to start here.
 UNPATCHED = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
@@ -42,9 +42,9 @@ REQUESTS: list[dict[str, Any]] = [
         "return_logprob": True,
     },
 ]
-# As ids: a text's are not told by an unpatched 0.5.12.
+# As ids, because an unpatched 0.5.12 does not return those of a text.
 HELLO = list(b"hello")
-# Named by request, or by the clock.
+# These values depend on the request or the clock.
 VARYING = {"id", "e2e_latency", "response_sent_to_client_ts", "cached_tokens", "cached_tokens_details"}
 
 
@@ -57,7 +57,7 @@ def unpatched(model_path: Path, log_folder: Path) -> Iterator[Engine]:
 
 
 def _comparable(answer: Any) -> Any:
-    """The answer without what differs from one request to the next, log-probs to 4 decimals."""
+    """Return the answer without fields that differ between requests, and with log-probs to 4 decimals."""
     if isinstance(answer, list):
         return [_comparable(each) for each in answer]
     if isinstance(answer, dict):
@@ -89,7 +89,7 @@ def test_the_client_refuses_an_answer_without_the_sets(unpatched: Engine) -> Non
     )
     assert (
         "output_top_p_logprobs" not in answer["meta_info"]
-    )  # ignored with a 200: what the client must notice
+    )  # ignored with a 200, which the client must notice
     with (
         RolloutClient(unpatched.url, kind="sglang") as client,
         pytest.raises((MissingCandidateSetsError, PatchError)) as caught,
@@ -100,11 +100,11 @@ def test_the_client_refuses_an_answer_without_the_sets(unpatched: Engine) -> Non
 
 def test_the_client_refuses_scores_without_the_sets(unpatched: Engine) -> None:
     with RolloutClient(unpatched.url, kind="sglang") as client:
-        with pytest.raises(MissingCandidateSetsError):
-            client.score([HELLO], top_logprobs_p=0.9)
-        # Log-probs are SGLang's own.
-        (score,) = client.score([HELLO])
-        assert len(score.logprobs) == len(score.token_ids) - 1
+        for p in (0.9, None):
+            # Log-probs alone are refused too, because this server does not say that they come from one
+            # version.
+            with pytest.raises(MissingCandidateSetsError):
+                client.score([HELLO], top_logprobs_p=p)
 
 
 def test_server_info_does_not_claim_the_patch_set(unpatched: Engine) -> None:
@@ -134,7 +134,7 @@ def test_behind_a_gateway_it_is_named(engine: Engine, unpatched: Engine, tmp_pat
 
 
 def why_not_ready(http: httpx.Client) -> str:
-    """What the sidecar says, once it has looked."""
+    """Return the sidecar's status, once it has probed the engine."""
     for _ in range(300):
         answer = http.get("/readyz")
         if "was not asked yet" not in answer.text:

@@ -1,14 +1,15 @@
-"""`make matrix`: the engine's tests, the oracles and doctor on every SGLang release, one after the other.
+"""`make matrix`: run the engine tests and `sglang-topp doctor` on every supported SGLang release.
 
-    python -m tests.matrix run [RELEASE ...]      what has no result of the present code yet, or failed
-    python -m tests.matrix pin [RELEASE ...]      each release's packages anew, with hashes
-    python -m tests.matrix seams [RELEASE ...]    only whether the patch set's seams are in its package
-    python -m tests.matrix table                  the README's table, from the results
+    python -m tests.matrix run [RELEASE ...]      run test files that failed or have no current result
+    python -m tests.matrix pin [RELEASE ...]      pin the packages of each release again, with hashes
+    python -m tests.matrix seams [RELEASE ...]    check the patch set's seams in each release's source
+    python -m tests.matrix table                  print the table of docs/reference/releases.md
 
-Every release is left as `releases/RELEASE.json` when it is done. Of a release that has a result, the files of
-tests are run that failed, or whose code is another now; remove the result to have all of it run again. What
-came out of a run that was ended is in `.matrix/RELEASE.jsonl`, and the next goes on with the files after it.
-The exit status is 1 where something does not hold.
+Releases run one after the other. Each result is written to `releases/RELEASE.json`. A release with a result
+reruns only the test files that failed or whose code has changed. Remove the result to rerun all of them.
+
+An interrupted run keeps the outcomes of its finished test files in `.matrix/RELEASE.jsonl`, and the next run
+continues after them. The exit status is 1 if a release fails or has no result.
 """
 
 from __future__ import annotations
@@ -25,31 +26,35 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_topp_patches.releases import RELEASES as SERVED
+from sglang_topp_patches.compat.releases import RELEASES as SERVED
 from tests.matrix import results
 from tests.matrix.environment import JOURNALS, ROOT, environment, pin
-from tests.matrix.releases import RELEASES, Release, chosen
+from tests.matrix.releases import RELEASES, Release, select_releases
 from tests.matrix.results import Result
-from tests.matrix.seams import problems
+from tests.matrix.seams import find_problems
 
 REASONS = {release: {str(what): why for what, why in one.refused.items()} for release, one in SERVED.items()}
-"""What is not served on a release, and why, as the patch set has it."""
+"""For each release, the features that the patch set refuses there, with the reason."""
 
 _VERSIONS = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.matrix",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("what", choices=("run", "pin", "seams", "table"))
-    parser.add_argument("release", nargs="*", help=f"some of {', '.join(RELEASES)}; those that are served")
+    parser.add_argument("release", nargs="*", help=f"some of {', '.join(RELEASES)}; default: all supported")
     args = parser.parse_args(argv)
     try:
-        releases = chosen(args.release)
+        releases = select_releases(args.release)
     except ValueError as error:
         parser.error(str(error))
     if not args.release and args.what != "pin":
         releases = [release for release in releases if release.version in SERVED]
-    # What is interrupted removes its environment on the way out.
+    # Exit by an exception, so that an interrupted run removes its environment.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if args.what == "pin":
         for release in releases:
@@ -57,24 +62,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"pinned: {release.lock.relative_to(ROOT)}", flush=True)
         return 0
     if args.what == "seams":
-        return _look(releases)
+        return _check_seams(releases)
     if args.what == "run":
         for release in releases:
             _run(release)
-    print(results.table(results.read(), REASONS))
+    print(results.format_table(results.read(), REASONS))
     versions = [release.version for release in releases]
     found = {result.release: result for result in results.read()}
     return 0 if all(version in found and found[version].is_served for version in versions) else 1
 
 
-def _look(releases: Sequence[Release]) -> int:
+def _check_seams(releases: Sequence[Release]) -> int:
     failed = 0
     for release in releases:
         start = time.monotonic()
-        found = problems(release)
+        found = find_problems(release)
         failed += bool(found)
-        verdict = "FAILS" if found else "holds"
-        print(f"{release.version:<14}{verdict}  in {time.monotonic() - start:.1f} s", flush=True)
+        verdict = "FAILS" if found else "ok"
+        print(f"{release.version:<14}{verdict:<5}  in {time.monotonic() - start:.1f} s", flush=True)
         for problem in found:
             print(f"  {problem}")
     return 1 if failed else 0
@@ -82,39 +87,45 @@ def _look(releases: Sequence[Release]) -> int:
 
 def _run(release: Release) -> None:
     before = {result.release: result for result in results.read()}.get(release.version)
-    codes = results.digests(release)
+    digests = results.compute_digests(release)
     journal = JOURNALS / f"{release.version}.jsonl"
-    known = {**(before.suites if before and before.doctor else {}), **results.outcomes(journal)}
+    known = {**(before.suites if before and before.doctor else {}), **results.read_journal(journal)}
     kept = {
-        path: suite for path, suite in known.items() if codes.get(path) == suite.code and not suite.failures
+        path: suite for path, suite in known.items() if digests.get(path) == suite.code and not suite.failures
     }
-    left = {path: code for path, code in codes.items() if path not in kept}
+    left = {path: digest for path, digest in digests.items() if path not in kept}
     if before is not None and not left and not journal.exists():
-        print(f"{release.version}: done, {before.state}", flush=True)
+        print(f"{release.version}: up to date, {before.state}", flush=True)
         return
-    print(f"{release.version}: installing, Python {release.python}; {len(left)} files to run", flush=True)
+    print(f"{release.version}: {len(left)} test files to run with Python {release.python}", flush=True)
     start = time.monotonic()
     with environment(release) as executables, tempfile.TemporaryDirectory() as folder:
         python, torch = json.loads(_output(executables / "python", "-c", _VERSIONS))
         doctor = subprocess.run([executables / "sglang-topp", "doctor"], cwd=folder, env=_environment())
         with journal.open("a") as file:
-            file.write(f"\n{json.dumps(left)}\n")  # what was written last may have no end
-        words = [word for path in left for word in results.words(release, path)]
-        command = [executables / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-        command += ["-p", "tests.matrix.journal", "--journal", journal, "--continue-on-collection-errors"]
-        # Of a package of the release's, which is compiled as a test imports it.
+            file.write(f"\n{json.dumps(left)}\n")  # the last line may be incomplete
+        arguments = [argument for path in left for argument in results.pytest_arguments(release, path)]
+        command = [executables / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        command += [
+            "-p",
+            "tests.matrix.pytest_journal",
+            "--journal",
+            journal,
+            "--continue-on-collection-errors",
+        ]
+        # A package of some releases has invalid escape sequences, and Python warns when it compiles them.
         command += ["-W", "ignore:invalid escape sequence"]
-        ended = _wait(command) if left else 0
-    suites = {**kept, **results.outcomes(journal)}
-    if ended not in (0, 1) or not codes.keys() <= suites.keys():  # interrupted, or pytest itself failed
-        raise SystemExit(f"{release.version}: pytest ended with status {ended}; what came out is kept")
+        status = _run_pytest(command) if left else 0
+    suites = {**kept, **results.read_journal(journal)}
+    if status not in (0, 1) or not digests.keys() <= suites.keys():  # interrupted, or pytest itself failed
+        raise SystemExit(f"{release.version}: pytest exited with status {status}; finished files are kept")
     result = Result(
         release=release.version,
         python=python,
         torch=torch,
         set="whole" if release.whole else "short",
         doctor=doctor.returncode == 0,
-        suites={path: suites[path] for path in codes},
+        suites={path: suites[path] for path in digests},
         refused=tuple(REASONS.get(release.version, ())),
     )
     results.write(replace(result, commit=_output("git", "rev-parse", "--short=10", "HEAD").strip()))
@@ -127,24 +138,27 @@ def _run(release: Release) -> None:
     )
 
 
-def _wait(pytest: Sequence[str | Path]) -> int:
-    """Its exit status. Where this process is ended, pytest is told, and ends the engines that it started."""
-    # Where a shell started this in the background the signal is ignored, and pytest would inherit that.
+def _run_pytest(command: Sequence[str | Path]) -> int:
+    """Run pytest and return its exit status.
+
+    If this process is terminated, interrupt pytest, so that its fixtures stop the engines that they started.
+    """
+    # A shell ignores SIGINT for background jobs, and pytest would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(pytest, cwd=ROOT, env=_environment()) as running:
+    with subprocess.Popen(command, cwd=ROOT, env=_environment()) as running:
         try:
             return running.wait()
-        except (KeyboardInterrupt, SystemExit) as ending:
-            if isinstance(ending, SystemExit):  # a terminal's Ctrl-C has reached pytest too
+        except (KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, SystemExit):  # Ctrl-C in a terminal reaches pytest anyway
                 running.send_signal(signal.SIGINT)
             running.wait()
             raise
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what would lead a release's Python to the packages of this one."""
-    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_PLUGINS")
-    return {name: value for name, value in os.environ.items() if name not in left_out}
+    """Return this process's environment without variables that point to its own packages and plugins."""
+    removed = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_PLUGINS")
+    return {name: value for name, value in os.environ.items() if name not in removed}
 
 
 def _output(*command: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""One environment, for one release at a time: ten gigabytes, which are gone again afterwards."""
+"""The temporary environment of one SGLang release: 10 GB, removed after the run."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ __all__ = ["JOURNALS", "ROOT", "UV", "environment", "pin"]
 
 ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).with_name("uv")
-JOURNALS = ROOT / ".matrix"  # what came out of runs that were ended
+JOURNALS = ROOT / ".matrix"  # outcomes of interrupted runs
 _ENVIRONMENT = JOURNALS / "environment"
 _EXTRAS = ("torch", "server", "sglang", "tensordict", "data")
 
 
 @contextlib.contextmanager
 def environment(release: Release) -> Iterator[Path]:
-    """The folder of executables of an environment with this release, all of it as its lock has it, and this
-    checkout; it is removed in the end.
+    """Create an environment with the locked packages of a release and this checkout.
+
+    Yields the folder of its executables, and removes the environment at the end of the `with` block.
 
     Raises:
-        subprocess.CalledProcessError: uv could not make it; what it said went to stderr.
+        subprocess.CalledProcessError: uv failed; its message is on stderr.
     """
     shutil.rmtree(_ENVIRONMENT, ignore_errors=True)
     try:
         _uv("venv", "--quiet", "--python", release.python, _ENVIRONMENT)
         executables = _ENVIRONMENT / "bin"
         into = ("--quiet", "--python", executables / "python")
-        # The lock has all of it, and with an override other versions than some package asks for.
+        # `--no-deps`: the lock is complete, and overrides contradict the requirements of some packages.
         _uv("pip", "install", *into, "--no-deps", "--require-hashes", "--requirements", release.lock)
         _uv("pip", "install", *into, "--no-deps", "--no-build-isolation", "--editable", ROOT)
         yield executables
@@ -43,19 +44,19 @@ def environment(release: Release) -> Iterator[Path]:
 
 
 def pin(release: Release) -> None:
-    """Write the release's lock anew: the newest of everything that goes with it, with hashes, from wheels.
+    """Write the release's lock file: the newest compatible packages, with hashes, from wheels only.
 
-    It names no package index, so that it installs from whichever one is configured, without a compiler.
+    The lock names no package index, so it installs from the configured one, and needs no compiler.
     """
     FOLDER.mkdir(exist_ok=True)
     extras = [word for extra in _EXTRAS for word in ("--extra", extra)]
     with tempfile.TemporaryDirectory() as folder:
-        given: list[str | Path] = []
+        options: list[str | Path] = []
         constraints = (f"sglang=={release.version}", *release.constraints)
         for option, lines in (("--constraint", constraints), ("--override", release.overrides)):
-            given += [option, _written(Path(folder) / f"{option}.txt", lines)]
+            options += [option, _write_lines(Path(folder) / f"{option}.txt", lines)]
         _uv(
-            *("pip", "compile", "pyproject.toml", *extras, "--group", "matrix", *given),
+            *("pip", "compile", "pyproject.toml", *extras, "--group", "matrix", *options),
             *("--python-version", release.python, "--generate-hashes", "--no-emit-index-url", "--no-header"),
             *(
                 "--only-binary",
@@ -69,7 +70,7 @@ def pin(release: Release) -> None:
         )
 
 
-def _written(path: Path, lines: Sequence[str]) -> Path:
+def _write_lines(path: Path, lines: Sequence[str]) -> Path:
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 

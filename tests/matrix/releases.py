@@ -1,6 +1,6 @@
-"""What `make matrix` runs: every SGLang release, on which Python, with which tests.
+"""The SGLang releases that `make matrix` tests, each with its Python version and its set of tests.
 
-When a release comes out, this is where it is added; CONTRIBUTING.md says what else there is to do.
+Add a new release here. CONTRIBUTING.md lists the other steps.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["FOLDER", "RELEASES", "SHORT_SET", "WHOLE_SET", "Release", "chosen"]
+__all__ = ["FOLDER", "RELEASES", "SHORT_SET", "WHOLE_SET", "Release", "select_releases"]
 
 FOLDER = Path(__file__).parents[2] / "releases"
-"""Each release's packages, pinned, and what came out: `0.5.20.lock`, `0.5.20.json`."""
+"""Pinned packages and results of each release, such as `0.5.20.lock` and `0.5.20.json`."""
 
 WHOLE_SET = ("tests/engine", "tests/patches")
 SHORT_SET = (
-    "tests/engine/test_oracles.py::test_sets_equal_the_definition_on_transformers_logprobs",
-    "tests/engine/test_requests.py",
+    "tests/engine/test_sets_against_references.py::test_sets_equal_the_definition_on_transformers_logprobs",
+    "tests/engine/test_request_kinds.py",
     "tests/engine/test_concurrency.py",
     "tests/engine/test_retraction.py",
+    "tests/engine/test_scores_after_pushes.py",
     "tests/engine/test_sampler_source.py",
     "tests/engine/test_fail_closed.py::test_doctor_holds_here",
+    "tests/engine/test_cpu_platform.py",
     "tests/engine/test_pipeline_parallel.py",
     "tests/engine/test_disaggregation.py",
+    "tests/engine/test_speculative.py",
 )
-"""A start, the oracle that shares no code, streams, n above 1, prompt sets, aborts, retractions, what the
-sampler could draw, doctor; and what no other release vouches for, where it is not refused: pipeline stages,
-disaggregated servers."""
+"""Covers the start of a server, the independent oracle, streams, n above 1, prompt sets, aborts, retractions,
+scores after weight pushes, the sampler as source, doctor, and machines without an accelerator. Also pipeline
+parallelism, disaggregated servers, and speculation, because their support differs between releases."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,11 @@ class Release:
     """How one release of SGLang is installed and tested.
 
     Attributes:
-        version: SGLang's.
-        python: the Python that it runs on here, major and minor.
-        whole: whether all of the engine's tests run, or the short set.
-        constraints: what its own requirements leave open and should not, in the form that uv takes.
-        overrides: what stands in place of its own requirements, in the same form.
+        version: The SGLang version.
+        python: The Python version to test with, major and minor.
+        whole: Run all engine tests instead of the short set.
+        constraints: Bounds for packages that the release leaves unbounded, as requirements.
+        overrides: Requirements that replace those of the release's packages.
     """
 
     version: str
@@ -57,16 +60,12 @@ class Release:
     def lock(self) -> Path:
         return FOLDER / f"{self.version}.lock"
 
-    @property
-    def result(self) -> Path:
-        return FOLDER / f"{self.version}.json"
 
-
-# It takes any `kernels`, and transformers of its time does not import with the newest.
+# The release leaves `kernels` unbounded, but its transformers version fails to import the newest one.
 _KERNELS = ("kernels<0.13",)
-# It pins a pre-release that cannot be built from its package.
+# The release pins a pre-release whose source package cannot be built.
 _CUDA_TILE = ("cuda-tile==1.6.0",)
-# What outlines asks for has no wheel for Python 3.13; nothing but `--grammar-backend outlines` imports it.
+# The pinned outlines-core has no wheel for Python 3.13. Only `--grammar-backend outlines` imports it.
 _OUTLINES_CORE = ("outlines-core==0.2.14",)
 
 RELEASES: Mapping[str, Release] = MappingProxyType(
@@ -91,14 +90,14 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         )
     }
 )
-"""SGLang version to release, the newest first."""
+"""Releases by SGLang version, newest first."""
 
 
-def chosen(versions: list[str]) -> list[Release]:
-    """The releases of these versions, or all of them.
+def select_releases(versions: list[str]) -> list[Release]:
+    """Return the releases of these versions, or all of them if the list is empty.
 
     Raises:
-        ValueError: one is not in the table.
+        ValueError: A version is not in `RELEASES`.
     """
     if unknown := [version for version in versions if version not in RELEASES]:
         raise ValueError(f"got the releases {', '.join(unknown)}, expected some of {', '.join(RELEASES)}")

@@ -1,11 +1,11 @@
-"""What the matrix leaves behind: one JSON file for each release, and the table that the README shows.
+"""Results of the matrix: one JSON file per release, and the table of releases in the documentation.
 
     {"release", "python", "torch", "set", "doctor",
      "suites": {path: {"code", "passed", "failures": [...], "skipped": {reason: count}}},
      "refused": [what, ...], "date", "commit"}
 
-`set` is "whole" or "short"; `suites` has an entry for each file of tests; `refused` names what was not served
-on the release when it was run.
+`set` is "whole" or "short". `suites` has one entry per test file. `refused` names the features that the patch
+set refused on the release at the time of the run.
 """
 
 from __future__ import annotations
@@ -21,21 +21,30 @@ from pathlib import Path
 from tests.matrix.environment import ROOT
 from tests.matrix.releases import FOLDER, RELEASES, Release
 
-__all__ = ["Result", "Suite", "digests", "outcomes", "read", "table", "words", "write"]
+__all__ = [
+    "Result",
+    "Suite",
+    "compute_digests",
+    "format_table",
+    "pytest_arguments",
+    "read",
+    "read_journal",
+    "write",
+]
 
 _TESTED = ("sglang_topp", "patches", "client", "server", "pyproject.toml")
-_TESTS = ("tests/engine", "tests/patches", "tests/features.py")
+_TESTS = ("tests/engine", "tests/patches", "tests/skip_missing_features.py")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What came out of one file of tests.
+    """Outcomes of one test file.
 
     Attributes:
-        code: a digest of all that it tests, and of itself.
-        passed: how many tests did.
-        failures: each with its reason's first line.
-        skipped: how many were, by the reason's first line.
+        code: Digest of the tested code and of the test file.
+        passed: Number of tests that passed.
+        failures: Failed tests, each with the first line of its error.
+        skipped: Number of skipped tests, by the first line of the reason.
     """
 
     code: str
@@ -46,7 +55,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of a release after its run."""
+    """Outcomes of a release's test run, with the versions that it used."""
 
     release: str
     python: str
@@ -79,19 +88,20 @@ class Result:
         return "supported" if self.is_served else "fails"
 
 
-def outcomes(journal: Path) -> dict[str, Suite]:
-    """What came out of runs of pytest, by file of tests: the latest of each.
+def read_journal(journal: Path) -> dict[str, Suite]:
+    """Return the latest outcomes of each test file in a journal.
 
     Args:
-        journal: for each run a line {path: digest} of what it was to run, and after it what
-            `tests.matrix.journal` wrote; it may end anywhere, and need not be there.
+        journal: A file with one block per run: a line `{path: digest}` of the test files to run, then the
+            lines that `tests.matrix.pytest_journal` wrote. The file may end in the middle of a line, or be
+            missing.
     """
     suites, codes = dict[str, Suite](), dict[str, str]()
     for line in journal.read_text().splitlines() if journal.exists() else ():
         try:
             found = json.loads(line)
         except ValueError:
-            continue  # its run was ended as it wrote
+            continue  # the run was killed while it wrote this line
         if "path" in found:
             path = found.pop("path")
             suites[path] = Suite(codes[path], found["passed"], tuple(found["failures"]), found["skipped"])
@@ -107,7 +117,7 @@ def write(result: Result, folder: Path = FOLDER) -> Path:
 
 
 def read(folder: Path = FOLDER) -> list[Result]:
-    """Every result that is there, the newest release first."""
+    """Return all stored results, newest release first."""
     found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     results = []
     for version in RELEASES:
@@ -118,33 +128,35 @@ def read(folder: Path = FOLDER) -> list[Result]:
     return results
 
 
-def digests(release: Release) -> dict[str, str]:
-    """For each file of tests of the release's set: a digest of the code, of the packages that go with it, of
-    what the tests share, and of the file."""
-    listed = _listed(_TESTS)
+def compute_digests(release: Release) -> dict[str, str]:
+    """Return a digest for each test file in the release's set.
+
+    A digest covers the tested code, the locked packages, the helpers that tests share, and the test file.
+    """
+    listed = _git_files(_TESTS)
     files = [
         path
         for path in listed
-        if Path(path).name.startswith("test_") and any(_names(word, path) for word in release.tests)
+        if Path(path).name.startswith("test_") and any(_selects(argument, path) for argument in release.tests)
     ]
-    shared = [path for path in (*_listed(_TESTED), *listed) if not Path(path).name.startswith("test_")]
+    shared = [path for path in (*_git_files(_TESTED), *listed) if not Path(path).name.startswith("test_")]
     code = _digest((*shared, str(release.lock.relative_to(ROOT))), ())
-    return {path: _digest((path,), (code, *words(release, path))) for path in files}
+    return {path: _digest((path,), (code, *pytest_arguments(release, path))) for path in files}
 
 
-def words(release: Release, path: str) -> list[str]:
-    """What of a file the release's set runs, in pytest's words."""
-    return [word for word in release.tests if word.startswith(f"{path}::")] or [path]
+def pytest_arguments(release: Release, path: str) -> list[str]:
+    """Return the pytest arguments that select the release's tests in a file."""
+    return [argument for argument in release.tests if argument.startswith(f"{path}::")] or [path]
 
 
-def _names(word: str, path: str) -> bool:
-    """Whether a word of pytest's names a file, some of its tests, or a folder above it."""
-    named = word.partition("::")[0]
-    return path == named or path.startswith(f"{named}/")
+def _selects(argument: str, path: str) -> bool:
+    """Return whether a pytest argument selects a file, some of its tests, or a folder that contains it."""
+    selected = argument.partition("::")[0]
+    return path == selected or path.startswith(f"{selected}/")
 
 
-def _listed(below: Iterable[str]) -> list[str]:
-    """Files that git has, or would take."""
+def _git_files(below: Iterable[str]) -> list[str]:
+    """Return the files that git tracks, and the untracked files that it does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *below]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
     return [name for name in sorted(filter(None, names)) if (ROOT / name).is_file()]
@@ -160,11 +172,11 @@ def _digest(paths: Iterable[str], more: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def table(results: Sequence[Result], refused: Mapping[str, Mapping[str, str]]) -> str:
-    """The README's table of releases, and why something is not served on some of them, in Markdown.
+def format_table(results: Sequence[Result], refused: Mapping[str, Mapping[str, str]]) -> str:
+    """Format the documented table of releases in Markdown, with the reasons for refused features below it.
 
     Args:
-        refused: for each release what is not served on it now, and why.
+        refused: For each release, the features that are refused now, with the reason.
     """
     lines = ["| SGLang | torch | Python | state | tests | not served there |", "|---|---|---|---|---|---|"]
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -184,12 +196,15 @@ def table(results: Sequence[Result], refused: Mapping[str, Mapping[str, str]]) -
     if reasons:
         lines.append("")
     for (what, why), releases in sorted(reasons.items()):
-        lines.append(f"- `{what}`, {_spans(releases, [each.release for each in results])}: {why}.")
+        lines.append(f"- `{what}`, {_format_ranges(releases, [each.release for each in results])}: {why}.")
     return "\n".join(lines)
 
 
-def _spans(some: Sequence[str], releases: Sequence[str]) -> str:
-    """Which releases, the newest first in both, in words: "0.5.12 to 0.5.18, 0.5.20"."""
+def _format_ranges(some: Sequence[str], releases: Sequence[str]) -> str:
+    """Describe `some` of the `releases` as ranges, such as "0.5.12 to 0.5.18, 0.5.20".
+
+    Both lists are sorted newest first. The ranges are sorted oldest first.
+    """
     spans: list[list[str]] = []
     for one, before in zip(releases, ("", *releases), strict=False):
         if one in some:

@@ -1,4 +1,4 @@
-"""Every seam of a release, looked at in its source: SGLang's package is unpacked, and nothing is started."""
+"""Check the seams of a release in the source of its SGLang package, without starting anything."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from pathlib import Path
 from typing import Any
 
 import sglang_topp_patches
-from sglang_topp_patches.internals.interface import Internals
-from sglang_topp_patches.package_source import PackageSource
-from sglang_topp_patches.releases import RELEASES, Feature
-from sglang_topp_patches.seams import difference
+from sglang_topp_patches.compat.internals.interface import Internals
+from sglang_topp_patches.compat.releases import RELEASES, Feature
+from sglang_topp_patches.compat.seam_check import difference
+from sglang_topp_patches.compat.source_inspection import PackageSource
 from tests.matrix.environment import UV
 from tests.matrix.releases import Release
 
-__all__ = ["hook_imports", "problems", "seam_problems", "top_imports"]
+__all__ = ["find_problems", "find_seam_problems", "hook_imports", "module_imports"]
 
-# Which of `Internals` is asked for a feature alone: where that is refused, nobody calls it.
-_ASKED_FOR = {"sampling": Feature.SAMPLER_SOURCE, "weight_version": Feature.WEIGHT_VERSIONS}
+# Methods of `Internals` that only one feature calls. A release that refuses the feature never calls them.
+_FEATURE_OF_METHOD = {"sampling": Feature.SAMPLER_SOURCE, "weight_version": Feature.WEIGHT_VERSIONS}
 
 
-def problems(release: Release) -> list[str]:
-    """What of the patch set does not fit the release's package, in words; nothing where all does.
+def find_problems(release: Release) -> list[str]:
+    """Return a sentence for each seam or import of the patch set that does not match the release's package.
 
     Raises:
-        subprocess.CalledProcessError: the package could not be had, or is not the one that was pinned.
+        subprocess.CalledProcessError: The package could not be downloaded, or does not match its pinned hash.
     """
     with tempfile.TemporaryDirectory() as folder:
         requirement = Path(folder) / "sglang.txt"
-        requirement.write_text(_pinned(release.lock.read_text(), "sglang"))
+        requirement.write_text(_pinned_lines(release.lock.read_text(), "sglang"))
         into = Path(folder) / "packages"
         command = [UV, "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--target", into]
-        # An environment of this Python takes what an image with another one would.
+        # This Python's package has the same source as the one for the Python that tests the release.
         subprocess.run([*command, "--requirements", requirement], check=True)
         source = PackageSource(into)
-        found = seam_problems(source, release.version)
-        imported = {*top_imports(), *hook_imports(release.version)}
+        found = find_seam_problems(source, release.version)
+        imported = {*module_imports(), *hook_imports(release.version)}
         missing = [name for name in sorted(imported) if not source.has(name)]
-    return found + [f"{name}: is imported there, and does not exist" for name in missing]
+    return found + [f"{name}: a hook imports it, and it does not exist" for name in missing]
 
 
-def seam_problems(source: PackageSource, version: str) -> list[str]:
-    """The seams of a listed release that its source does not have, or that take something else."""
+def find_seam_problems(source: PackageSource, version: str) -> list[str]:
+    """Return a sentence for each seam that is missing in the source or has other parameters."""
     if version not in RELEASES:
         return [f"the patch set does not list SGLang {version}"]
     found = []
@@ -62,19 +62,19 @@ def seam_problems(source: PackageSource, version: str) -> list[str]:
     return found
 
 
-def top_imports() -> Iterator[str]:
-    """The names of SGLang's that modules of the patch set import when they are imported themselves."""
+def module_imports() -> Iterator[str]:
+    """Yield the SGLang names that the patch set's modules import at the top level."""
     (folder,) = sglang_topp_patches.__path__
     for path in sorted(Path(folder).rglob("*.py")):
         yield from _imports(ast.parse(path.read_text()).body)
 
 
 def hook_imports(version: str) -> Iterator[str]:
-    """The names of SGLang's that a listed release's hooks, and its internals, import when they are called."""
+    """Yield the SGLang names that the release's hooks and internals import inside functions."""
     release = RELEASES.get(version)
     if release is None:
         return
-    called = [name for name in dir(Internals) if _ASKED_FOR.get(name) not in release.refused]
+    called = [name for name in dir(Internals) if _FEATURE_OF_METHOD.get(name) not in release.refused]
     trees = [*_methods(type(release.internals), called)]
     for seam in release.seams:
         trees += [_tree(pkgutil.resolve_name(f"sglang_topp_patches.{hook.function}")) for hook in seam.hooks]
@@ -83,7 +83,7 @@ def hook_imports(version: str) -> Iterator[str]:
 
 
 def _methods(cls: type, names: Iterable[str]) -> Iterator[ast.AST]:
-    """The methods of these names, and those that they reach by `self` and by `super()`."""
+    """Yield the methods with these names, and the methods that they reach through `self` and `super()`."""
     waiting = [(cls.__mro__, name) for name in names]
     seen = set()
     while waiting:
@@ -113,8 +113,8 @@ def _imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield from (each.name for each in node.names if each.name.partition(".")[0] == "sglang")
 
 
-def _pinned(lock: str, package: str) -> str:
-    """The lines of one package: its version and its hashes."""
+def _pinned_lines(lock: str, package: str) -> str:
+    """Return the lines of a lock file that pin one package: its version and its hashes."""
     found = re.search(rf"^{re.escape(package)}==(?:.*\\\n)*.*$", lock, re.MULTILINE)
     if found is None:
         raise ValueError(f"the lock does not pin {package}")

@@ -1,4 +1,4 @@
-"""The interpreter pays by the operation, not by the value: cases of whole vocabularies get larger tiles."""
+"""Larger tiles in Triton's interpreter, whose cost grows with the number of operations, not of values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def large_tiles() -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    from sglang_topp.nucleus import support_triton, triton
+    from sglang_topp.nucleus import sampler_support_triton, top_p_triton
 
     with (
-        mock.patch.multiple(triton, _TILE=1 << 14, _BLOCKS_AT_ONCE=1 << 9),
-        mock.patch.multiple(support_triton, _TILE=1 << 14),
+        mock.patch.multiple(top_p_triton, _TILE=1 << 14, _BLOCKS_AT_ONCE=1 << 9),
+        mock.patch.multiple(sampler_support_triton, _TILE=1 << 14),
     ):
         yield

@@ -1,4 +1,4 @@
-"""SGLang warns at its import on a machine without an accelerator; the tests' own warnings are errors."""
+"""Ignore the warning of SGLang's import without an accelerator. All other warnings are errors."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The tests of this folder share `replay_oracle`, which stands beside them."""
+"""Puts this folder on the path, because its tests share `replay_oracle`, and limits torch to one thread."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """The sizes here are tiny: on a busy machine more threads only wait for each other."""
+    """Limit torch to one thread, because more would only wait for each other at these tiny sizes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What distillation over candidate sets means: dense float64 distributions, one position at a time."""
+"""Reference for distillation over candidate sets: dense float64 distributions, one position at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALLEST_TAIL = 1e-6
 def teacher_sets(
     logits: Tensor, p: float, sampled: list[int], *, empty: tuple[int, ...] = ()
 ) -> CandidateSets:
-    """The top-p sets of `softmax(logits)` [T, V] as an engine reports them, `sampled` in each."""
+    """Return the top-p sets of `softmax(logits)` [T, V] as an engine reports them, with `sampled` in each."""
     ids, logprobs, kept_ids = [], [], []
     for t, row in enumerate(torch.log_softmax(logits.double(), dim=1).float().numpy()):
         order = np.lexsort((np.arange(len(row)), -row))
@@ -41,7 +41,7 @@ def kl_of(log_a: Tensor, log_b: Tensor) -> Tensor:
 def distillation(
     logits: Tensor, sets: CandidateSets, direction: str, outside: str, counts: list[bool] | None = None
 ) -> Tensor:
-    """[T], differentiable in `logits` [T, V], the student's after soft cap and temperature."""
+    """Return the KL at each position, [T], differentiable in the student's final `logits` [T, V]."""
     out = []
     for t, (ids, logprobs) in enumerate(sets):
         assert logprobs is not None
@@ -55,7 +55,7 @@ def distillation(
         student = torch.log_softmax(logits[t], dim=0)
         teacher = torch.tensor(logprobs, dtype=torch.float64)
         inside = torch.tensor(ids, dtype=torch.int64)
-        if outside == "renormalised":
+        if outside == "renormalized":
             student, teacher = (torch.log_softmax(x, dim=0) for x in (student[inside], teacher))
         else:
             others = torch.ones(len(student), dtype=torch.bool).index_fill(0, inside, False)

@@ -1,4 +1,4 @@
-"""What replay means, in float64 and as plainly as it can be written: dense logits, one position at a time."""
+"""Reference for replay: dense float64 logits, one position at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EMPTY, SINGLE = 0, 1
 
 
 def random_sets(sizes: list[int], vocab_size: int, *, seed: int = 0) -> CandidateSets:
-    """Sets of the given sizes; the target is any member, not only the likeliest."""
+    """Return sets of the given sizes. The target is a random member, not always the most likely one."""
     rng = np.random.default_rng(seed)
     ids, logprobs, sampled = [], [], []
     for size in sizes:
@@ -40,10 +40,12 @@ def head_logits(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
 ) -> Tensor:
     logits = hidden @ weight.t()
     if bias is not None:
         logits = logits + bias
+    logits = logit_scale * logits
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if isinstance(temperature, Tensor) and temperature.ndim:
@@ -59,7 +61,7 @@ def entropy_of(logprobs: Tensor) -> Tensor:
 def scores(
     logits: Tensor, targets: Tensor, sets: CandidateSets, kl_to: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Every value over the support, differentiable, in the dtype of `logits`."""
+    """Return every score over the support, differentiable, in the dtype of `logits`."""
     zero = logits.sum() * 0 if logits.isfinite().all() else logits.new_zeros(())
     logprobs, entropies, by_candidate, kls = [], [], [], []
     for t, (ids, _) in enumerate(sets):
@@ -88,13 +90,13 @@ def scores(
 
 
 def full_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy over the whole vocabulary."""
+    """Return log-probs and entropy over the whole vocabulary."""
     logprobs = torch.log_softmax(logits, dim=1)
     return logprobs[torch.arange(len(targets)), targets], torch.stack([entropy_of(row) for row in logprobs])
 
 
 def mixed(values: dict[str, Tensor], seed: int = 1) -> Tensor:
-    """One number that every given value enters with a weight of its own."""
+    """Return a scalar in which every value has a different weight."""
     rng = torch.Generator().manual_seed(seed)
     return sum(
         (value * torch.randn(value.shape, generator=rng, dtype=torch.float64).to(value)).sum()
@@ -103,14 +105,14 @@ def mixed(values: dict[str, Tensor], seed: int = 1) -> Tensor:
 
 
 def leaves(*tensors: Tensor | None, dtype: torch.dtype | None = None) -> list[Tensor | None]:
-    """Detached copies that require gradients, rounded through `dtype` to where they came from."""
+    """Return detached copies that require gradients, rounded to `dtype` and converted back."""
     return [
         None if t is None else t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for t in tensors
     ]
 
 
 def error(got: Tensor, exact: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     got, exact = got.detach(), exact.detach()
     if not exact.numel():
         return 0.0

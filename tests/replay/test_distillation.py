@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 from sglang_topp.replay import distillation_loss
+from tests.documentation_blocks import block_with
 
 T, V, H = 11, 61, 19
 DIRECTIONS = ("forward", "reverse")
-FORMS = [(direction, outside) for direction in DIRECTIONS for outside in ("tail", "renormalised")]
+FORMS = [(direction, outside) for direction in DIRECTIONS for outside in ("tail", "renormalized")]
 EMPTY, SINGLE, WHOLE = 3, 5, 7
 
 CASES = {
@@ -31,7 +30,13 @@ CASES = {
     "temperature": {"temperature": 0.6},
     "temperatures": {"temperature": torch.linspace(0.3, 1.7, T)},
     "softcap": {"softcap": 2.5},
-    "everything": {"bias": True, "temperature": torch.linspace(0.3, 1.7, T), "softcap": 2.5},
+    "logit scale": {"logit_scale": 0.3},
+    "everything": {
+        "bias": True,
+        "temperature": torch.linspace(0.3, 1.7, T),
+        "softcap": 2.5,
+        "logit_scale": 0.3,
+    },
 }
 
 
@@ -46,7 +51,7 @@ def make(dtype: torch.dtype, *, bias: bool = False):
 
 @pytest.fixture
 def sets() -> CandidateSets:
-    """Of all kinds: one position has no set, one a single candidate, one the whole vocabulary."""
+    """Return sets of all kinds: empty, a single candidate, and the whole vocabulary."""
     logits = 3 * draw(T, V, seed=1)
     logits[SINGLE, 4] = 14
     usual = teacher_sets(logits, 0.9, [4] * T, empty=(EMPTY,))
@@ -57,7 +62,7 @@ def sets() -> CandidateSets:
 
 
 def loss_of(kl: torch.Tensor) -> torch.Tensor:
-    """One number that each position enters with a weight of its own."""
+    """Return a scalar in which each position has a different weight."""
     return (kl * torch.linspace(-1, 2, len(kl), dtype=torch.float64)).sum()
 
 
@@ -98,7 +103,7 @@ def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, case, direct
 @pytest.mark.parametrize("chunk_rows", [1, 3, None])
 @pytest.mark.parametrize(("direction", "outside"), FORMS)
 def test_gradcheck(direction, outside, chunk_rows):
-    """Against finite differences, which know nothing of the formulas that the oracle shares with us."""
+    """Compare with finite differences, which share no formula with the implementation."""
     vocab, width = 7, 3
     logits = draw(5, vocab)
     logits[3, 2] = 9
@@ -117,6 +122,7 @@ def test_gradcheck(direction, outside, chunk_rows):
             bias=bias,
             temperature=torch.linspace(0.3, 1.7, 5),
             softcap=2.5,
+            logit_scale=0.4,
             chunk_rows=chunk_rows,
         ).kl
 
@@ -137,11 +143,11 @@ def test_gradcheck(direction, outside, chunk_rows):
 def test_any_teacher_and_any_student(
     direction, outside, seed, positions, vocab, p, spread, student_spread, chunk_rows
 ):
-    """The oracle's value and gradient; and a merged KL, which is at least 0 and at most the whole one."""
+    """Value and gradient equal the oracle's. A merged KL is between 0 and the whole KL."""
     rng = np.random.default_rng(seed)
     teacher = torch.tensor(rng.normal(0, spread, (positions, vocab)))
     sets = teacher_sets(teacher, p, rng.integers(0, vocab, positions).tolist())
-    # A hidden size of the vocabulary's and a head of ones: any logits.
+    # With a hidden size equal to the vocabulary and an identity head, any logits are possible.
     inputs = torch.tensor(rng.normal(0, student_spread, (positions, vocab))), torch.eye(vocab).double()
     (exact_hidden, exact_weight), (hidden, weight) = leaves(*inputs), leaves(*inputs)
     exact = distillation(exact_hidden @ exact_weight.t(), sets, direction, outside)
@@ -159,7 +165,7 @@ def test_any_teacher_and_any_student(
             zip(whole, student, strict=True) if direction == "forward" else zip(student, whole, strict=True)
         )
         for merged, (a, b) in zip(got.kl.detach(), pairs, strict=True):
-            # What the teacher's tail is known to: 1e-6, times how far apart the log-probs are.
+            # The teacher's tail is exact to 1e-6. Multiply by the distance of the log-probs for the KL.
             assert float(merged) <= float(kl_of(a, b)) * (1 + 1e-6) + 1e-4
 
 
@@ -170,14 +176,14 @@ def test_a_student_that_is_the_teacher_has_neither_loss_nor_gradient(p, directio
     sets = teacher_sets((hidden @ weight.t()).detach(), p, list(range(T)))
     got = distillation_loss(hidden, weight, sets, direction=direction, outside=outside)
     got.mean().backward()
-    assert 0 <= float(got.kl.detach().max()) < 1e-12  # log-probs rounded to float32 enter it squared
+    assert 0 <= float(got.kl.detach().max()) < 1e-12  # rounding errors of float32 log-probs enter it squared
     assert hidden.grad.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_sets_of_the_whole_vocabulary_give_the_whole_kl(dtype, direction):
-    """p = 1: no tail, whatever float32 log-probs add up to."""
+    """At p = 1 there is no tail, whatever the float32 log-probs sum to."""
     hidden, weight = leaves(draw(T, H).to(dtype), draw(V, H).to(dtype))
     teacher = 4 * draw(T, V, seed=3)
     sets = teacher_sets(teacher, 1.0, [0] * T)
@@ -188,7 +194,7 @@ def test_sets_of_the_whole_vocabulary_give_the_whole_kl(dtype, direction):
     whole = torch.log_softmax(teacher, 1)
     a, b = (whole, student) if direction == "forward" else (student, whole)
     exact = (a.exp() * (a - b)).sum(1)
-    for outside in ("tail", "renormalised"):
+    for outside in ("tail", "renormalized"):
         got = distillation_loss(hidden, weight, sets, direction=direction, outside=outside)
         assert error(got.kl, exact) < 1e-6
 
@@ -197,7 +203,7 @@ def test_sets_of_the_whole_vocabulary_give_the_whole_kl(dtype, direction):
 @pytest.mark.parametrize("gap", [1.0, 20.0, 60.0, 300.0])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_students_tail_of_next_to_nothing_or_next_to_all(direction, gap, dtype):
-    """float32's `1 - mass` knows nothing below 6e-8, and nothing of a mass of 1e-30."""
+    """In float32, `1 - mass` cannot represent a tail below 6e-8."""
     sets = CandidateSets([0, 1], np.log([0.6, 0.3]), [0, 2], [0])
     for sign in (1, -1):
         logits = torch.tensor([[sign * gap, sign * gap - 1, 0.0, 0.3, -0.2]], dtype=torch.float64)
@@ -215,7 +221,7 @@ def test_a_students_tail_of_next_to_nothing_or_next_to_all(direction, gap, dtype
 @pytest.mark.parametrize("mass", [1 - 1e-7, 1.0, 1 + 3e-7, 1.001])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_teachers_mass_that_is_rounded_to_one_or_above(mass, direction):
-    """Forward it has no tail, in reverse the smallest; either way finite, and no student is below 0."""
+    """The forward KL uses no tail, the reverse KL the smallest one. Both are finite and at least 0."""
     sets = CandidateSets([2, 0], np.log([0.7 * mass, 0.3 * mass]), [0, 2], [0])
     assert abs(np.exp(sets.logprobs, dtype=np.float64).sum() - mass) < 1e-7
     hidden, weight = leaves(draw(1, H), draw(V, H))
@@ -254,10 +260,10 @@ def test_a_sampled_token_that_the_teacher_rules_out_is_outside(direction, outsid
 def test_a_single_candidate_is_a_choice_against_its_tail_only(direction, sets):
     hidden, weight = leaves(draw(T, H), draw(V, H))
     only = sets[SINGLE : SINGLE + 1]
-    renormalised = distillation_loss(hidden[:1], weight, only, direction=direction, outside="renormalised")
-    renormalised.kl.sum().backward()
-    assert float(renormalised.kl.detach()) == 0
-    assert renormalised.counted.all()
+    renormalized = distillation_loss(hidden[:1], weight, only, direction=direction, outside="renormalized")
+    renormalized.kl.sum().backward()
+    assert float(renormalized.kl.detach()) == 0
+    assert renormalized.counted.all()
     assert not hidden.grad.any()
     tail = distillation_loss(hidden[:1], weight, only, direction=direction, outside="tail")
     assert float(tail.kl.detach()) > 0
@@ -330,7 +336,7 @@ def test_a_second_backward_gives_the_same(direction, outside, sets):
 
 
 def test_a_student_without_a_tail():
-    """All that is outside ruled out: no finite forward KL; in reverse neither value nor gradient of it."""
+    """The student masks all ids outside. The forward KL is infinite, and the reverse KL ignores the tail."""
     sets = CandidateSets([0, 1], np.log([0.6, 0.3]), [0, 2], [0])
     bias = torch.tensor([0.0, 0, -torch.inf, -torch.inf]).double()
     hidden, weight, bias = leaves(draw(1, H), draw(4, H), bias)
@@ -349,7 +355,7 @@ def test_a_student_without_a_tail():
 def test_a_candidate_that_the_student_rules_out():
     sets = CandidateSets([0, 1], np.log([0.6, 0.3]), [0, 2], [0])
     bias = torch.tensor([0.0, -torch.inf, 0, 0]).double()
-    for outside in ("tail", "renormalised"):
+    for outside in ("tail", "renormalized"):
         hidden, weight, bias = leaves(draw(1, H), draw(4, H), bias)
         with pytest.raises(InvalidInputError, match="the KL at position 0 is inf"):
             distillation_loss(hidden, weight, sets, direction="forward", outside=outside, bias=bias)
@@ -362,8 +368,8 @@ def test_a_candidate_that_the_student_rules_out():
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("way", ["sparse", "buffer"])
-def test_renormalised_puts_the_heads_gradient_where_it_is_told(way, direction, sets):
-    options = {"direction": direction, "outside": "renormalised"}
+def test_renormalized_puts_the_heads_gradient_where_it_is_told(way, direction, sets):
+    options = {"direction": direction, "outside": "renormalized"}
     dense_hidden, dense = leaves(*make(torch.float32)[:2])
     distillation_loss(dense_hidden, dense, sets, **options).kl.sum().backward()
     hidden, weight = leaves(*make(torch.float32)[:2])
@@ -435,18 +441,18 @@ def test_repeats_to_the_last_bit_and_gives_a_gradient_only_where_one_is_wanted(d
 
 
 class _Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns."""
+    """Record the bytes of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.num_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         tensors = [
             x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.layout == torch.strided
         ]
-        self.numel = max([self.numel, *(x.numel() for x in tensors)])
+        self.num_bytes = max([self.num_bytes, *(x.nbytes for x in tensors)])
         return result
 
 
@@ -458,9 +464,9 @@ def test_no_tensor_has_all_positions_and_the_vocabulary(direction, outside):
     with _Largest() as largest:
         got = distillation_loss(hidden, weight, sets, direction=direction, outside=outside, chunk_rows=4)
         got.mean().backward()
-    bound = max(vocab * width, len(sets.token_ids) * 2)
-    assert largest.numel <= bound  # and not tokens * vocab, 64 times the head
-    assert 8 * bound < tokens * vocab
+    bound = max(vocab * width * 4, len(sets.token_ids) * 2 * 8)
+    assert largest.num_bytes <= bound  # and not tokens * vocab, 64 times the head
+    assert 8 * bound < tokens * vocab * 4
 
 
 ERRORS = {
@@ -473,20 +479,21 @@ ERRORS = {
         a | {"teacher_sets": a["teacher_sets"].without_logprobs()}
     ),
     "direction: got 'backward', expected 'forward' or 'reverse'": lambda a: a | {"direction": "backward"},
-    "outside: got None, expected 'tail' or 'renormalised'": lambda a: a | {"outside": None},
+    "outside: got None, expected 'tail' or 'renormalized'": lambda a: a | {"outside": None},
     "loss_mask: got shape \\(10,\\), expected \\[11\\]": lambda a: a | {"loss_mask": [1] * 10},
     "bias: got shape": lambda a: a | {"bias": torch.zeros(V - 1)},
     "temperature: got 0": lambda a: a | {"temperature": 0},
     "temperature: got shape": lambda a: a | {"temperature": torch.ones(T - 1)},
     "softcap: got 0": lambda a: a | {"softcap": 0},
+    "logit_scale: got 0": lambda a: a | {"logit_scale": 0},
     "chunk_rows: got 0": lambda a: a | {"chunk_rows": 0},
     "vocab_start: got -1": lambda a: a | {"vocab_start": -1},
     "weight_grad: got 'sparse', expected 'dense'": lambda a: a | {"weight_grad": "sparse"},
     "weight_grad: got a buffer, expected 'dense'": lambda a: a | {"weight_grad": torch.zeros(V, H)},
     "weight_grad: got 'there', expected 'dense', 'sparse'": lambda a: (
-        a | {"weight_grad": "there", "outside": "renormalised"}
+        a | {"weight_grad": "there", "outside": "renormalized"}
     ),
-    "backend: got 'cuda'": lambda a: a | {"backend": "cuda", "outside": "renormalised"},
+    "backend: got 'cuda'": lambda a: a | {"backend": "cuda", "outside": "renormalized"},
     "the KL at position 6 is nan: .* NaN or \\+inf": lambda a: (
         a | {"hidden": a["hidden"].index_fill(0, torch.tensor([6]), torch.nan)}
     ),
@@ -495,7 +502,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("message", ERRORS)
-def test_errors_say_what_and_where(message, sets):
+def test_errors_name_the_argument_and_the_problem(message, sets):
     hidden, weight, _ = make(torch.float32)
     arguments = {"hidden": hidden, "weight": weight, "teacher_sets": sets}
     arguments |= {"direction": "forward", "outside": "tail"}
@@ -518,21 +525,18 @@ def test_sets_that_cannot_be_of_this_vocabulary(direction, outside, sets):
         distillation_loss(hidden[:1], weight, too_much, **options)
 
 
-def test_the_readmes_lines(sets):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    (program,) = (block for block in blocks if "distillation_loss(" in block)
+def test_the_documented_lines(sets):
+    program = block_with("how-to/score-and-distill.md", "distillation_loss(states")
     states, weight, _ = make(torch.float32)
     weight.requires_grad_()
     cut = [sets[:6], sets[6:]]
     names = {
-        "student_client": SimpleNamespace(generate=lambda prompts, sampling: [object(), object()]),
         "teacher_client": SimpleNamespace(
             score=lambda rollouts, top_logprobs_p: [SimpleNamespace(candidates=one) for one in cut]
         ),
         "model": SimpleNamespace(lm_head=SimpleNamespace(weight=weight)),
     }
-    names |= {"prompts": ["a", "b"], "sampling": {}, "states": states}
+    names |= {"rollouts": [object(), object()], "states": states}
     exec(program, names | {"CandidateSets": CandidateSets, "distillation_loss": distillation_loss})
     expected = torch.autograd.grad(
         distillation_loss(states, weight, sets, direction="forward", outside="tail").mean(), weight

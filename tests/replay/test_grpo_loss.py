@@ -1,4 +1,4 @@
-"""The example loss: against the plain formula on dense logits, and run as its reader would."""
+"""The example loss equals the plain formula on dense logits, and the example runs from the command line."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_tokens_without_a_set_do_not_count(example, replay):
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_token_that_the_rollout_gave_no_probability(example, advantage):
-    """Its ratio is infinite; the gradients of all others must not become NaN by it."""
+    """Its ratio is infinite. The gradients of all other tokens must not become NaN."""
     sets = CandidateSets([1, 2, 3, 4, 5], [-0.1, -2.0, -torch.inf, -0.5, -1.0], [0, 3, 5], [3, 4])
     hidden, weight, samples = one_sample(example, sets)
     loss, _ = example.grpo_loss(hidden, weight, samples, torch.tensor([advantage]), layout=Layout())
@@ -136,7 +136,7 @@ def test_replay_makes_the_first_ratio_one_and_learns(example):
     without = example.train(replay=False, steps=1)
     assert with_replay[0]["replay/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert with_replay[0]["replay/ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    # Over the whole vocabulary the policy gives a token less than the sampler did, by the kept mass.
+    # Over the whole vocabulary, a token's probability is lower than the sampler's by the kept mass.
     assert without[0]["replay/ratio_mean"] == pytest.approx(without[0]["replay/kept_mass_mean"], abs=1e-4)
     assert without[0]["replay/ratio_mean"] < 0.9
     assert with_replay[-1]["reward"] > with_replay[0]["reward"] + 0.1

@@ -1,4 +1,4 @@
-"""Metrics: right for one pass, and the same for any way of cutting the tokens up."""
+"""Metrics are right for one pass, and equal however the tokens are split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_by_hand():
     new = old + torch.tensor([math.log(2.0), 0.0, 5.0, 0.0, math.log(1.05), 9.0])
     metrics = replay_metrics(new, old, sets, loss_mask=[1, 1, 1, 1, 1, 0], p=[0.4, 1, 1, 1, 0.99, 1])
     summary = metrics.summary()
-    assert metrics.tokens == 4  # not the empty span, not the masked one
+    assert metrics.tokens == 4  # without the empty span and the masked one
     assert summary["replay/ratio_mean"] == pytest.approx((2 + 1 + 1 + 1.05) / 4)
     assert summary["replay/ratio_max"] == pytest.approx(2)
     assert summary["replay/ratio_off_by_10_percent_share"] == 1 / 4
@@ -37,7 +37,7 @@ def test_by_hand():
     assert summary["replay/set_size_mean"] == 7 / 4
     assert summary["replay/set_size_max"] == 3
     assert summary["replay/singleton_share"] == 2 / 4
-    # Position 0: 0.5 lies above the sampled token, and p is 0.4. Position 4: 1.0 lies above, p is 0.99.
+    # The more likely tokens have mass 0.5 at position 0 (p = 0.4), and mass 1.0 at position 4 (p = 0.99).
     assert summary["replay/forced_share"] == 2 / 4
     assert math.isnan(replay_metrics(new, old, sets).summary()["replay/forced_share"])
 
@@ -67,12 +67,12 @@ def test_a_token_that_the_rollout_gave_no_probability():
     sets = CandidateSets([1, 2], [0.0, -np.inf], [0, 2], [2])
     metrics = replay_metrics(torch.zeros(1), replayed_old_logprobs(sets), sets)
     assert metrics.ratios == math.inf
-    # Nor does the policy.
+    # The policy does not have them either.
     assert math.isnan(replay_metrics(torch.tensor([-math.inf]), replayed_old_logprobs(sets), sets).ratios)
 
 
 def test_at_p_1_only_the_impossible_is_forced():
-    """The mass above a rare token rounds to 1 and more; it is in the nucleus all the same."""
+    """The mass above a rare token rounds to 1 or more. The token is still in the nucleus."""
     third = float(np.nextafter(np.float32(math.log(1 / 3)), np.float32(0)))
     for rare, forced in ((-20.0, 0), (-np.inf, 1), (float(np.finfo(np.float32).min), 1)):
         sets = CandidateSets([1, 2, 3, 4], [third, third, third, rare], [0, 4], [4])
@@ -80,7 +80,7 @@ def test_at_p_1_only_the_impossible_is_forced():
         assert replay_metrics(torch.zeros(1), torch.zeros(1), sets, p=1.0).forced_tokens == forced
 
 
-def test_errors_say_what_and_where():
+def test_errors_name_the_argument_and_the_problem():
     sets = random_sets([2, 3], 9)
     good = torch.zeros(2)
     with pytest.raises(InvalidInputError, match=r"^logprobs: got shape \(3,\), expected \[2\]"):

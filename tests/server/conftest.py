@@ -1,4 +1,4 @@
-"""A real uvicorn with the real sidecar, on a loopback port, before an engine that injects faults."""
+"""The real sidecar on a real uvicorn on loopback, in front of a fake engine that injects faults."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import httpx
 import pytest
 import uvicorn
 
-from sglang_topp_server.app import create_app
-from sglang_topp_server.connection import http_protocol
-from sglang_topp_server.engine import Engine
-from sglang_topp_server.limits import Limits
+from sglang_topp_server.api.app import create_app
+from sglang_topp_server.engine.client import EngineClient
+from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.process.launch import listen
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine"
 
@@ -35,13 +35,19 @@ fake = _load_fake()
 
 
 class Served:
-    """An ASGI app on a real uvicorn in a thread."""
+    """Run an ASGI app on a real uvicorn in a thread."""
 
-    def __init__(self, app: Any, *, port: int = 0, lifespan: str = "on", **options: Any) -> None:
+    def __init__(
+        self,
+        app: Any,
+        *,
+        port: int = 0,
+        lifespan: str = "on",
+        reader_timeout_s: float | None = None,
+        **options: Any,
+    ) -> None:
         config = uvicorn.Config(
             app,
-            host="127.0.0.1",
-            port=port,
             log_level="critical",
             lifespan=lifespan,
             interface="asgi3",
@@ -49,14 +55,18 @@ class Served:
             **options,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run)
+        listener = listen("127.0.0.1", port, reader_timeout_s=reader_timeout_s)
+        self.port = listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._server.run, args=([listener],))
 
     def __enter__(self) -> Served:
         self._thread.start()
         _eventually(lambda: self._server.started)
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         return self
+
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
@@ -64,7 +74,7 @@ class Served:
 
 
 def _eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """The condition's first true value; a failure when it stays false."""
+    """Return the condition's first true value. Fail if it stays false."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "it never came true"
@@ -73,11 +83,11 @@ def _eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
 
 
 class Sidecar:
-    """A running sidecar, and a plain HTTP client for it."""
+    """A running sidecar with an HTTP client for it."""
 
-    def __init__(self, url: str, port: int) -> None:
-        self.url, self.port = url, port
-        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+    def __init__(self, served: Served) -> None:
+        self.url, self.port, self._served = served.url, served.port, served
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def rollouts(self, prompts: Any = "ab", **fields: Any) -> httpx.Response:
         fault = fields.pop("fault", None)
@@ -91,12 +101,16 @@ class Sidecar:
         return self.http.post("/scores", json={"sequences": sequences, "top_logprobs_p": 0.9, **fields})
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of one sample in /metrics; 0 where it is not there."""
+        """Return the value of one sample in /metrics, or 0 if it is missing."""
         wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}" if labels else "")
         for line in self.http.get("/metrics").text.splitlines():
             if line.startswith(wanted + " "):
                 return float(line.split(" ")[1])
         return 0.0
+
+    def num_connections(self) -> int:
+        """Return the number of open connections, including that of `http`."""
+        return self._served.num_connections()
 
     def is_ready(self) -> bool:
         return self.http.get("/readyz").status_code == 200
@@ -104,7 +118,7 @@ class Sidecar:
 
 @pytest.fixture
 def eventually() -> Callable[..., Any]:
-    """Waits for a condition to come true; no test depends on how long that takes."""
+    """Wait until a condition is true. No test depends on the time that this takes."""
     return _eventually
 
 
@@ -129,7 +143,7 @@ def serve_engine() -> Callable[..., Any]:
 
 
 class _Stage:
-    """Where one engine after the other stands, so that not every test starts a server for it."""
+    """One server for the engines of all tests, because starting a server for each test is slow."""
 
     engine: Any
 
@@ -155,7 +169,7 @@ def engine(stage: Any) -> Any:
 
 @pytest.fixture
 def start(stack: ExitStack) -> Callable[..., Sidecar]:
-    """Starts a sidecar: `start(engine_url, api_key=..., engine_api_key=..., wait=True, **limits)`."""
+    """Return a function that starts a sidecar: `start(engine_url, api_key=..., wait=True, **limits)`."""
 
     def start(
         engine_url: str,
@@ -163,14 +177,16 @@ def start(stack: ExitStack) -> Callable[..., Sidecar]:
         api_key: str | None = None,
         engine_api_key: str | None = None,
         wait: bool = True,
+        view: int = 0,
         **limits: Any,
     ) -> Sidecar:
         bounds = Limits(**limits)
-        app = create_app(Engine(engine_url, api_key=engine_api_key), limits=bounds, api_key=api_key)
+        client = EngineClient(engine_url, api_key=engine_api_key)
+        app = create_app(client, limits=bounds, api_key=api_key, view=view)
         served = stack.enter_context(
-            Served(app, http=http_protocol(bounds), ws="none", timeout_keep_alive=75)
+            Served(app, reader_timeout_s=bounds.max_stall_s, ws="none", timeout_keep_alive=75)
         )
-        sidecar = Sidecar(served.url, served.port)
+        sidecar = Sidecar(served)
         stack.callback(sidecar.http.close)
         if wait:
             _eventually(sidecar.is_ready)
@@ -181,5 +197,5 @@ def start(stack: ExitStack) -> Callable[..., Sidecar]:
 
 @pytest.fixture
 def sidecar(engine: Any, start: Callable[..., Sidecar]) -> Sidecar:
-    """A sidecar with the default limits and no key, before a patched engine."""
+    """A sidecar with the default limits and no key, in front of a patched engine."""
     return start(engine.url)

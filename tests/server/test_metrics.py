@@ -1,3 +1,5 @@
+"""The sidecar's metrics: one request counts in each, in Prometheus's exposition format."""
+
 import numpy as np
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +24,7 @@ def test_one_request_moves_every_counter(sidecar, eventually):
     assert sidecar.metric("sglang_topp_engine_ready") == 1
 
 
-def test_the_page_is_the_exposition_format(sidecar):
+def test_metrics_are_in_the_exposition_format(sidecar):
     answer = sidecar.http.get("/metrics")
 
     assert answer.headers["content-type"].startswith("text/plain; version=")
@@ -56,4 +58,4 @@ def test_sizes_are_counted_as_prometheus_client_counts_them():
 def test_every_sidecar_counts_for_itself():
     first, second = Metrics(), Metrics()
     first.samples.inc()
-    assert b"sglang_topp_samples_total 0.0" in second.text()
+    assert b"sglang_topp_samples_total 0.0" in generate_latest(second.registry)

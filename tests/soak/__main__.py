@@ -1,9 +1,9 @@
-"""`make soak`: the real server under everything at once for half an hour, and one table at the end.
+"""`make soak`: run mixed load, kills, and hostile callers on real servers, and print one table.
 
     SECONDS=1800 REQUESTS=20000 python -m tests.soak [mixed] [engines] [kills] [abuse]
 
-SECONDS bounds the mixed requests (half of it), those to several engines and the abuse (a quarter each),
-REQUESTS the mixed ones; the kills take what seven starts of SGLang take. The exit status is 1 where a goal is
+SECONDS limits the time: half for `mixed`, and a quarter each for `engines` and `abuse`. REQUESTS limits the
+requests of `mixed`. `kills` takes as long as seven starts of SGLang. The exit status is 1 if a goal is
 missed.
 """
 
@@ -21,11 +21,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from sglang_topp_server.tiny_model import make_tiny_model
-from tests.soak import abuse, engines, kills, mixed
-from tests.soak.asks import VOCAB_SIZE
+from sglang_topp_server.cli.tiny_model import make_tiny_model
+from tests.cpu_platform import request_cpu_platform
+from tests.engine.pushed_weights import make_weights
+from tests.soak import hostile_load, mixed_load, process_kills, two_servers_killed
+from tests.soak.random_requests import VOCAB_SIZE
 from tests.soak.report import Report, table
-from tests.soak.serving import serve
+from tests.soak.serve_process import serve
 
 _PARTS = ("mixed", "engines", "kills", "abuse")
 _LARGE_VOCAB_SIZE = 151_936
@@ -36,17 +38,18 @@ async def _run(parts: list[str], folder: Path, seconds: float, count: int) -> As
     seed = time.time_ns() % 1_000_000
     print(f"seed {seed}", flush=True)
     if "mixed" in parts:
-        with serve(model, folder / "mixed.log", *mixed.SGLANG_ARGUMENTS) as server:
-            yield await mixed.run_mixed(server, model, seconds=seconds / 2, count=count, seed=seed)
+        weights = make_weights(model, folder, VOCAB_SIZE)
+        with serve(model, folder / "mixed.log", *mixed_load.SGLANG_ARGUMENTS) as server:
+            yield await mixed_load.run_mixed(server, weights, seconds=seconds / 2, count=count, seed=seed)
     if "engines" in parts:
-        yield await engines.run_engines(model, folder, seconds=seconds / 4, count=count, seed=seed)
+        yield await two_servers_killed.run_engines(model, folder, seconds=seconds / 4, count=count, seed=seed)
     if "kills" in parts:
-        async for report in kills.run_kills(model, folder):
+        async for report in process_kills.run_kills(model, folder):
             yield report
     if "abuse" in parts:
         large = make_tiny_model(folder / "large", vocab_size=_LARGE_VOCAB_SIZE, logit_std=7.0)
-        with serve(large, folder / "abuse.log", *abuse.SGLANG_ARGUMENTS) as server:
-            async for report in abuse.run_abuse(server, seconds=seconds / 4):
+        with serve(large, folder / "abuse.log", *hostile_load.SGLANG_ARGUMENTS) as server:
+            async for report in hostile_load.run_abuse(server, seconds=seconds / 4):
                 yield report
 
 
@@ -65,6 +68,7 @@ def main() -> int:
     parts = parser.parse_args().part or list(_PARTS)
     if unknown := sorted(set(parts) - set(_PARTS)):
         parser.error(f"no part named {', '.join(unknown)}; there are {', '.join(_PARTS)}")
+    request_cpu_platform()
     seconds = float(os.environ.get("SECONDS", 1800))
     count = int(os.environ.get("REQUESTS", 20_000))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

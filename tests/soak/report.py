@@ -1,4 +1,4 @@
-"""Report: what is counted, the table, and whether the goals are met."""
+"""Report: counters, the table, and whether the goals are met."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _SHOWN = 30
 
 @dataclass
 class Report:
-    """One line of the table.
+    """The counts of one part, which are one line of the table.
 
     Attributes:
         name: of the part.
-        requests: how many were sent, whatever became of them.
-        faults, misses, misplaced: answers that should not be; an answer without a set that was asked for;
-            a set of another position, token or threshold.
-        outcomes: how the requests ended, for people.
-        leaked_mib: by process: what it holds in the last quarter beyond what it held in the first.
-        knew_s: seconds until each caller knew, the longest; None where nobody was to be told.
-        left_running: processes that outlived what they belong to.
-        p99_s: of normal callers, seconds; None where there are none.
-        what: a sentence for each thing that should not be, and how often it was; the first of them.
+        requests: the number of requests that were sent.
+        faults: wrong answers. misses: answers that lack a requested set. misplaced: sets of another position,
+        token, or threshold.
+        outcomes: how the requests ended, for the table.
+        leaked_mib: by process, the growth of its memory from the first to the last quarter.
+        knew_s: the longest time until a caller got an error, in seconds. None if no caller expects one.
+        left_running: processes that outlived their server.
+        p99_s: the 99th percentile of normal callers' times, in seconds. None without such callers.
+        what: the first faults, each as a sentence with its count.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Report:
     what: Counter[str] = field(default_factory=Counter)
 
     def fault(self, sentence: str) -> None:
-        """Count something that should not be, which is not an answer's sets."""
+        """Count a fault other than wrong sets."""
         self.faults += 1
         self._note(sentence)
 
     def failed(self, error: BaseException, asked: object) -> None:
-        """Count an answer that is not what it should be."""
+        """Count a wrong answer by its error."""
         if isinstance(error, MissingCandidateSetsError):
             self.misses += 1
         elif isinstance(error, AssertionError | SampledTokenMissingError | WireError):
@@ -67,7 +67,7 @@ class Report:
             self.what[sentence] += 1
 
     def problems(self) -> list[str]:
-        """The goals that are missed."""
+        """Return the missed goals."""
         found = [
             f"{name}: {count} {what}"
             for name, count, what in (
@@ -86,7 +86,7 @@ class Report:
 
 
 def table(reports: list[Report]) -> str:
-    """All lines, and below them the sentences."""
+    """Return all lines, and the faults below them."""
     heads = ("part", "requests", "faults", "misses", "misplaced", "leaked MiB", "knew after", "left", "p99")
     rows = [
         (

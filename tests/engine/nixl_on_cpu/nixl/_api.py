@@ -1,6 +1,6 @@
-"""The agent of `nixl_cu13`, whose device memory is the host's.
+"""The agent of `nixl_cu13`, with host memory in place of device memory.
 
-SGLang registers its KV cache as device memory wherever that is; on a CPU it is host memory.
+SGLang registers its KV cache as device memory, even on a CPU, where the cache is in host memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["nixl_agent", "nixl_agent_config", "nixl_thread_sync_t"]
 
 
 class nixl_agent(_nixl_agent):  # type: ignore[misc]  # NIXL ships no types
-    """An agent that takes device memory for host memory."""
+    """An agent that treats device memory as host memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

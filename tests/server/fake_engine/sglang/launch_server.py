@@ -1,8 +1,8 @@
-"""A stand-in for SGLang that only injects faults: its HTTP face, and a command that starts it.
+"""A fake SGLang that injects faults: its HTTP routes, and a command that starts it.
 
-In tests it runs in a thread; `python -m sglang.launch_server`, with this folder first on the path, makes
-it the engine that `sglang-topp serve` starts. What goes wrong is asked for by the request
-(`sampling_params["fault"]`) or by the command line.
+Tests run it in a thread. If this folder is first on the path, `sglang-topp serve` starts it as its engine
+(`python -m sglang.launch_server`). The request (`sampling_params["fault"]`) or the command line chooses the
+fault.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,10 +23,19 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from sglang_topp.wire import encode_sets
+from sglang_topp.formats import encode_top_p
 
 NUM_TOKENS = 3
 SET_SIZE = 4
+# The patch set's error for a prompt whose sets would come from two weight versions.
+PUSHED = {
+    "type": "abort",
+    "message": "weights were pushed while the prompt was scored; send the request again",
+    "status_code": 503,
+    "err_type": "WeightsChanged",
+}
+# The faults of a score request, by the last token of its sequence.
+FAULTS = {500: "hang", 501: "no-sets", 502: "wrong-sets", 503: "give-up", 504: "large", 505: "pushed"}
 
 
 class FakeEngine:
@@ -39,18 +49,21 @@ class FakeEngine:
             "model": {"vocab_size": 512, "context_length": 4096, "max_token_chars": 8},
             "sanitizes_logits": True,
         }
+        self.model_path = "fake-model"
+        self.text: str | None = None
         self.health = 200
         self.api_key: str | None = None
         self.bodies: list[dict[str, Any]] = []
         self.probes: list[dict[str, Any]] = []
         self.authorizations: set[str | None] = set()
+        self.headers: dict[str, dict[str, str]] = {}
         self.aborted: list[str] = []
         self.hung_up: list[str] = []
         self.running = 0
         self.is_released = False
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
+        """Serve as an ASGI app."""
         if scope["type"] != "http":
             return
         authorization = dict(scope["headers"]).get(b"authorization")
@@ -61,15 +74,21 @@ class FakeEngine:
         if self.api_key is not None and authorization != b"Bearer " + self.api_key.encode():
             return await _answer(send, 401, {"error": "Unauthorized"})
         if path in ("/server_info", "/get_server_info"):
-            info = {"model_path": "fake-model", "version": "0.5.23", "weight_version": "7"}
+            info = {"model_path": self.model_path, "version": "0.5.23", "weight_version": "7"}
             return await _answer(
                 send, 200, info if self.patch is None else {**info, "sglang_topp": self.patch}
             )
+        if path == "/info":  # a sidecar's route: clients ask for it to tell a sidecar from an engine
+            return await _answer(send, 404, {"detail": "Not Found"})
         body = await _read(receive)
         if path == "/abort_request":
             self.aborted.append("all" if body.get("abort_all") else body["rid"])
             return await _answer(send, 200, None)
+        if path == "/tokenize":
+            ids = list("".join(message["content"] for message in body["messages"]).encode())
+            return await _answer(send, 200, {"tokens": ids, "count": len(ids), "max_model_len": 4096})
         assert path == "/generate", path
+        self.headers[body["rid"]] = {name.decode(): value.decode() for name, value in scope["headers"]}
         (self.probes if body["rid"].startswith("sglang-topp-probe") else self.bodies).append(body)
         self.running += 1
         work = asyncio.ensure_future(self._generate(body, send))
@@ -109,6 +128,9 @@ class FakeEngine:
                 await _event(send, self._chunk(body, index, None, 1))
                 while not self.is_released:
                     await asyncio.sleep(0.01)
+            if fault == "pushed":
+                await _event(send, self._chunk(body, index, PUSHED, 0))
+                continue
             if fault == "give-up":
                 await _event(send, self._chunk(body, index, {"type": "abort", "message": "by hand"}, 0))
                 continue
@@ -116,16 +138,18 @@ class FakeEngine:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _score(self, body: dict[str, Any], send: Any) -> None:
-        """What goes wrong is asked for by the sequence's last token."""
+        """The sequence's last token chooses the fault."""
         ids = body.get("input_ids") or list(body["text"].encode())
-        fault = {500: "hang", 501: "no-sets", 502: "wrong-sets", 503: "give-up", 504: "large"}.get(ids[-1])
+        fault = FAULTS.get(ids[-1])
         while fault == "hang" and not self.is_released:
             await asyncio.sleep(0.01)
         size = 1 << 16 if fault == "large" else SET_SIZE
         mass = np.linspace(0.4, 0.1, size, dtype=np.float32)
         row = np.log(mass / max(mass.sum(), np.float32(1)))
         start = body["logprob_start_len"]
-        finish = {"type": "abort", "message": "by hand"} if fault == "give-up" else {"type": "length"}
+        finish = {"give-up": {"type": "abort", "message": "by hand"}, "pushed": PUSHED}.get(
+            fault, {"type": "length"}
+        )
         scored = ids[start + 1 :]
         meta: dict[str, Any] = {
             "id": body["rid"],
@@ -145,12 +169,12 @@ class FakeEngine:
             if fault == "wrong-sets":
                 sets[0][0] = 99
             flat = np.concatenate(sets or [np.empty(0, np.int32)])
-            meta |= encode_sets("input", flat, np.tile(row, len(scored)), [-1] + [size] * len(scored))
+            meta |= encode_top_p("input", flat, np.tile(row, len(scored)), [-1] + [size] * len(scored))
         await _event(send, {"text": "", "output_ids": [], "prompt_token_ids": ids, "meta_info": meta})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     def _chunk(self, body: dict[str, Any], index: int, finish: Any, tokens: int) -> dict[str, Any]:
-        """One event. The sampled token is the likeliest of `SET_SIZE` candidates."""
+        """Return one event. The sampled token is the most likely of `SET_SIZE` candidates."""
         params = body["sampling_params"]
         size = params.get("set_size", SET_SIZE)
         tokens *= params.get("repeat", 1)
@@ -174,10 +198,10 @@ class FakeEngine:
             ids = np.concatenate([np.array([s, *range(100, 99 + size)], np.int32) for s in sampled] or [[]])
             if params.get("fault") == "wrong-sets":
                 ids[0] = 99
-            meta |= encode_sets("output", ids.astype(np.int32), np.tile(row, tokens), [size] * tokens)
+            meta |= encode_top_p("output", ids.astype(np.int32), np.tile(row, tokens), [size] * tokens)
         chunk: dict[str, Any] = {
             "index": index,
-            "text": "x" * tokens,
+            "text": "x" * tokens if self.text is None else self.text,
             "output_ids": sampled,
             "meta_info": meta,
         }
@@ -212,8 +236,10 @@ async def _event(send: Any, chunk: Any) -> None:
 
 
 def main() -> None:
-    """What `serve` starts. Two children stand for scheduler and detokenizer, one in a session of its own;
-    all three process ids go to a file."""
+    """Run the fake engine like `serve` starts it, with two children for the scheduler and the detokenizer.
+
+    One child is in its own session. All three process ids go to a file.
+    """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model-path")
     parser.add_argument("--host")
@@ -224,6 +250,7 @@ def main() -> None:
     parser.add_argument("--fake-exit", type=int, help="end at once, with this status")
     parser.add_argument("--fake-unpatched", action="store_true")
     parser.add_argument("--fake-starting", action="store_true", help="answer, and never be ready")
+    parser.add_argument("--fake-silent", action="store_true", help="accept connections, and never answer")
     parser.add_argument("--fake-stubborn", action="store_true", help="pass over SIGTERM")
     args = parser.parse_args()
     print("the engine's own words", file=sys.stderr, flush=True)
@@ -242,6 +269,9 @@ def main() -> None:
             print(os.getpid(), *(child.pid for child in children), file=file)
         os.replace(temporary, args.fake_pids)
 
+    if args.fake_silent:
+        with socket.create_server((args.host, args.port)):
+            time.sleep(600)
     engine = FakeEngine()
     engine.api_key = args.api_key
     if args.fake_unpatched:

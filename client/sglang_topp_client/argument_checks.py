@@ -1,0 +1,176 @@
+"""Checks of single argument values: numbers, seconds, text, JSON, token ids, and request ids."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.errors import InvalidInputError, describe
+
+__all__ = [
+    "MAX_BODY_CHARS",
+    "MAX_MESSAGE_CHARS",
+    "MAX_REQUEST_ID",
+    "as_array",
+    "as_token_ids",
+    "check_request_id",
+    "find_json_problem",
+    "fresh_id",
+    "is_text",
+    "seconds",
+    "truncate",
+    "whole_number",
+]
+
+MAX_MESSAGE_CHARS = 10_000
+"""The maximum number of characters of a server's message in an error."""
+
+MAX_BODY_CHARS = 2_000
+"""The maximum number of characters of an answer in `ResponseError.body`."""
+
+MAX_REQUEST_ID = 512
+"""The maximum number of characters of a request id, in the client and the sidecar."""
+
+# Python's JSON encoder and decoder fail at about 900 levels, depending on the depth of the caller's stack.
+_MAX_NESTING = 100
+_MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
+
+
+def truncate(value: object, max_chars: int) -> str:
+    """Return a server's text, or the `repr` of another value, cut to `max_chars` for an error."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):
+        text = describe(value)
+    return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"
+
+
+def is_text(value: str) -> bool:
+    """Return whether the text can be encoded as UTF-8. Text with a lone surrogate cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def find_json_problem(value: Any) -> str | None:
+    """Return why the sidecar or the engine could not read `value` as JSON, or None if they could."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_NESTING):
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                below += one
+                below += one.values()
+            elif isinstance(one, list | tuple):
+                below += one
+            elif isinstance(one, str):
+                if not is_text(one):
+                    return f"got text with a lone surrogate, which is no Unicode text: {describe(one)}"
+            elif isinstance(one, int) and not -(1 << 63) <= one < 1 << 63:
+                return f"got the integer {describe(one)}, expected integers of 64 bits"
+        if not below:
+            break
+        level = below
+    else:
+        return f"got values nested in more than {_MAX_NESTING} levels"
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"cannot be sent as JSON: {error}"
+    return None
+
+
+def whole_number(name: str, value: Any, lowest: int) -> int:
+    """Return `value` if it is an integer of `lowest` or more, and not a boolean.
+
+    Raises:
+        InvalidInputError: `value` is anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < lowest:
+        raise InvalidInputError(f"{name}: got {describe(value)}, expected a whole number of {lowest} or more")
+    return int(value)
+
+
+def seconds(name: str, value: Any) -> float:
+    """Return `value` as a float if it is a finite number above 0, and not a boolean.
+
+    Raises:
+        InvalidInputError: `value` is anything else.
+    """
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise InvalidInputError(f"{name}: got {describe(value)}, expected seconds above 0, or None")
+    return number
+
+
+def check_request_id(request_id: Any) -> None:
+    """Raise InvalidInputError unless `request_id` can name a request.
+
+    Servers write request ids to logs and headers, so they must not contain line breaks.
+    """
+    if not isinstance(request_id, str):
+        raise InvalidInputError(f"request_id: got {type(request_id).__name__}, expected text")
+    if not request_id:
+        raise InvalidInputError("request_id: got an empty string")
+    if len(request_id) > MAX_REQUEST_ID:
+        raise InvalidInputError(
+            f"request_id: got {len(request_id)} characters, expected at most {MAX_REQUEST_ID}"
+        )
+    if not request_id.isprintable():
+        wrong = next(character for character in request_id if not character.isprintable())
+        raise InvalidInputError(f"request_id: got the character {wrong!a}, expected printable text")
+
+
+def fresh_id(request_id: str) -> str:
+    """Return a unique id for one call: `request_id`, cut to fit `MAX_REQUEST_ID`, and a random part."""
+    unique = f"-{uuid.uuid4().hex}"
+    return request_id[: MAX_REQUEST_ID - len(unique)] + unique
+
+
+def as_token_ids(name: str, values: Any) -> list[int]:
+    """Return one or more token ids as plain integers.
+
+    Raises:
+        InvalidInputError: `values` are not token ids, or empty.
+    """
+    # NumPy reads booleans among integers as 0 and 1, and a buffer of bytes as integers.
+    if isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values)):
+        raise InvalidInputError(f"{name}: got a boolean, expected token ids")
+    if isinstance(values, bytes | bytearray | memoryview):
+        raise InvalidInputError(f"{name}: got {type(values).__name__}, expected text or token ids")
+    ids = as_array(name, values)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+        raise InvalidInputError(
+            f"{name}: got {ids.dtype} of shape {list(ids.shape)}, expected one or more token ids"
+        )
+    if ids.min() < 0 or ids.max() > _MAX_TOKEN_ID:
+        raise InvalidInputError(
+            f"{name}: got ids from {ids.min()} to {ids.max()}, expected 0 to {_MAX_TOKEN_ID}"
+        )
+    plain: list[int] = ids.tolist()
+    return plain
+
+
+def as_array(name: str, values: Any) -> NDArray[Any]:
+    """Return `values`, which may be token ids, as an array of any dtype and shape.
+
+    Raises:
+        InvalidInputError: NumPy cannot read `values`.
+    """
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise InvalidInputError(f"{name}: got a ragged nesting, expected token ids") from None
+    except Exception as error:  # a tensor that NumPy cannot read, for example
+        raise InvalidInputError(f"{name}: cannot be read as token ids: {error}") from None

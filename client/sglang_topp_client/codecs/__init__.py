@@ -1,0 +1,1 @@
+"""Encoders and decoders of rollouts, scores, and errors: JSON and binary frames."""

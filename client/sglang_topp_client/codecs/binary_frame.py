@@ -1,0 +1,155 @@
+"""Binary frame: encode a record's JSON and its arrays in one Zstandard frame, and decode it.
+
+The frame's header states the length of the content, and the frame ends with a checksum. The content is
+little-endian::
+
+    4 bytes     uint32 h
+    h bytes     the record's JSON, without its arrays
+    …           the arrays, int32 or float32; the JSON states the length of each
+
+An array is cut into blocks of 65,536 numbers. A block is four byte planes: the first byte of every number,
+then the second byte of every number, and so on. Most planes of ids and set sizes are zeros, and one plane of
+log-probs holds little but exponents. The other planes are noise, so a slow level of Zstandard saves little
+more than a fast one (`benchmarks/rollout_encoding.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets
+from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.errors import WireError
+from sglang_topp.formats.field_parsing import FLOAT32, INT32, naming
+from sglang_topp_client.codecs.json_fields import read_count
+
+__all__ = ["FrameReader", "encode_frame", "is_frame"]
+
+_LEVEL = -1
+_JSON_BYTES = struct.Struct("<I")
+_BLOCK = 1 << 16
+_SETS = "candidates"
+
+
+def encode_frame(
+    record: Mapping[str, Any], arrays: Sequence[NDArray[Any]], sets: CandidateSets | None
+) -> bytes:
+    """Encode one record.
+
+    Args:
+        record: a JSON-serializable object; `num_candidates` is added.
+        arrays: 1-D, int32 or float32.
+        sets: the candidate sets, with log-probs. They follow the arrays as set sizes, ids, and log-probs.
+    """
+    num_candidates = None if sets is None else len(sets.token_ids)
+    text = json.dumps(
+        {**record, "num_candidates": num_candidates}, ensure_ascii=False, separators=(",", ":")
+    ).encode()
+    numbers = list(arrays)
+    if sets is not None:
+        numbers += [sets.sizes.astype(np.int32), sets.token_ids, sets.logprobs]
+    num_bytes = _JSON_BYTES.size + len(text) + sum(array.nbytes for array in numbers)
+    compressor = zstandard.ZstdCompressor(_LEVEL, write_checksum=True).compressobj(size=num_bytes)
+    parts = [compressor.compress(_JSON_BYTES.pack(len(text)) + text)]
+    for array in numbers:
+        in_bytes = array.astype(array.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(-1, 4)
+        for start in range(0, len(array), _BLOCK):
+            planes = np.ascontiguousarray(in_bytes[start : start + _BLOCK].T)
+            parts.append(compressor.compress(planes.data))
+    parts.append(compressor.flush())
+    return b"".join(parts)
+
+
+def is_frame(raw: bytes) -> bool:
+    """Return whether a message is a frame, rather than JSON."""
+    return raw.startswith(zstandard.FRAME_HEADER)
+
+
+class FrameReader:
+    """A reader of one frame. Call its methods in the order of the frame's parts.
+
+    Args:
+        raw: the whole frame.
+        max_bytes: how long its content may be. A frame that states a longer content is not decompressed.
+
+    Attributes:
+        record: the JSON object.
+
+    Raises:
+        WireError: the frame was cut or altered, is too long, or holds no JSON object.
+    """
+
+    def __init__(self, raw: bytes, *, max_bytes: int) -> None:
+        self._content = memoryview(_decompressed(raw, max_bytes))
+        self._at = _JSON_BYTES.size
+        if len(self._content) < self._at:
+            raise WireError("frame", f"got {len(self._content)} bytes, expected at least {self._at}")
+        text = bytes(self._take(_JSON_BYTES.unpack_from(self._content)[0], "bytes of JSON"))
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise WireError("frame", f"its JSON cannot be read: {error}") from None
+        if not isinstance(record, dict):
+            raise WireError("frame", f"its JSON is {type(record).__name__}, expected an object")
+        self.record: dict[str, Any] = record
+
+    def int32(self, count: int, what: str) -> NDArray[np.int32]:
+        """Return the next `count` numbers, read-only. Errors call them `what`."""
+        return self._array(INT32, count, what)
+
+    def float32(self, count: int, what: str) -> NDArray[np.float32]:
+        """Return the next `count` numbers, read-only. Errors call them `what`."""
+        return self._array(FLOAT32, count, what)
+
+    def sets(self, sampled_ids: NDArray[np.int32]) -> CandidateSets | None:
+        """Return the candidate sets of these tokens, or None if the record has none. They end the frame."""
+        sets = None
+        if self.record.get("num_candidates") is not None:
+            n = read_count(self.record, "num_candidates")
+            sizes = self.int32(len(sampled_ids), "set sizes")
+            token_ids, logprobs = self.int32(n, "candidate ids"), self.float32(n, "candidate log-probs")
+            names = ("token_ids", "logprobs", "offsets", "sampled_ids")
+            with naming({name: f"{_SETS}.{name}" for name in names}):
+                sets = CandidateSets(token_ids, logprobs, offsets_of(sizes), sampled_ids)
+        if self._at != len(self._content):
+            raise WireError("frame", f"got {len(self._content)} bytes, expected {self._at}")
+        return sets
+
+    def _array(self, dtype: np.dtype[Any], count: int, what: str) -> NDArray[Any]:
+        planes = np.frombuffer(self._take(4 * count, what), np.uint8)
+        in_bytes = np.empty((count, 4), np.uint8)
+        for start in range(0, count, _BLOCK):
+            block = in_bytes[start : start + _BLOCK]
+            block[...] = planes[4 * start : 4 * (start + len(block))].reshape(4, -1).T
+        values = in_bytes.reshape(-1).view(dtype).astype(dtype.newbyteorder("="), copy=False)
+        values.flags.writeable = False  # like the arrays of a JSON record
+        return values
+
+    def _take(self, num_bytes: int, what: str) -> memoryview:
+        start, self._at = self._at, self._at + num_bytes
+        if self._at > len(self._content):
+            raise WireError("frame", f"got {len(self._content)} bytes, too few for {what} up to {self._at}")
+        return self._content[start : self._at]
+
+
+def _decompressed(raw: bytes, max_bytes: int) -> bytes:
+    try:
+        stated = zstandard.get_frame_parameters(raw)
+        if not stated.has_checksum or stated.content_size == zstandard.CONTENTSIZE_UNKNOWN:
+            raise WireError("frame", "states no content size or has no checksum, expected both")
+        if stated.content_size > max_bytes:
+            raise WireError(
+                "max_line_bytes",
+                f"got {stated.content_size} bytes of one sample, expected at most {max_bytes}; if samples are"
+                " that long, increase the client's max_line_bytes",
+            )
+        return zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError("frame", f"cannot be decompressed, so it was cut or altered: {error}") from None

@@ -1,0 +1,46 @@
+"""JSON codec of errors: the sidecar encodes an exception, and the client raises the same one.
+
+A failure is `{"error": {"type", "message", "field"?, "status"?}}`, where `type` is a class of
+`sglang_topp.errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_topp import SglangToppError, errors
+from sglang_topp.errors import ResponseError, ServerError, WireError
+from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, truncate
+
+__all__ = ["error_from_json", "error_to_json"]
+
+_MAX_FIELD_CHARS = 200
+
+
+def error_to_json(error: SglangToppError) -> dict[str, Any]:
+    """Return `{"error": {...}}` for an exception of sglang-topp."""
+    body: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, WireError):
+        body |= {"message": error.problem, "field": error.field}
+    if isinstance(error, ResponseError) and error.status is not None:
+        body["status"] = error.status
+    return {"error": body}
+
+
+def error_from_json(body: Any) -> SglangToppError:
+    """Return the exception whose inner object `error_to_json` wrote; a ServerError for an unknown type."""
+    if not isinstance(body, Mapping):
+        words = truncate(body, MAX_BODY_CHARS)
+        return ServerError(f"the server reports an error: {words}", status=None, body=words)
+    message = truncate(body.get("message", body), MAX_MESSAGE_CHARS)
+    name, status = body.get("type"), body.get("status")
+    kind = getattr(errors, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, SglangToppError)):
+        kind = ServerError
+    if issubclass(kind, WireError | errors.InvalidCandidateSetsError):
+        return kind(truncate(body.get("field", "response"), _MAX_FIELD_CHARS), message)
+    if issubclass(kind, ResponseError):
+        is_status = type(status) is int and 100 <= status < 600
+        return kind(message, status=status if is_status else None, body=truncate(dict(body), MAX_BODY_CHARS))
+    return kind(message)

@@ -1,0 +1,108 @@
+"""JSON fields: read and check single fields of a JSON object: counts, text, token ids, and float32 arrays.
+
+Every function raises WireError, which names the field, for a missing field or a wrong value.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from sglang_topp.errors import WireError, describe
+from sglang_topp.formats.field_parsing import FLOAT32
+from sglang_topp_client.argument_checks import is_text
+
+__all__ = [
+    "check_ids",
+    "check_seconds",
+    "parse_token_ids",
+    "read_count",
+    "read_field",
+    "read_float32",
+    "read_optional_text",
+    "read_text",
+    "read_token_ids",
+]
+
+_MAX_COUNT = (1 << 63) - 1
+_MAX_SECONDS = 1e12
+_T = TypeVar("_T")
+
+
+def read_field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
+    """Return a field of one of these types. A boolean is not an integer."""
+    value = record.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        got = type(value).__name__ if name in record else "nothing"
+        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise WireError(name, f"got {got}, expected {expected}")
+    return value
+
+
+def read_count(record: Mapping[str, Any], name: str) -> int:
+    """Return a field that is a count."""
+    value = read_field(record, name, int)
+    if not 0 <= value <= _MAX_COUNT:
+        raise WireError(name, f"got {describe(value)}, expected a 64-bit integer of 0 or more")
+    return value
+
+
+def read_text(record: Mapping[str, Any], name: str) -> str:
+    """Return a field that is text."""
+    value = read_field(record, name, str)
+    if not is_text(value):
+        raise WireError(name, "got text with a lone surrogate, which is no Unicode text")
+    return value
+
+
+def read_optional_text(record: Mapping[str, Any], name: str) -> str | None:
+    """Return a field that is text or null."""
+    return None if name in record and record[name] is None else read_text(record, name)
+
+
+def read_token_ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
+    """Return a field that lists token ids as int32 [T]."""
+    return parse_token_ids(name, read_field(record, name, list))
+
+
+def parse_token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
+    """Return a list of token ids as int32 [T]. The error calls the list `name`."""
+    if not set(map(type, values)) <= {int}:
+        raise WireError(name, "expected a list of integers as token ids")
+    try:
+        ids = np.array(values, np.int32)
+    except OverflowError:
+        raise WireError(name, "got an id outside int32") from None
+    check_ids(name, ids)
+    return ids
+
+
+def read_float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
+    """Return a field that holds numbers in base64 as float32 [T]."""
+    text = read_field(record, name, str)
+    try:
+        raw = pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(name, f"not base64: {error}") from None
+    if len(raw) % FLOAT32.itemsize:
+        raise WireError(name, f"got {len(raw)} bytes, expected a multiple of {FLOAT32.itemsize}")
+    return np.frombuffer(raw, FLOAT32).astype(np.float32, copy=False)
+
+
+def check_ids(field: str, ids: NDArray[np.int32]) -> None:
+    """Raise WireError unless all `ids` are token ids."""
+    if len(ids) and ids.min() < 0:
+        raise WireError(field, f"got {ids.min()}, expected token ids of 0 or more")
+
+
+def check_seconds(field: str, value: float) -> float:
+    """Return `value` as a float, or raise WireError unless it is a number of seconds."""
+    # Compare before the conversion, because an integer of hundreds of digits does not fit a float.
+    if not 0 <= value <= _MAX_SECONDS:
+        raise WireError(field, f"got {describe(value)}, expected seconds")
+    return float(value)

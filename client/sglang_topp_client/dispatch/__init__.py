@@ -1,0 +1,1 @@
+"""Send requests to servers: load balancing, health checks, retries, aborts, and partial rollouts."""

@@ -1,0 +1,112 @@
+"""AbortDelivery: send aborts of abandoned requests to an engine, in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["TIMEOUT_S", "AbortDelivery"]
+
+TIMEOUT_S = 3.0
+"""The time limit of one abort. The closed connection also aborts the request, unless a proxy holds it."""
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+    engine_id: str
+    deadline: float
+
+
+class AbortDelivery:
+    """The pending aborts to one engine, within one event loop.
+
+    A caller's timeout or cancellation must not wait for an engine that may hang. Each abort therefore runs in
+    its own task, for three seconds at most, and its errors are ignored. When `asyncio.run` ends, it cancels
+    all tasks, including these, and waits for them. The aborts are then sent again, so the loop does not end
+    before the aborts of its calls.
+
+    Args:
+        send: asks the engine to abort the request with that id.
+    """
+
+    def __init__(self, send: Callable[[str], Awaitable[object]]) -> None:
+        self._send = send
+        self._under_way: dict[asyncio.Task[None], _Abort] = {}
+        self._num_calls = 0
+        self._changed = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def expected(self) -> Generator[None, None, None]:
+        """Keep the event loop alive during calls that may need an abort, and until their aborts are sent."""
+        self._num_calls += 1
+        self._keep_loop()
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            self._changed.set()
+
+    def start(self, request_id: str, engine_ids: Iterable[str]) -> None:
+        """Start to abort these engine requests, which belong to the caller's `request_id`; return at once."""
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+        for engine_id in engine_ids:
+            self._start(_Abort(request_id, engine_id, deadline))
+        self._keep_loop()
+
+    async def finish(self, request_id: str | None = None) -> None:
+        """Wait up to three seconds until the aborts of that request, or all aborts, have been sent."""
+        if request_id is None:
+            if self._keeper is not None:
+                await asyncio.wait([self._keeper])
+            return
+        while tasks := [task for task, abort in self._under_way.items() if abort.request_id == request_id]:
+            await asyncio.wait(tasks)
+
+    def _start(self, abort: _Abort) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(abort))
+        self._under_way[task] = abort
+        task.add_done_callback(self._ended)
+
+    async def _run(self, abort: _Abort) -> None:
+        try:
+            async with asyncio.timeout_at(abort.deadline):
+                await self._send(abort.engine_id)
+        except Exception:
+            # Best effort: the caller no longer waits.
+            return
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        abort = self._under_way.pop(task)
+        if task.cancelled() and task.get_loop().time() < abort.deadline:
+            self._start(abort)
+        self._changed.set()
+
+    def _keep_loop(self) -> None:
+        if (self._num_calls or self._under_way) and self._keeper is None:
+            self._keeper = asyncio.get_running_loop().create_task(self._keep())
+            self._keeper.add_done_callback(self._kept)
+
+    async def _keep(self) -> None:
+        """Run while aborts are pending or expected, and ignore cancellation.
+
+        A loop that ends waits only for the tasks that existed when it began to end. It does not wait for
+        tasks that those tasks start.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        while self._num_calls or self._under_way:
+            self._changed.clear()
+            try:
+                await self._changed.wait()
+            except asyncio.CancelledError:
+                task.uncancel()
+
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        self._keeper = None
+        # An abort may have started between the keeper's last check and its end.
+        if not task.get_loop().is_closed():
+            self._keep_loop()

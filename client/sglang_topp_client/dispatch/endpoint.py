@@ -1,0 +1,210 @@
+"""Endpoint: one server with its HTTP client, kind (engine or sidecar), health check, and pending aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal, TypeAlias
+
+from sglang_topp.errors import BadRequestError, ServerError, WireError
+from sglang_topp_client.dispatch import abort_delivery
+from sglang_topp_client.dispatch.abort_delivery import AbortDelivery
+from sglang_topp_client.dispatch.hang_detection import HealthCheck
+from sglang_topp_client.protocols import sglang_chat
+from sglang_topp_client.protocols.lost_request_fields import (
+    REFUSABLE,
+    check_fields_of_answer,
+    field_check_requests,
+)
+from sglang_topp_client.protocols.sidecar_rollouts import SERVICE
+from sglang_topp_client.requests.prompts import Messages
+from sglang_topp_client.transport.http import HttpClient, ServerConfig
+
+__all__ = ["Endpoint", "Kind"]
+
+Kind: TypeAlias = Literal["sidecar", "sglang"]
+
+_INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
+# Servers answer these at once, even while the engine is paused. SGLang's `/health` generates a token.
+_PROBE_PATHS: dict[Kind, str] = {"sidecar": "/healthz", "sglang": "/model_info"}
+_PROBE_TIMEOUT_S = 10.0
+# A busy scheduler answers only between two steps.
+_INFO_TIMEOUT_S = 30.0
+# A new engine compiles kernels for its first request.
+_FIELD_CHECK_TIMEOUT_S = 120.0
+# A sidecar answers only after its engine has stopped the request.
+_SIDECAR_ABORT_TIMEOUT_S = 10.0
+
+
+class Endpoint:
+    """One server, used from one event loop.
+
+    Args:
+        config: where the server is.
+        kinds: the known kinds of servers, by `base_url`; shared by all event loops.
+        max_long_messages: see `LongMessageLimit`.
+    """
+
+    def __init__(self, config: ServerConfig, kinds: dict[str, Kind], max_long_messages: int) -> None:
+        self.base_url = config.base_url
+        self._key_suffix = hashlib.blake2s(config.base_url.rstrip("/").encode(), digest_size=4).hexdigest()
+        self._http = HttpClient(config, max_long_messages)
+        self.abort_delivery = AbortDelivery(self._abort_engine_request)
+        self._health = HealthCheck(self._is_answering, config.base_url)
+        self._kinds = kinds
+        self._kind_lock = asyncio.Lock()
+
+    def issued(self, routing_key: str) -> bool:
+        """Return whether a rollout with that routing key came from this server."""
+        return routing_key.endswith(f"-{self._key_suffix}")
+
+    def routing_key(self, earlier: str) -> str:
+        """Return the routing key of a request to this server.
+
+        Args:
+            earlier: the key of the rollout that the request continues, or empty. Its prefix is kept.
+        """
+        return f"{earlier.partition('-')[0] or secrets.token_hex(8)}-{self._key_suffix}"
+
+    async def kind(self) -> Kind:
+        """Return the server's kind. Send one `GET /info` if it is unknown.
+
+        Raises:
+            SglangToppError: the server did not answer, or refused the request.
+        """
+        async with self._kind_lock:
+            if (known := self._kinds.get(self.base_url)) is None:
+                known = self._kinds[self.base_url] = "sidecar" if await self._is_sidecar() else "sglang"
+            return known
+
+    async def info(self) -> dict[str, Any]:
+        """Return the server's description of itself.
+
+        Raises:
+            SglangToppError: the server did not answer with one.
+        """
+        path = _INFO_PATHS[await self.kind()]
+        info = await self._http.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
+        if not isinstance(info, dict):
+            raise WireError(path, f"got {type(info).__name__}, expected an object")
+        return info
+
+    async def check_fields(self) -> None:
+        """Check that our request fields reach the engine, and that its answer's fields come back.
+
+        A sidecar checks its own engine, so it is only asked whether it is ready.
+
+        Raises:
+            WireError: a field was lost. `field` and the message name it.
+            ServerError: the sidecar is not ready.
+            SglangToppError: the server did not answer, or refused the request.
+        """
+        if await self.kind() == "sidecar":
+            info = await self.info()
+            if info.get("ready") is not True:
+                raise ServerError(f"{self.base_url} is not ready: {info.get('reason')}")
+            return
+        for body in field_check_requests():
+            try:
+                answer = await self._http.request_json(
+                    "POST", "/generate", body, timeout_s=_FIELD_CHECK_TIMEOUT_S
+                )
+            except BadRequestError as error:
+                if not any(name in body and name in str(error) for name in REFUSABLE):
+                    raise
+            else:
+                check_fields_of_answer(self.base_url, body, answer)
+
+    @asynccontextmanager
+    async def post(
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str], on_received: Callable[[], None]
+    ) -> AsyncGenerator[AsyncIterator[bytes], None]:
+        """Send a POST with `HttpClient.post`, under the health check.
+
+        Raises:
+            TransportError: the server hangs.
+            SglangToppError: as for `HttpClient.post`.
+        """
+
+        def received() -> None:
+            self._health.note_received()
+            on_received()
+
+        async with (
+            self._health.watch(),
+            self._http.post(path, body, headers=headers, on_received=received) as messages,
+        ):
+            yield messages
+
+    async def apply_chat_template(self, messages: Messages) -> list[int]:
+        """Return the token ids of a prompt of chat messages. The server must be an engine.
+
+        Raises:
+            BadRequestError: the template refuses the messages, or the server has no such route.
+            SglangToppError: the server did not answer with ids.
+        """
+        try:
+            answer = await self._http.request_json(
+                "POST", sglang_chat.PATH, sglang_chat.body(messages), timeout_s=_INFO_TIMEOUT_S
+            )
+        except BadRequestError as error:
+            raise BadRequestError(
+                f"prompts: the engine does not turn these chat messages into token ids: {error}; apply the"
+                " chat template with the model's tokenizer and give the ids",
+                status=error.status,
+                body=error.body,
+            ) from error
+        return sglang_chat.prompt_ids(answer)
+
+    async def abort(self, request_id: str) -> None:
+        """Order the server to abort a request.
+
+        Args:
+            request_id: the request's name at the server: the engine's id, or the caller's name at a sidecar.
+        """
+        if await self.kind() == "sglang":
+            await self._abort_engine_request(request_id)
+            return
+        try:
+            await self._abort_by_sidecar({"request_id": request_id})
+        except BadRequestError as error:
+            # Older sidecars have no `/abort`; they rely on disconnects.
+            if error.status not in (404, 405):
+                raise
+
+    async def abort_all(self) -> None:
+        """Order the server to abort every request in its engine."""
+        if await self.kind() == "sidecar":
+            await self._abort_by_sidecar({"all": True})
+            return
+        await self._http.request_json(
+            "POST", "/abort_request", {"abort_all": True}, timeout_s=abort_delivery.TIMEOUT_S
+        )
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._http.aclose()
+
+    async def _abort_engine_request(self, engine_id: str) -> None:
+        await self._http.request_json(
+            "POST", "/abort_request", {"rid": engine_id}, timeout_s=abort_delivery.TIMEOUT_S
+        )
+
+    async def _abort_by_sidecar(self, body: dict[str, Any]) -> None:
+        await self._http.request_json("POST", "/abort", body, timeout_s=_SIDECAR_ABORT_TIMEOUT_S)
+
+    async def _is_answering(self) -> bool:
+        path = _PROBE_PATHS[self._kinds.get(self.base_url, "sglang")]
+        return await self._http.is_answering(path, timeout_s=_PROBE_TIMEOUT_S)
+
+    async def _is_sidecar(self) -> bool:
+        try:
+            info = await self._http.request_json("GET", "/info", timeout_s=_PROBE_TIMEOUT_S)
+        except BadRequestError as error:
+            if error.status not in (404, 405):
+                raise
+            return False
+        return isinstance(info, dict) and info.get("service") == SERVICE

@@ -1,0 +1,168 @@
+"""Failover: run each call on one server, retry it after a delay, and move to another server if one fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from sglang_topp.errors import SglangToppError, TransportError
+from sglang_topp_client.dispatch.endpoint import Endpoint, Kind
+from sglang_topp_client.dispatch.load_balancer import LoadBalancer
+from sglang_topp_client.dispatch.retry_policy import RetryBudget, is_retryable
+from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.transport import fd_limit
+from sglang_topp_client.transport.fd_limit import FileLimitError
+from sglang_topp_client.transport.http import ServerConfig
+
+__all__ = ["Endpoints"]
+
+_T = TypeVar("_T")
+
+_FILE_WAIT_S = 0.1
+
+
+class Endpoints:
+    """The servers of one client. Create it in the event loop that uses it.
+
+    Args:
+        configs: where the servers are. `max_connections` is one limit for all of them.
+        kinds: the known kinds of servers, by `base_url`; shared with other event loops.
+        max_long_messages: see `LongMessageLimit`.
+        max_retries: how often a failed call is retried.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[ServerConfig],
+        kinds: dict[str, Kind],
+        *,
+        max_long_messages: int,
+        max_retries: int,
+    ) -> None:
+        self.all = [Endpoint(config, kinds, max_long_messages) for config in configs]
+        self.max_calls = fd_limit.max_connections(configs[0].max_connections)
+        self._slots = asyncio.Semaphore(self.max_calls)
+        self._balancer = LoadBalancer(self.all, asyncio.get_running_loop().time)
+        self._kinds = kinds
+        self._max_retries = max_retries
+
+    @property
+    def known_kind(self) -> Kind | None:
+        """The servers' kind, or None if it is still unknown."""
+        return next(iter(self._kinds.values()), None)
+
+    async def kind(self) -> Kind:
+        """Return the servers' kind. If it is unknown, ask the servers until one answers."""
+        known = self.known_kind
+        return await self.call(Endpoint.kind) if known is None else known
+
+    async def call(
+        self,
+        attempt: Callable[[Endpoint], Awaitable[_T]],
+        *,
+        num_samples: Callable[[], int] = lambda: 0,
+        preferred: Endpoint | None = None,
+        waits_for_engine: bool = False,
+        repeats_aborted: bool = False,
+    ) -> _T:
+        """Run `attempt` on an endpoint, with retries, and return its result.
+
+        A failed attempt moves to another endpoint at once, which does not count as a retry. A retry begins
+        once every ready endpoint has failed the call.
+
+        Args:
+            attempt: makes one attempt.
+            num_samples: returns how many samples the next attempt requests.
+            preferred: the endpoint to try first, if it is ready.
+            waits_for_engine: see `RetryBudget`.
+            repeats_aborted: see `RetryBudget`.
+
+        Raises:
+            SglangToppError: the last attempt's error; a TransportError names every server if none answers.
+        """
+        budget = RetryBudget(
+            self._max_retries, waits_for_engine=waits_for_engine, repeats_aborted=repeats_aborted
+        )
+        failed: set[Endpoint] = set()
+        while True:
+            try:
+                async with self._slots:
+                    with self._balancer.pick(num_samples(), preferred, without=failed) as endpoint:
+                        return await attempt(endpoint)
+            except FileLimitError as error:
+                # Descriptors become free when other calls of this client end.
+                wait_s = _FILE_WAIT_S if self._balancer.num_in_flight else budget.next_delay_s(error)
+                if wait_s is None:
+                    raise
+            except SglangToppError as error:
+                failed.add(endpoint)
+                if is_retryable(error) and self._balancer.has_ready(without=failed):
+                    continue
+                if (wait_s := budget.next_delay_s(error)) is None:
+                    if (none_answers := self._none_answers(error)) is not None:
+                        raise none_answers from error
+                    raise
+                failed.clear()
+            await asyncio.sleep(wait_s)
+
+    async def retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Run `attempt` on one server, with retries, and return its result."""
+        budget = RetryBudget(self._max_retries)
+        while True:
+            try:
+                return await attempt()
+            except SglangToppError as error:
+                if (wait_s := budget.next_delay_s(error)) is None:
+                    raise
+            await asyncio.sleep(wait_s)
+
+    async def order_all(self, order: Callable[[Endpoint], Awaitable[None]]) -> None:
+        """Send an order to every server.
+
+        Raises:
+            SglangToppError: a server refused the order, or no server answered. A server that does not answer
+                is ignored if another one does, because it has nothing in flight.
+        """
+        outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        for failure in failures:
+            if len(failures) == len(outcomes) or not isinstance(failure, TransportError):
+                raise failure
+
+    @contextmanager
+    def aborts_expected(self) -> Generator[None, None, None]:
+        """Keep the event loop alive during calls that may need an abort; see `AbortDelivery.expected`."""
+        with ExitStack() as stack:
+            for endpoint in self.all:
+                stack.enter_context(endpoint.abort_delivery.expected())
+            yield
+
+    async def aborts_delivered(self, request_id: str | None = None) -> None:
+        """Wait up to three seconds until the aborts of that request, or all aborts, have been sent."""
+        await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
+
+    def that_issued(self, request: SampleRequest) -> Endpoint | None:
+        """Return the server whose rollout the request continues, or None."""
+        return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
+
+    def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
+        """Group requests by the server whose rollouts they continue."""
+        groups: dict[Endpoint | None, list[SampleRequest]] = {}
+        for request in requests:
+            issuer = self.that_issued(request) if request.routing_key else None
+            groups.setdefault(issuer, []).append(request)
+        return groups.values()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await asyncio.gather(*(endpoint.close() for endpoint in self.all))
+
+    def _none_answers(self, error: SglangToppError) -> TransportError | None:
+        """Return a TransportError that names every server, if `error` is one and all servers failed."""
+        failures = self._balancer.failures
+        if len(self.all) == 1 or not isinstance(error, TransportError) or len(failures) < len(self.all):
+            return None
+        words = [f"\n  {server.base_url}: {failure}" for server, failure in failures.items()]
+        return TransportError(f"none of the {len(self.all)} servers answers:{''.join(words)}")

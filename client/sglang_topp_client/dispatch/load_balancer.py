@@ -1,0 +1,111 @@
+"""LoadBalancer: choose the least busy ready endpoint for each call, and back off from failed endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sglang_topp.errors import SglangToppError
+from sglang_topp_client.dispatch.retry_policy import delay_s, is_retryable
+from sglang_topp_client.transport.fd_limit import FileLimitError
+
+__all__ = ["LoadBalancer"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class _State(Generic[_T]):
+    """The state of one endpoint."""
+
+    endpoint: _T
+    num_in_flight: int = 0  # samples
+    last_call: int = 0
+    num_failures: int = 0  # in a row
+    retry_at: float = 0.0
+    error: SglangToppError | None = None
+
+
+class LoadBalancer(Generic[_T]):
+    """The load balancer of one client, within one event loop.
+
+    An endpoint that failed (an incomplete answer, 429, 5xx) is not ready for the delay of a retry, and twice
+    as long after each further failure. Then one call tries the endpoint. The others follow if it succeeds.
+
+    Args:
+        endpoints: at least one.
+        clock: returns seconds; the event loop's clock.
+    """
+
+    def __init__(self, endpoints: Sequence[_T], clock: Callable[[], float]) -> None:
+        self._states = [_State(endpoint) for endpoint in endpoints]
+        self._clock = clock
+        self._num_calls = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of requested samples that have not arrived."""
+        return sum(state.num_in_flight for state in self._states)
+
+    @property
+    def failures(self) -> dict[_T, SglangToppError]:
+        """The last error of each endpoint whose last call failed."""
+        return {state.endpoint: state.error for state in self._states if state.error is not None}
+
+    def has_ready(self, *, without: Collection[_T]) -> bool:
+        """Return whether an endpoint other than `without` is ready."""
+        return any(self._is_ready(state) and state.endpoint not in without for state in self._states)
+
+    @contextmanager
+    def pick(
+        self, num_samples: int, preferred: _T | None = None, *, without: Collection[_T] = ()
+    ) -> Generator[_T, None, None]:
+        """Yield the endpoint for one call. Success or failure of the block updates the endpoint's state.
+
+        If no endpoint is ready, choose the one whose backoff ends first.
+
+        Args:
+            num_samples: how many samples the call requests.
+            preferred: chosen if it is ready, because its prefix cache has the prompt.
+            without: endpoints that failed this call; chosen last.
+        """
+        state = self._choose(preferred, without)
+        self._num_calls += 1
+        state.last_call = self._num_calls
+        state.num_in_flight += num_samples
+        try:
+            yield state.endpoint
+        except SglangToppError as error:
+            # A lack of file descriptors in this process says nothing about the endpoint.
+            if is_retryable(error) and not isinstance(error, FileLimitError):
+                self._note_failure(state, error)
+            raise
+        else:
+            state.num_failures, state.retry_at, state.error = 0, 0.0, None
+        finally:
+            state.num_in_flight -= num_samples
+
+    def _choose(self, preferred: _T | None, without: Collection[_T]) -> _State[_T]:
+        fresh = [state for state in self._states if state.endpoint not in without] or self._states
+        ready = [state for state in fresh if self._is_ready(state)]
+        if not ready:
+            return min(fresh, key=lambda state: (state.retry_at, state.num_in_flight))
+        for state in ready:
+            if preferred is not None and state.endpoint == preferred:
+                return state
+        return min(ready, key=lambda state: (state.num_in_flight, state.last_call))
+
+    def _is_ready(self, state: _State[_T]) -> bool:
+        if not state.num_failures:
+            return True
+        return self._clock() >= state.retry_at and not state.num_in_flight
+
+    def _note_failure(self, state: _State[_T], error: SglangToppError) -> None:
+        state.error = error
+        now = self._clock()
+        if now < state.retry_at:
+            return  # several calls failed together, which counts once
+        state.num_failures += 1
+        state.retry_at = now + delay_s(state.num_failures, error)

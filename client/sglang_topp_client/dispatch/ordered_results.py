@@ -1,0 +1,51 @@
+"""Collect the results of one request in the caller's order, with errors in the places of failed samples."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from sglang_topp.errors import InvalidInputError, SglangToppError, describe
+from sglang_topp_client.dispatch.dispatcher import OnFailure, Operation, Result
+from sglang_topp_client.requests.generate import SampleRequest
+
+__all__ = ["collect_in_order"]
+
+
+async def collect_in_order(
+    operation: Operation[Result],
+    requests: Sequence[SampleRequest],
+    stream: Callable[[OnFailure | None], AsyncGenerator[Result, None]],
+    *,
+    return_exceptions: bool,
+) -> list[Any]:
+    """Return one entry per sample of `requests`, in order.
+
+    Args:
+        operation: rollouts or scores.
+        requests: one for each prompt.
+        stream: starts the request, and yields its results in any order. Errors that it raises at once are
+            always raised.
+        return_exceptions: whether the entry of a failed sample is its error. Otherwise the first error is
+            raised.
+
+    Raises:
+        InvalidInputError: `return_exceptions` is not a boolean.
+    """
+    if not isinstance(return_exceptions, bool):
+        raise InvalidInputError(
+            f"return_exceptions: got {describe(return_exceptions)}, expected True or False"
+        )
+    outcomes: dict[tuple[int, int], Result | SglangToppError] = {}
+    results = stream(outcomes.__setitem__ if return_exceptions else None)
+    places = [(request.prompt_index, sample) for request in requests for sample in request.samples]
+    try:
+        async for result in results:
+            outcomes[operation.place(result)] = result
+    except SglangToppError as error:
+        # The whole request ended: a time limit, an abort, or no server that answers.
+        if not return_exceptions:
+            raise
+        for place in places:
+            outcomes.setdefault(place, error)
+    return [outcomes[place] for place in places]

@@ -1,0 +1,77 @@
+"""PartialRollouts: join the parts of interrupted samples, and request the rest if the caller wants that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.requests.resume import OnAbort, as_finished, continuation_request
+from sglang_topp_client.types.join_rollouts import join_parts
+from sglang_topp_client.types.rollout import ABORT, Rollout
+
+__all__ = ["PartialRollouts"]
+
+_FIRST_WAIT_S = 0.05
+_MAX_WAIT_S = 2.0
+
+
+class PartialRollouts:
+    """The undelivered samples of one caller's request.
+
+    Args:
+        requests: one for each prompt, as if nothing had been generated yet.
+        on_abort: with `"resume"`, aborted samples are continued.
+        deliver: called with each sample that is finished, or aborted and not continued.
+        existing: rollouts to continue, by prompt index; such a prompt has one sample. Delivered rollouts have
+            these indices.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[SampleRequest],
+        on_abort: OnAbort,
+        deliver: Callable[[Rollout], None],
+        existing: Mapping[int, Rollout],
+    ) -> None:
+        self._requests = {request.prompt_index: request for request in requests}
+        self._on_abort, self._deliver = on_abort, deliver
+        self._parts = {
+            (index, 0): replace(rollout, prompt_index=index, sample_index=0)
+            for index, rollout in existing.items()
+        }
+        self._waits_s: dict[tuple[int, int], float] = {}
+
+    def begin(self) -> Iterator[SampleRequest]:
+        """Yield the first requests. Deliver samples that are already finished."""
+        for index, request in self._requests.items():
+            part = self._parts.get((index, 0))
+            if part is None:
+                yield request
+            elif (rollout := as_finished(part, request)) is not None:
+                self._deliver(rollout)
+            else:
+                yield continuation_request(part, request, 0)
+
+    def take(self, rollout: Rollout) -> tuple[SampleRequest, float] | None:
+        """Take a sample or its next part, and deliver the sample unless it is to be continued.
+
+        Returns:
+            The request for the rest and the seconds to wait before it is sent; None if the sample was
+            delivered.
+        """
+        place = rollout.prompt_index, rollout.sample_index
+        part = self._parts.pop(place, None)
+        joined = rollout if part is None else join_parts(part, rollout)
+        request = self._requests[rollout.prompt_index]
+        if self._on_abort != "resume" or joined.finish_reason != ABORT:
+            # The rollout records the caller's request, because the request of a part has lower limits.
+            params, p = request.sampling_params, request.top_logprobs_p
+            self._deliver(replace(joined, sampling_params=params, top_logprobs_p=p))
+            return None
+        self._parts[place] = joined
+        # Back off if a part has no tokens: an immediate retry would probably be aborted as well.
+        before_s = self._waits_s.get(place, 0.0)
+        wait_s = 0.0 if len(rollout.output_ids) else min(max(2 * before_s, _FIRST_WAIT_S), _MAX_WAIT_S)
+        self._waits_s[place] = wait_s
+        return continuation_request(joined, request, rollout.sample_index), wait_s

@@ -1,0 +1,359 @@
+"""Requests in flight of one client (`RequestRunner`): stream their results, abort them by name, and end them.
+
+A request is what a caller asked for, with many prompts. Its calls are the HTTP requests of `dispatcher`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from sglang_topp.errors import AbortedError, InvalidInputError, RequestTimeoutError, describe
+from sglang_topp_client.dispatch.dispatcher import (
+    ROLLOUTS,
+    SCORES,
+    Dispatcher,
+    OnFailure,
+    Operation,
+    Result,
+    ResultSink,
+)
+from sglang_topp_client.dispatch.endpoint import Endpoint, Kind
+from sglang_topp_client.dispatch.failover import Endpoints
+from sglang_topp_client.dispatch.graceful_abort import GracefulAbort
+from sglang_topp_client.dispatch.partial_rollouts import PartialRollouts
+from sglang_topp_client.dispatch.result_queue import ResultQueue
+from sglang_topp_client.progress import Progress
+from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.requests.resume import OnAbort, mark_interruptible
+from sglang_topp_client.requests.score import ScoreRequest
+from sglang_topp_client.transport.http import ServerConfig
+from sglang_topp_client.transport.long_message_limit import UNLIMITED
+from sglang_topp_client.types.rollout import Rollout
+from sglang_topp_client.types.score import Score
+
+__all__ = ["RequestRunner"]
+
+_CALLER_FIRST_S = 0.02
+# Idle timeouts after an abort. A sidecar first waits for its own engine.
+_GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
+_MAX_WAITING_RESULTS = 1024
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request in flight. Several requests may have the same name."""
+
+    name: str
+    results: ResultQueue[Any]
+    graceful_abort: GracefulAbort | None
+
+
+@dataclass
+class _LoopState:
+    """The state of one event loop."""
+
+    endpoints: Endpoints
+    running: dict[asyncio.Task[None], _Request] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _WholeResults(Generic[Result]):
+    """A sink for results that never arrive in parts."""
+
+    requests: Sequence[SampleRequest]
+    deliver: Callable[[Result], None]
+
+    def begin(self) -> Iterator[SampleRequest]:
+        return iter(self.requests)
+
+    def take(self, result: Result, /) -> None:
+        self.deliver(result)
+
+
+class RequestRunner:
+    """The runner of one client's requests, whose arguments were checked before.
+
+    A runner works on any event loop, and on several at once. A connection belongs to the loop that opened it.
+
+    Args:
+        configs: where the servers are; one or several, all of one kind.
+        kind: the servers' kind, or None to ask them.
+        max_retries: how often a failed call is retried.
+        max_long_messages: see `LongMessageLimit`. Unlimited by default: a server may drop a client that stops
+            reading.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[ServerConfig],
+        *,
+        kind: Kind | None,
+        max_retries: int,
+        max_long_messages: int = UNLIMITED,
+    ) -> None:
+        self._configs = configs
+        self._kinds: dict[str, Kind] = {}
+        if kind is not None:
+            self._kinds = dict.fromkeys((config.base_url for config in configs), kind)
+        self._max_retries, self._max_long_messages = max_retries, max_long_messages
+        self._loops: dict[asyncio.AbstractEventLoop, _LoopState] = {}
+
+    def rollouts(
+        self,
+        requests: Sequence[SampleRequest],
+        *,
+        existing: Mapping[int, Rollout] | None = None,
+        on_abort: OnAbort = "raise",
+        timeout_s: float | None = None,
+        progress: bool | None = False,
+        request_id: str | None = None,
+        on_failure: OnFailure | None = None,
+    ) -> AsyncGenerator[Rollout, None]:
+        """Yield every sample of `requests` as it finishes; see `AsyncRolloutClient.stream`.
+
+        Args:
+            requests: one for each prompt.
+            existing: rollouts to continue, by prompt index; such a prompt has one sample.
+            on_abort: how to treat aborted samples.
+            timeout_s: the time limit.
+            progress: see `Progress`.
+            request_id: the caller's name for the request.
+            on_failure: see `Dispatcher`.
+
+        Raises:
+            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. Raised at once.
+        """
+        requests = mark_interruptible(requests, on_abort)
+
+        def sink(deliver: Callable[[Rollout], None]) -> PartialRollouts:
+            return PartialRollouts(requests, on_abort, deliver, existing or {})
+
+        count = sum(len(request.samples) for request in requests)
+        return self._run(
+            ROLLOUTS,
+            sink,
+            count,
+            timeout_s,
+            progress,
+            request_id,
+            on_failure,
+            returns_partial=on_abort == "return",
+        )
+
+    def scores(
+        self,
+        requests: Sequence[ScoreRequest],
+        *,
+        is_repeated: bool = False,
+        timeout_s: float | None = None,
+        progress: bool | None = False,
+        request_id: str | None = None,
+        on_failure: OnFailure | None = None,
+    ) -> AsyncGenerator[Score, None]:
+        """Yield the score of each sequence as it arrives; see `AsyncRolloutClient.stream_scores`.
+
+        Args:
+            requests: one for each sequence.
+            is_repeated: whether a sequence that the engine aborted on request is scored again.
+            timeout_s: the time limit.
+            progress: see `Progress`.
+            request_id: the caller's name for the request.
+            on_failure: see `Dispatcher`.
+        """
+
+        def sink(deliver: Callable[[Score], None]) -> _WholeResults[Score]:
+            return _WholeResults(requests, deliver)
+
+        return self._run(
+            SCORES,
+            sink,
+            len(requests),
+            timeout_s,
+            progress,
+            request_id,
+            on_failure,
+            repeats_aborted=is_repeated,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request by its name; see `AsyncRolloutClient.abort`."""
+        here = self._here()
+        tasks = [task for task, request in here.running.items() if request.name == request_id]
+        if not tasks:
+            await here.endpoints.order_all(lambda endpoint: endpoint.abort(request_id))
+            return
+        graceful = _abort_gracefully(here, tasks)
+        await _cancel([task for task in tasks if task not in graceful])
+        await _wait_until_done(graceful)
+        await here.endpoints.aborts_delivered(request_id)
+
+    async def abort_all(self) -> None:
+        """Abort every request in the engines; see `AsyncRolloutClient.abort_all`."""
+        here = self._here()
+        tasks = _abort_gracefully(here, list(here.running))
+        await here.endpoints.order_all(Endpoint.abort_all)
+        await _wait_until_done(tasks)
+
+    async def infos(self, base_urls: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Return the servers' descriptions of themselves, by base URL: those in `base_urls`, or all.
+
+        Raises:
+            InvalidInputError: the client has no such server.
+            SglangToppError: a server did not answer with one.
+        """
+        endpoints = self._here().endpoints
+        by_url = {endpoint.base_url: endpoint for endpoint in endpoints.all}
+        for base_url in base_urls or ():
+            if base_url not in tuple(by_url):
+                raise InvalidInputError(
+                    f"base_url: got {describe(base_url)}, expected one of {', '.join(by_url)}"
+                )
+        chosen = list(by_url if base_urls is None else base_urls)
+        return {url: await endpoints.retrying(by_url[url].info) for url in chosen}
+
+    async def check_fields(self) -> None:
+        """Check every server; see `AsyncRolloutClient.check_servers`."""
+        endpoints = self._here().endpoints
+        for endpoint in endpoints.all:
+            await endpoints.retrying(endpoint.check_fields)
+
+    async def close(self) -> None:
+        """Stop all requests on this event loop, and close its connections; see `AsyncRolloutClient.close`."""
+        here = self._loops.pop(asyncio.get_running_loop(), None)
+        if here is None:
+            return
+        try:
+            await _cancel(list(here.running))
+            await here.endpoints.aborts_delivered()
+        finally:
+            await here.endpoints.close()
+
+    async def _run(
+        self,
+        operation: Operation[Result],
+        make_sink: Callable[[Callable[[Result], None]], ResultSink[Result]],
+        count: int,
+        timeout_s: float | None,
+        progress: bool | None,
+        request_id: str | None,
+        on_failure: OnFailure | None,
+        *,
+        returns_partial: bool = False,
+        repeats_aborted: bool = False,
+    ) -> AsyncGenerator[Result, None]:
+        """Yield the `count` results of one request."""
+        here, name = self._here(), request_id or uuid.uuid4().hex
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        too_late = RequestTimeoutError(
+            f"timeout_s: {timeout_s} s passed before every {operation.one} finished; None sets no limit"
+        )
+        results: ResultQueue[Result] = ResultQueue(_MAX_WAITING_RESULTS)
+        graceful_abort = None
+        if returns_partial:
+            graceful_abort = GracefulAbort(_GRACE_S[here.endpoints.known_kind or "sidecar"])
+        dispatcher = Dispatcher(
+            here.endpoints,
+            operation,
+            name,
+            deadline,
+            results.wait_for_room,
+            graceful_abort,
+            max_message_bytes=self._configs[0].max_line_bytes,
+            repeats_aborted=repeats_aborted,
+            on_failure=on_failure,
+        )
+        task = asyncio.create_task(_dispatch(here.endpoints, dispatcher, make_sink(results.put), deadline))
+        here.running[task] = _Request(name, results, graceful_abort)
+
+        def end(_: asyncio.Task[None]) -> None:
+            del here.running[task]
+            results.close()
+            if not task.cancelled():
+                # Mark the exception as retrieved, because a caller that left does not retrieve it.
+                task.exception()
+
+        task.add_done_callback(end)
+        try:
+            with Progress(count, progress, of=operation.many) as bar:
+                while True:
+                    try:
+                        async with asyncio.timeout_at(deadline):
+                            result = await results.get()
+                    except TimeoutError:
+                        raise too_late from None
+                    if result is None:
+                        break
+                    bar.add(operation.num_tokens(result))
+                    yield result
+            if task.cancelled():
+                raise AbortedError(f"request {name} was aborted by this client")
+            try:
+                task.result()
+            except TimeoutError:
+                raise too_late from None
+        finally:
+            # Do not wait: closing the connections of hundreds of calls takes a second.
+            task.cancel()
+
+    def _here(self) -> _LoopState:
+        """Return the state of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._loops:
+            # Iterate over a copy, because other threads may add their loops.
+            for other in list(self._loops):
+                if other.is_closed():
+                    self._loops.pop(other, None)
+            self._loops[loop] = _LoopState(
+                Endpoints(
+                    self._configs,
+                    self._kinds,
+                    max_long_messages=self._max_long_messages,
+                    max_retries=self._max_retries,
+                )
+            )
+        return self._loops[loop]
+
+
+async def _dispatch(
+    endpoints: Endpoints, dispatcher: Dispatcher[Result], sink: ResultSink[Result], deadline: float | None
+) -> None:
+    """Run a request to its end.
+
+    Raises:
+        TimeoutError: the deadline passed.
+    """
+    # Report the deadline to the caller first, because cancelling the calls may take a second.
+    end = None if deadline is None else deadline + _CALLER_FIRST_S
+    with endpoints.aborts_expected():
+        async with asyncio.timeout_at(end):
+            await dispatcher.run(sink)
+
+
+def _abort_gracefully(here: _LoopState, tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
+    """Start a graceful abort of those `tasks` that return partial samples, and return these tasks."""
+    graceful = []
+    for task in tasks:
+        request = here.running[task]
+        if request.graceful_abort is not None:
+            request.graceful_abort.request()
+            request.results.lift_limit()
+            graceful.append(task)
+    return graceful
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel `tasks` and wait until all have cleaned up."""
+    for task in tasks:
+        if not task.done() and not task.cancelling():
+            task.cancel()
+    await _wait_until_done(tasks)
+
+
+async def _wait_until_done(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait until `tasks` have ended, and ignore results. Cancelling the wait does not cancel them."""
+    if tasks:
+        await asyncio.wait(tasks)

@@ -1,0 +1,54 @@
+"""ResultQueue: a queue of results for the caller, with backpressure on calls that were not sent yet."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+__all__ = ["ResultQueue"]
+
+_T = TypeVar("_T")
+
+
+class ResultQueue(Generic[_T]):
+    """A queue with backpressure: a slow caller holds back the calls that were not sent yet.
+
+    The queue accepts the results of sent calls even beyond `max_waiting`. Otherwise the client would stop
+    reading, a sidecar would drop it after 30 s, and the samples would be generated again.
+
+    Args:
+        max_waiting: how many results may wait for the caller before no more calls are sent.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self._results: asyncio.Queue[_T | None] = asyncio.Queue()
+        self._max_waiting = max_waiting
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    def put(self, result: _T) -> None:
+        """Add a result."""
+        self._results.put_nowait(result)
+        if self._results.qsize() >= self._max_waiting:
+            self._has_room.clear()
+
+    def close(self) -> None:
+        """Mark the end of the results."""
+        self._results.put_nowait(None)
+
+    async def get(self) -> _T | None:
+        """Wait for the next result and return it; return None after the last one."""
+        result = await self._results.get()
+        # Wait until half are taken, so that waiting calls are woken once for many results.
+        if self._results.qsize() <= self._max_waiting // 2:
+            self._has_room.set()
+        return result
+
+    async def wait_for_room(self) -> None:
+        """Wait until the caller has taken enough results."""
+        await self._has_room.wait()
+
+    def lift_limit(self) -> None:
+        """Remove the limit: the caller may wait for the request to end before it takes more results."""
+        self._max_waiting = 1 << 60
+        self._has_room.set()

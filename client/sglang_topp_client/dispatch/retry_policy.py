@@ -1,0 +1,81 @@
+"""Retry policy: which errors are retried, how often, and after which delay."""
+
+from __future__ import annotations
+
+import random
+
+from sglang_topp.errors import (
+    AbortedError,
+    OverloadedError,
+    RequestTimeoutError,
+    ServerError,
+    SglangToppError,
+    TransportError,
+)
+
+__all__ = ["RetryBudget", "is_retryable"]
+
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 8.0
+_MAX_RETRY_AFTER_S = 60.0
+
+
+class RetryBudget:
+    """The retries of one call.
+
+    Args:
+        max_retries: how many retries the call has.
+        waits_for_engine: whether the call waits without limit for an engine that refuses requests (429, 503).
+            Such waits do not count as retries.
+        repeats_aborted: whether a call is repeated after its engine aborted it on request. The call then
+            waits for the engine, which may be paused.
+    """
+
+    def __init__(
+        self, max_retries: int, *, waits_for_engine: bool = False, repeats_aborted: bool = False
+    ) -> None:
+        self._num_left = max_retries
+        self._waits_for_engine, self._repeats_aborted = waits_for_engine, repeats_aborted
+        self._num_failures = 0
+
+    def next_delay_s(self, error: SglangToppError) -> float | None:
+        """Return the seconds to wait before the next attempt, or None if `error` ends the call."""
+        is_repeated = self._repeats_aborted and isinstance(error, AbortedError)
+        self._waits_for_engine |= is_repeated
+        if not is_repeated and not is_retryable(error):
+            return None
+        if not is_repeated and not (self._waits_for_engine and _is_refusal(error)):
+            if not self._num_left:
+                return None
+            self._num_left -= 1
+        self._num_failures += 1
+        return delay_s(self._num_failures, error)
+
+
+def is_retryable(error: SglangToppError) -> bool:
+    """Return whether another attempt may succeed: the answer was incomplete, or its status was 429 or 5xx.
+
+    The caller's own time limit is not retryable.
+    """
+    if isinstance(error, RequestTimeoutError):
+        return False
+    return isinstance(error, TransportError | OverloadedError | ServerError)
+
+
+def delay_s(retry: int, error: SglangToppError) -> float:
+    """Return the seconds to wait before retry number `retry`, counted from 1.
+
+    A 429 may have a Retry-After. The delay is then that time, at most a minute, plus up to 25 percent, so
+    that many clients do not return at once. Otherwise it is 0.5, 1, 2, 4, 8, 8, … seconds, less up to 50
+    percent.
+    """
+    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
+        return min(error.retry_after_s, _MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)
+    # Further doublings would not change the delay, and after hours they would overflow.
+    doublings = min(retry - 1, 16)
+    return min(_FIRST_DELAY_S * 2.0**doublings, _MAX_DELAY_S) * random.uniform(0.5, 1.0)
+
+
+def _is_refusal(error: SglangToppError) -> bool:
+    """Return whether the server answers but accepts no request now."""
+    return isinstance(error, OverloadedError) or (isinstance(error, ServerError) and error.status == 503)

@@ -1,0 +1,83 @@
+"""Check that a patched SGLang receives our request fields, and that its answer's fields come back.
+
+A gateway may drop fields that it does not know, without an error. Each request here asks for one token, and
+its answer shows whether each of the request's fields arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from sglang_topp import formats
+from sglang_topp.engine_contract.resume_rules import RESUMED
+from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
+from sglang_topp_client.argument_checks import fresh_id
+from sglang_topp_client.codecs.json_fields import parse_token_ids, read_field
+from sglang_topp_client.types.rollout import SAMPLER
+
+__all__ = ["REFUSABLE", "check_fields_of_answer", "field_check_requests"]
+
+REFUSABLE = ("top_logprobs_source", RESUMED)
+"""The fields that some releases of SGLang refuse. A refusal that names the field shows that it arrived."""
+
+_Meta: TypeAlias = Mapping[str, Any]
+_BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
+
+# For each request field: what is missing in the answer if the field was lost, and whether it is there.
+_SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
+    "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
+    "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),
+    "top_logprobs_p": ("candidate sets", lambda _, meta: formats.has_top_p(meta)),
+    "top_logprobs_source": (
+        "top_logprobs_source",
+        lambda _, meta: meta.get("top_logprobs_source") == SAMPLER,
+    ),
+    "return_logprobs_in_base64": ("base64 arrays", lambda _, meta: any(key in meta for key in _BASE64_KEYS)),
+    RESUMED: (RESUMED, lambda body, meta: meta.get(RESUMED) == body[RESUMED]),
+}
+
+
+def field_check_requests() -> list[dict[str, Any]]:
+    """Return the bodies of the requests to `POST /generate`, each for one token after two."""
+    params = {"max_new_tokens": 1, "ignore_eos": True}
+    base64 = {"return_logprobs_in_base64": True}
+    asked: list[dict[str, Any]] = [
+        {},  # first alone, because the engine refuses sets without `return_logprob`
+        {"top_logprobs_p": 0.01, **base64},
+        {"top_logprobs_source": SAMPLER, "sampling_params": {**params, "top_k": 1}, **base64},
+        {"top_logprobs_p": 0.01, RESUMED: 1, **base64},
+    ]
+    common = {"input_ids": [0, 0], "sampling_params": params, "return_logprob": True}
+    return [{**common, **fields, "rid": fresh_id("field-check")} for fields in asked]
+
+
+def check_fields_of_answer(base_url: str, body: Mapping[str, Any], answer: Any) -> None:
+    """Check the answer to one of these requests.
+
+    Raises:
+        MissingCandidateSetsError: the answer has no candidate sets, because their field was lost.
+        WireError: another field was lost. `field` and the message name it.
+    """
+    meta_info = read_field(answer, "meta_info", dict) if isinstance(answer, dict) else None
+    if meta_info is None:
+        raise WireError("meta_info", f"{base_url} answered {describe(answer)}, expected one answer")
+    for name, (sign, is_there) in _SIGNS.items():
+        if name in body and not is_there(body, meta_info):
+            kind = MissingCandidateSetsError if name.startswith("top_logprobs") else WireError
+            raise _lost(kind, base_url, name, f"a request with this field came back without {sign}")
+    if "return_logprobs_in_base64" not in body:
+        return
+    for key in (*_BASE64_KEYS, "weight_versions"):
+        if key not in meta_info:
+            raise _lost(WireError, base_url, key, "it is missing in an answer with candidate sets")
+    formats.decode_top_p(meta_info, parse_token_ids("output_ids", read_field(answer, "output_ids", list)))
+
+
+def _lost(kind: type[WireError], base_url: str, field: str, what: str) -> WireError:
+    return kind(
+        field,
+        f"{base_url} lost this field: {what}. Either a gateway drops fields that it does not know, as"
+        " sglang-router does (smg passes them on), or an engine behind it is not patched: run"
+        " `sglang-topp doctor` there",
+    )

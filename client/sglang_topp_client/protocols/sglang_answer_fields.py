@@ -1,0 +1,54 @@
+"""Read and check fields of SGLang's `/generate` answers. An unexpected type or value raises WireError."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.errors import WireError
+from sglang_topp_client.codecs.json_fields import parse_token_ids, read_text
+
+__all__ = ["parse_token_logprobs", "read_weight_version"]
+
+
+def parse_token_logprobs(
+    field: str, entries: list[Any], token_ids: NDArray[np.int32], *, of: str
+) -> NDArray[np.float32]:
+    """Return float32 [T] from SGLang's `[[logprob, token_id, text or null], ...]`, and check the token ids.
+
+    Args:
+        field: the name of the field that holds the entries.
+        entries: one for each token.
+        token_ids: int32 [T], the expected tokens.
+        of: the noun for the tokens in errors.
+    """
+    if len(entries) != len(token_ids):
+        raise WireError(field, f"got {len(entries)} entries for {len(token_ids)} {of}_ids")
+    try:
+        given, reported = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        if not set(map(type, given)) <= {float, int, NoneType}:
+            raise TypeError("a log-prob is not a number")
+        with np.errstate(over="ignore"):
+            logprobs = np.array(given, np.float64).astype(np.float32)
+    except (TypeError, KeyError, IndexError, OverflowError) as error:
+        raise WireError(field, f"expected [logprob, token_id, text] per token: {error}") from None
+    ids = parse_token_ids(field, reported)
+    if np.isnan(logprobs).any():
+        raise WireError(field, f"no log-prob at position {int(np.isnan(logprobs).argmax())}")
+    if len(wrong := np.flatnonzero(ids != token_ids)):
+        t = int(wrong[0])
+        raise WireError(field, f"got token {ids[t]} at position {t}, expected {token_ids[t]}, as in the {of}")
+    return logprobs
+
+
+def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
+    """Return the field `weight_version` as text, or None if the weights have no name."""
+    version = meta_info.get("weight_version")
+    if version is None:
+        return None
+    # SGLang returns the value that was sent with the weights, which may be a number.
+    return str(version) if type(version) is int else read_text(meta_info, "weight_version")

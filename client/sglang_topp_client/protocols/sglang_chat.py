@@ -1,0 +1,45 @@
+"""Protocol of SGLang's `POST /tokenize` for chat messages: turn them into token ids.
+
+The engine applies its chat template and tokenizes as for `/v1/chat/completions`. The client then generates
+from the ids, so the prompt's ids are known, and an interrupted sample can be resumed. The chat route itself
+returns no prompt ids and takes no `resumed_tokens`. Every supported release has `/tokenize`.
+
+Request::
+
+    {"messages": [{"role": "user", "content": "..."}, ...]}
+
+Answer::
+
+    {"tokens": [...], "count": 12, "max_model_len": 4096}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_topp.errors import WireError
+from sglang_topp_client.codecs.json_fields import parse_token_ids, read_field
+from sglang_topp_client.requests.prompts import Messages
+
+__all__ = ["PATH", "body", "prompt_ids"]
+
+PATH = "/tokenize"
+
+
+def body(messages: Messages) -> dict[str, Any]:
+    """Return the JSON body."""
+    return {"messages": messages}
+
+
+def prompt_ids(answer: Any) -> list[int]:
+    """Return the prompt's token ids from the answer.
+
+    Raises:
+        WireError: the answer has no token ids.
+    """
+    if not isinstance(answer, dict):
+        raise WireError(PATH, f"got {type(answer).__name__}, expected an object")
+    ids: list[int] = parse_token_ids("tokens", read_field(answer, "tokens", list)).tolist()
+    if not ids:
+        raise WireError("tokens", "got none: the chat template renders nothing for the messages")
+    return ids

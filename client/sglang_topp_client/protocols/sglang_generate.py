@@ -1,0 +1,337 @@
+"""Protocol of a patched SGLang's `POST /generate`: write the request for one prompt, and read the answer.
+
+The request always streams, with a stream interval that no generation reaches. SGLang then sends two chunks
+per sample: its first token, and the complete sample. This has advantages over an unstreamed request:
+
+- A closed connection cancels the handler at once, which aborts every sample, including queued ones. SGLang
+  checks the connection of an unstreamed request only every 4 s.
+- The first chunk contains the engine's id of each sample. With `n > 1`, SGLang gives the samples random ids,
+  whatever the request's `rid` is, and `/abort_request` accepts only those ids.
+- With `n > 1`, each sample arrives as it finishes, and does not wait for the slowest one.
+
+`n` is not split into single requests. SGLang computes the prompt once for all `n` samples and shares it
+through the prefix cache. Simultaneous single requests would each compute the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets, formats
+from sglang_topp.engine_contract.resume_rules import RESUMED
+from sglang_topp.errors import (
+    AbortedError,
+    BadRequestError,
+    OverloadedError,
+    ResponseError,
+    RolloutError,
+    ServerError,
+    WireError,
+    describe,
+)
+from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
+from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass, check_sets
+from sglang_topp_client.codecs.json_fields import check_seconds, parse_token_ids, read_field, read_text
+from sglang_topp_client.protocols.sglang_answer_fields import parse_token_logprobs, read_weight_version
+from sglang_topp_client.requests.generate import SampleRequest, check_source
+from sglang_topp_client.requests.resume import empty_rollout
+from sglang_topp_client.types.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout
+from sglang_topp_client.types.weight_spans import spans_from_json
+
+__all__ = ["GenerateExchange", "StreamedExchange"]
+
+_STREAM_INTERVAL = 1 << 30
+_FINISHED = ("stop", "length")
+# Error messages of SGLang's tokenizer manager and of its scheduler.
+_TOO_LONG = ("is longer than the model's context length", "exceeds the maximum allowed length")
+_Result = TypeVar("_Result")
+
+
+class StreamedExchange(ABC, Generic[_Result]):
+    """One `POST /generate` for one prompt: the body to send, and the chunks received so far.
+
+    A subclass decodes each sample into one `_Result`.
+    """
+
+    path = "/generate"
+    accept = None
+    samples_per_call = 1
+    """A call takes prompts until it has this many samples. Here, it takes one prompt with all its samples."""
+    missing_route = ""
+    prompts_field = "prompts"
+    """The caller's name for the prompts, in errors."""
+
+    def __init__(
+        self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
+    ) -> None:
+        """Prepare one call; see `SidecarExchange`. SGLang has no time limit, so `timeout_s` is not sent.
+
+        The engine's id ends in a new random part of fixed length. SGLang rejects an id that is in use, and
+        its scheduler aborts by prefix: an abort of `a-1` would also abort `a-10`.
+        """
+        (self._wanted,) = wanted
+        self._rid = fresh_id(request_id)
+        self._chunks: dict[int, list[Mapping[str, Any]]] = {}
+        self._engine_ids: dict[int, str] = {}
+        if len(self._wanted.samples) == 1:
+            self._engine_ids[0] = self._rid
+        self._finished: set[int] = set()
+        self.complete = False
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        wanted = self._wanted
+        is_text = isinstance(wanted.prompt, str)
+        body: dict[str, Any] = {
+            "text" if is_text else "input_ids": wanted.prompt,
+            "sampling_params": {
+                **wanted.sampling_params,
+                "n": len(wanted.samples),
+                "stream_interval": _STREAM_INTERVAL,
+            },
+            "rid": self._rid,
+            "return_logprob": True,
+            "stream": True,
+        }
+        if is_text:
+            body["return_prompt_token_ids"] = True
+        if wanted.top_logprobs_source == SAMPLER:
+            body |= {"top_logprobs_source": SAMPLER, "return_logprobs_in_base64": True}
+        elif wanted.top_logprobs_source is not None:
+            body |= {"top_logprobs_p": wanted.top_logprobs_p, "return_logprobs_in_base64": True}
+        if wanted.resumed_tokens is not None:
+            body[RESUMED] = wanted.resumed_tokens
+        return body
+
+    def open_ids(self) -> list[str]:
+        """Return the engine ids by which the request can be aborted now."""
+        return self.unfinished_ids()
+
+    def unfinished_ids(self) -> list[str]:
+        """Return the known engine ids of the samples that may still be running."""
+        return list(self._engine_ids.values())
+
+    def read(self, line: bytes) -> list[_Result]:
+        """Take one line of the answer. Return a list of the finished sample, or an empty list.
+
+        Raises:
+            WireError: the line is not in SGLang's format, or the sample is not exact.
+            RolloutError: the engine gave up on a sample, or aborted one that is not interruptible.
+            ResponseError: the line reports an error.
+        """
+        if not line or line.startswith(b":"):
+            # The end of an event, or a comment: gateways send comments to keep a connection alive.
+            return []
+        start = 5 if line.startswith(b"data:") else 0
+        if not start and not line.startswith(b"{"):
+            raise WireError("stream", f"got {line[:200]!r}, expected server-sent events")
+        if line[start : start + 16].strip() == b"[DONE]":
+            if len(self._finished) != len(self._wanted.samples):
+                raise WireError(
+                    "stream", f"ended after {len(self._finished)} of {len(self._wanted.samples)} samples"
+                )
+            self.complete = True
+            return []
+        try:
+            # Decode without copying the bytes, because a line may have hundreds of MB.
+            chunk = json.loads(str(memoryview(line)[start:], "utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
+        if not isinstance(chunk, dict):
+            raise WireError("stream", f"got {type(chunk).__name__}, expected an object")
+        if "error" in chunk:
+            raise _reported_error(chunk["error"], self.prompts_field)
+        return self._take(chunk)
+
+    def _take(self, chunk: dict[str, Any]) -> list[_Result]:
+        index = read_field(chunk, "index", int) if "index" in chunk else 0
+        if index not in range(len(self._wanted.samples)) or index in self._finished:
+            raise WireError(
+                "index",
+                f"got {describe(index)}, expected an unfinished one of {len(self._wanted.samples)} samples",
+            )
+        meta_info = read_field(chunk, "meta_info", dict)
+        # SGLang aborts by prefix, so an empty id would abort every request.
+        if not (engine_id := read_text(meta_info, "id")):
+            raise WireError("id", "got an empty string, expected the engine's id of the request")
+        self._engine_ids[index] = engine_id
+        reason = meta_info.get("finish_reason")
+        if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
+            _check_finish(reason, self.prompts_field)
+        _check_resumed(self._wanted, meta_info)
+        # A server with --incremental-streaming-output sends only new tokens.
+        is_whole = meta_info.get("completion_tokens") == len(read_field(chunk, "output_ids", list))
+        earlier = [] if is_whole else self._chunks.get(index, [])
+        self._chunks[index] = [*earlier, chunk]
+        if reason is None:
+            return []
+        self._finished.add(index)
+        del self._engine_ids[index]
+        return [self._result(index, self._chunks.pop(index))]
+
+    @abstractmethod
+    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> _Result:
+        """Decode the chunks of a finished sample."""
+
+    def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
+        """Return the prompt's token ids as the engine saw them; `last` is the last chunk of a sample."""
+        if isinstance(self._wanted.prompt, str):
+            prompt_ids = _text_prompt_ids(last)
+        else:
+            prompt_ids = np.array(self._wanted.prompt, np.int32)
+        if (count := read_field(last["meta_info"], "prompt_tokens", int)) != len(prompt_ids):
+            raise WireError(
+                "prompt_tokens",
+                f"got {describe(count)} for a prompt of {len(prompt_ids)} tokens; the engine saw another"
+                " prompt. Was it started with --allow-auto-truncate?",
+            )
+        return prompt_ids
+
+
+class GenerateExchange(StreamedExchange[Rollout]):
+    """One `POST /generate` that generates samples."""
+
+    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> Rollout:
+        wanted, last = self._wanted, chunks[-1]
+        meta_info = last["meta_info"]
+        if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
+            return _waiting(wanted, wanted.samples[index], last)
+        parts = [parse_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
+        output_ids = np.concatenate(parts)
+        if (count := read_field(meta_info, "completion_tokens", int)) != len(output_ids):
+            raise WireError(
+                "output_ids", f"got {len(output_ids)} ids, but completion_tokens is {describe(count)}"
+            )
+
+        entries = [
+            e for chunk in chunks for e in read_field(chunk["meta_info"], "output_token_logprobs", list)
+        ]
+        # With `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
+        logprobs = parse_token_logprobs(
+            "output_token_logprobs", entries if count else [], output_ids, of="output"
+        )
+        candidates = weight_spans = None
+        if wanted.top_logprobs_source is not None:
+            candidates = CandidateSets.concat(
+                [
+                    formats.decode_top_p(chunk["meta_info"], ids)
+                    for chunk, ids in zip(chunks, parts, strict=True)
+                ]
+            )
+            check_sets(candidates, output_ids, logprobs, field="output_top_p_logprobs")
+            check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
+            if wanted.top_logprobs_p is not None:
+                check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
+            # Without sets, this field is SGLang's own record, which can be off by one token.
+            weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
+
+        return Rollout(
+            prompt_index=wanted.prompt_index,
+            sample_index=wanted.samples[index],
+            request_id=meta_info["id"],
+            prompt_ids=self._prompt_ids(last),
+            output_ids=output_ids,
+            text="".join("" if chunk.get("text") is None else read_text(chunk, "text") for chunk in chunks),
+            logprobs=logprobs,
+            candidates=candidates,
+            finish_reason=meta_info["finish_reason"]["type"],
+            weight_version=read_weight_version(meta_info),
+            cached_tokens=read_field(meta_info, "cached_tokens", int),
+            # Negative if the engine's clock was set back during the request.
+            latency_s=check_seconds(
+                "e2e_latency", max(read_field(meta_info, "e2e_latency", (int, float)), 0)
+            ),
+            top_logprobs_source=wanted.top_logprobs_source,
+            weight_spans=weight_spans,
+        )
+
+
+def _is_order(reason: Any) -> bool:
+    """Return whether a sample was aborted on request. The reason of a refusal has a status."""
+    return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
+
+
+def _check_resumed(wanted: SampleRequest, meta_info: Mapping[str, Any]) -> None:
+    if (heard := meta_info.get(RESUMED)) != wanted.resumed_tokens:
+        raise WireError(
+            RESUMED,
+            f"got {describe(heard)}, expected {wanted.resumed_tokens}, as requested: the engine, or a gateway"
+            " before it, does not resume answers. Is it patched with this version of sglang-topp?",
+        )
+
+
+def _text_prompt_ids(chunk: Mapping[str, Any]) -> NDArray[np.int32]:
+    name = "prompt_token_ids"
+    if name not in chunk:
+        raise WireError(
+            name,
+            "got nothing for a text prompt: SGLang before 0.5.13 returns no token ids; give token ids",
+        )
+    return parse_token_ids(name, read_field(chunk, name, list))
+
+
+def _waiting(wanted: SampleRequest, sample: int, chunk: Mapping[str, Any]) -> Rollout:
+    """Return the rollout of a sample that was aborted before its first token."""
+    if chunk["output_ids"]:
+        raise WireError("output_ids", f"got {len(chunk['output_ids'])} ids, but completion_tokens is 0")
+    if isinstance(wanted.prompt, str):
+        wanted = replace(wanted, prompt=_text_prompt_ids(chunk).tolist())
+    rollout = empty_rollout(wanted, sample, chunk["meta_info"]["id"])
+    assert rollout is not None
+    return replace(rollout, weight_version=read_weight_version(chunk["meta_info"]))
+
+
+def _check_finish(reason: Any, prompts_field: str) -> None:
+    """Raise unless the sample finished with `"stop"` or `"length"`."""
+    kind = reason.get("type") if isinstance(reason, dict) else None
+    if kind in _FINISHED:
+        return
+    if kind is None:
+        raise WireError("finish_reason", f"got {describe(reason)}, expected an object with a type")
+    words = truncate(reason.get("message"), MAX_MESSAGE_CHARS)
+    field = _field_at_fault(words, prompts_field)
+    if _is_order(reason):
+        raise AbortedError(
+            f"an abort, a pause, or a weight update ended a sample: {words}; on_abort='resume' continues it"
+            " once the engine takes requests again",
+            body=truncate(reason, MAX_BODY_CHARS),
+        )
+    message = f"{field}the engine gave up on a sample: {describe(kind)}, {words}"
+    # An abort with an HTTP status is a refusal: a full queue, or a prompt that is too long.
+    raise _engine_error(message, reason.get("status_code"), RolloutError, reason)
+
+
+def _reported_error(error: Any, prompts_field: str) -> ResponseError:
+    fields = error if isinstance(error, dict) else {"message": error}
+    words = truncate(fields.get("message"), MAX_MESSAGE_CHARS)
+    message = f"{_field_at_fault(words, prompts_field)}the engine reports an error: {words}"
+    return _engine_error(message, fields.get("code"), ServerError, error)
+
+
+def _field_at_fault(words: str, prompts_field: str) -> str:
+    """Return the name of the field that is too long, as a prefix of a message, or "".
+
+    SGLang's own messages do not name the field.
+    """
+    if "Requested token count exceeds" in words:
+        return f"{prompts_field}, sampling_params.max_new_tokens: "
+    return f"{prompts_field}: " if any(phrase in words for phrase in _TOO_LONG) else ""
+
+
+def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
+    """Return the error for this HTTP status, or an error of type `otherwise` without a status."""
+    kind = otherwise
+    if status == 429:
+        kind = OverloadedError
+    elif isinstance(status, int) and 400 <= status < 600:
+        kind = BadRequestError if status < 500 else ServerError
+    else:
+        status = None
+    return kind(message, status=status, body=truncate(body, MAX_BODY_CHARS))

@@ -1,0 +1,95 @@
+"""Protocol of scoring given tokens with a patched SGLang: a `POST /generate` that generates nothing.
+
+Let s be `logprob_start_len`. SGLang returns the prompt's rows s, s + 1, and so on. Row t predicts token
+t + 1, so token s + 1 is the first one with a log-prob. Tokens before s may come from the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp import formats
+from sglang_topp.errors import BadRequestError, WireError
+from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass, check_sets
+from sglang_topp_client.codecs.json_fields import read_field
+from sglang_topp_client.protocols.sglang_answer_fields import parse_token_logprobs, read_weight_version
+from sglang_topp_client.protocols.sglang_generate import StreamedExchange
+from sglang_topp_client.requests.generate import check_source
+from sglang_topp_client.requests.score import ScoreRequest
+from sglang_topp_client.types.rollout import DISTRIBUTION
+from sglang_topp_client.types.score import Score
+
+__all__ = ["GenerateScoreExchange"]
+
+_LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
+# Requested if the caller wants only log-probs. A request for sets makes the engine guarantee one weight
+# version per score, and reveals an engine without the patch set. Such a set has one or two tokens.
+_LEAST_P = 1e-9
+
+
+class GenerateScoreExchange(StreamedExchange[Score]):
+    """One `POST /generate` that scores."""
+
+    prompts_field = "sequences"
+
+    def __init__(
+        self, wanted: Sequence[ScoreRequest], *, request_id: str, timeout_s: float | None = None
+    ) -> None:
+        """See `StreamedExchange`."""
+        super().__init__(wanted, request_id=request_id, timeout_s=timeout_s)
+        (one,) = wanted
+        self._start = one.start
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        sets = {"top_logprobs_p": self._wanted.top_logprobs_p or _LEAST_P, "return_logprobs_in_base64": True}
+        return super().body() | {"logprob_start_len": self._start - 1} | sets
+
+    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> Score:
+        start, last = self._start, chunks[-1]
+        meta_info = last["meta_info"]
+        if count := read_field(meta_info, "completion_tokens", int):
+            raise WireError("completion_tokens", f"got {count}, expected 0, as requested")
+        token_ids = self._prompt_ids(last)
+        if start > len(token_ids):
+            raise BadRequestError(
+                f"start: got {start}, expected at most {len(token_ids)}, the number of the sequence's tokens",
+                status=400,
+            )
+        scored = token_ids[start:]
+        logprobs = _logprobs(read_field(meta_info, _LOGPROBS, list), token_ids, start)
+        sets = formats.decode_prompt_top_p(meta_info, token_ids[start - 1 :])
+        if sets.sizes[0]:
+            raise WireError(_SETS, f"got a set before position {start}, the first requested position")
+        candidates = sets[1:]
+        check_sets(candidates, scored, logprobs, field=_SETS)
+        if (p := self._wanted.top_logprobs_p) is not None:
+            check_source(self._wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
+            check_kept_mass(candidates, p, field=_SETS)
+        return Score(
+            sequence_index=self._wanted.prompt_index,
+            request_id=meta_info["id"],
+            token_ids=token_ids,
+            start=start,
+            logprobs=logprobs,
+            candidates=None if p is None else candidates,
+            weight_version=read_weight_version(meta_info),
+            cached_tokens=read_field(meta_info, "cached_tokens", int),
+        )
+
+
+def _logprobs(entries: list[Any], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
+    """Return float32 [L - start] from SGLang's entries, which begin at position `start - 1`."""
+    first = entries[0] if entries else None
+    if not isinstance(first, list) or not first or first[0] is not None:
+        raise WireError(_LOGPROBS, f"expected a first entry without a log-prob, for position {start - 1}")
+    rest, as_reported = entries[1:], token_ids[start:].copy()
+    for t in np.flatnonzero(as_reported == token_ids.max()).tolist():
+        # SGLang 0.5.23 reports the vocabulary's last id as 0.
+        if t < len(rest) and isinstance(rest[t], list) and rest[t][1:2] == [0]:
+            as_reported[t] = 0
+    return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")

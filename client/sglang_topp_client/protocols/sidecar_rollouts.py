@@ -1,0 +1,204 @@
+"""Protocol of the sidecar's `POST /rollouts`: write the request for some prompts, and read the answer.
+
+Request::
+
+    {"prompts": [...], "sampling_params": {...} | [{...}, ...], "top_logprobs_p": p | [p, ...] | null,
+     "top_logprobs_source": "sampler", "on_abort": "return", "resumed_tokens": k | [k, ...],
+     "request_id": "...", "timeout_s": seconds | null, "stream": true}
+
+Answer: one message per sample as it finishes, and a last message, which a truncated answer lacks::
+
+    {"prompt_index": 0, "sample_index": 2, ...}
+    {"done": true, "rollouts": 8}
+
+A failure is a message `{"error": {...}}`; the client ignores later messages.
+
+Messages are lines of JSON (`rollout_json.py`). If the server knows the media type that `Accept` names first,
+they are frames (`framing.py`). Samples in frames are binary (`rollout_binary.py`), other messages JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from sglang_topp.engine_contract.resume_rules import RESUMED
+from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
+from sglang_topp_client.argument_checks import fresh_id
+from sglang_topp_client.codecs.binary_frame import is_frame
+from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass
+from sglang_topp_client.codecs.error_json import error_from_json
+from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE, rollout_from_bytes
+from sglang_topp_client.codecs.rollout_json import rollout_from_json
+from sglang_topp_client.requests.generate import SampleRequest, check_source
+from sglang_topp_client.types.rollout import ABORT, SAMPLER, Rollout
+
+__all__ = ["SERVICE", "RolloutsExchange", "SidecarExchange"]
+
+_Result = TypeVar("_Result")
+
+SERVICE = "sglang-topp"
+"""The value of `"service"` in the sidecar's `GET /info`. An engine's answer has no such field."""
+
+
+class SidecarExchange(ABC, Generic[_Result]):
+    """One POST to a route of the sidecar: the body to send, and the results received so far.
+
+    A subclass decodes each sample into one `_Result`.
+
+    Attributes:
+        path: the route. The last message of an answer has the number of results under this name.
+        media_type: the media type of frames.
+        missing_route: the error message if the sidecar has no such route.
+    """
+
+    path: str
+    media_type: str
+    missing_route = ""
+    samples_per_call = 128
+    """A call takes prompts until it has this many samples. The number keeps a body below a few MB, limits the
+    samples lost with a connection, and spreads a large batch over several sidecars."""
+
+    def __init__(
+        self,
+        wanted: Sequence[SampleRequest],
+        *,
+        request_id: str,
+        timeout_s: float | None = None,
+        max_bytes: int,
+    ) -> None:
+        """Prepare one call.
+
+        Args:
+            wanted: the prompts, and the samples to generate from them.
+            request_id: the caller's name for the request; a random part is added.
+            timeout_s: the server's time limit.
+            max_bytes: the largest size of a sample after decompression.
+        """
+        self.accept = f"{self.media_type}, application/x-ndjson;q=0.5"
+        self._max_bytes = max_bytes
+        self._wanted = list(wanted)
+        self._request_id = fresh_id(request_id)
+        self._timeout_s = timeout_s
+        self._finished: set[tuple[int, int]] = set()
+        self.complete = False
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+
+    @abstractmethod
+    def _from_bytes(self, raw: bytes) -> _Result:
+        """Decode and check a binary record, note it as finished, and return it under the caller's indices."""
+
+    @abstractmethod
+    def _from_json(self, record: dict[str, Any]) -> _Result:
+        """Decode and check a JSON record, note it as finished, and return it under the caller's indices."""
+
+    def open_ids(self) -> list[str]:
+        """Return the name by which the sidecar can abort the request now."""
+        return [self._request_id]
+
+    def unfinished_ids(self) -> list[str]:
+        """Return no ids, because the sidecar aborts every request whose connection closes."""
+        return []
+
+    def read(self, line: bytes) -> list[_Result]:
+        """Take one message of the answer. Return a list of the sample in it, or an empty list.
+
+        Raises:
+            WireError: the message is not in the sidecar's format, or the sample is not exact.
+            SglangToppError: the message reports this error.
+        """
+        if not line:
+            return []
+        if is_frame(line):
+            return [self._from_bytes(line)]
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
+        if not isinstance(record, dict):
+            raise WireError("stream", f"got {type(record).__name__}, expected an object")
+        if "error" in record:
+            raise error_from_json(record["error"])
+        if record.get("done"):
+            expected = sum(len(one.samples) for one in self._wanted)
+            name = self.path.removeprefix("/")
+            counted = record.get(name)
+            if counted != len(self._finished) or len(self._finished) != expected:
+                raise WireError(
+                    name,
+                    f"the server counts {describe(counted)}, got {len(self._finished)}, expected {expected}",
+                )
+            self.complete = True
+            return []
+        return [self._from_json(record)]
+
+
+class RolloutsExchange(SidecarExchange[Rollout]):
+    """One `POST /rollouts`."""
+
+    path = "/rollouts"
+    media_type = MEDIA_TYPE
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        params = [{**one.sampling_params, "n": len(one.samples)} for one in self._wanted]
+        thresholds = [one.top_logprobs_p for one in self._wanted]
+        sources = [one.top_logprobs_source for one in self._wanted]
+        body: dict[str, Any] = {
+            "prompts": [one.prompt for one in self._wanted],
+            "sampling_params": params[0] if all(p == params[0] for p in params) else params,
+            "top_logprobs_p": thresholds[0] if len(set(thresholds)) == 1 else thresholds,
+            "request_id": self._request_id,
+            "timeout_s": self._timeout_s,
+            "stream": True,
+        }
+        # Older sidecars do not know the following fields, so they are sent only if needed.
+        if SAMPLER in sources:
+            body["top_logprobs_source"] = SAMPLER if set(sources) == {SAMPLER} else sources
+        if any(one.is_interruptible for one in self._wanted):
+            body["on_abort"] = "return"
+        resumed = [one.resumed_tokens for one in self._wanted]
+        if any(resumed):
+            body[RESUMED] = resumed
+        return body
+
+    def _from_bytes(self, raw: bytes) -> Rollout:
+        return self._place(rollout_from_bytes(raw, max_bytes=self._max_bytes))
+
+    def _from_json(self, record: dict[str, Any]) -> Rollout:
+        return self._place(rollout_from_json(record))
+
+    def _place(self, rollout: Rollout) -> Rollout:
+        """Check a sample, and return it under the caller's indices."""
+        at = (rollout.prompt_index, rollout.sample_index)
+        if rollout.prompt_index >= len(self._wanted):
+            raise WireError("prompt_index", f"got {at[0]}, expected one of {len(self._wanted)} prompts")
+        wanted = self._wanted[rollout.prompt_index]
+        if rollout.sample_index >= len(wanted.samples) or at in self._finished:
+            raise WireError(
+                "sample_index",
+                f"got {at[1]} of prompt {at[0]}, expected an unfinished one of {len(wanted.samples)} samples",
+            )
+        is_partial = wanted.is_interruptible and rollout.finish_reason == ABORT
+        if rollout.finish_reason not in ("stop", "length") and not is_partial:
+            raise RolloutError(f"a sample finished with {describe(rollout.finish_reason)}")
+        if wanted.top_logprobs_source is not None:
+            if rollout.candidates is None:
+                raise MissingCandidateSetsError(
+                    "candidates", "the response holds none, though they were asked for"
+                )
+            check_source(wanted, rollout.top_logprobs_source)
+            if wanted.top_logprobs_p is not None:
+                check_kept_mass(rollout.candidates, wanted.top_logprobs_p, field="candidates")
+        if isinstance(wanted.prompt, list) and rollout.prompt_ids.tolist() != wanted.prompt:
+            raise WireError("prompt_ids", f"got other ids than those of prompt {at[0]}")
+        self._finished.add(at)
+        return replace(
+            rollout, prompt_index=wanted.prompt_index, sample_index=wanted.samples[rollout.sample_index]
+        )

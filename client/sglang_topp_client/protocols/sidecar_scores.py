@@ -1,0 +1,97 @@
+"""Protocol of the sidecar's `POST /scores`: write the request for some sequences, and read the answer.
+
+Request::
+
+    {"sequences": [...], "start": [1, ...], "top_logprobs_p": p | [p, ...] | null, "request_id": "...",
+     "timeout_s": seconds | null, "stream": true}
+
+Answer: one message per sequence when it is scored, then a final `done`. Without it, the answer was cut off::
+
+    {"sequence_index": 0, ...}
+    {"done": true, "scores": 8}
+
+Messages and failures have the form of `/rollouts` (`sidecar_rollouts.py`). `score_codecs.py` encodes the
+records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sglang_topp.errors import MissingCandidateSetsError, WireError
+from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass
+from sglang_topp_client.codecs.score_codecs import MEDIA_TYPE, score_from_bytes, score_from_json
+from sglang_topp_client.protocols.sidecar_rollouts import SidecarExchange
+from sglang_topp_client.requests.score import ScoreRequest
+from sglang_topp_client.types.score import Score
+
+__all__ = ["ScoresExchange"]
+
+
+class ScoresExchange(SidecarExchange[Score]):
+    """One `POST /scores`."""
+
+    path = "/scores"
+    media_type = MEDIA_TYPE
+    missing_route = (
+        "this sidecar has no /scores, because its version of sglang-topp is too old to score; install the"
+        " client's version there, or use its engine directly (kind='sglang')"
+    )
+    samples_per_call = 16
+    """Fewer than for rollouts, because a sequence may be as long as the context."""
+
+    def __init__(
+        self,
+        wanted: Sequence[ScoreRequest],
+        *,
+        request_id: str,
+        timeout_s: float | None = None,
+        max_bytes: int,
+    ) -> None:
+        """See `SidecarExchange`."""
+        super().__init__(wanted, request_id=request_id, timeout_s=timeout_s, max_bytes=max_bytes)
+        self._sequences = list(wanted)
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        thresholds = [one.top_logprobs_p for one in self._sequences]
+        return {
+            "sequences": [one.prompt for one in self._sequences],
+            "start": [one.start for one in self._sequences],
+            "top_logprobs_p": thresholds[0] if len(set(thresholds)) == 1 else thresholds,
+            "request_id": self._request_id,
+            "timeout_s": self._timeout_s,
+            "stream": True,
+        }
+
+    def _from_bytes(self, raw: bytes) -> Score:
+        return self._place(score_from_bytes(raw, max_bytes=self._max_bytes))
+
+    def _from_json(self, record: dict[str, Any]) -> Score:
+        return self._place(score_from_json(record))
+
+    def _place(self, score: Score) -> Score:
+        """Check a score, and return it under the caller's index."""
+        at = score.sequence_index
+        if at >= len(self._sequences) or (at, 0) in self._finished:
+            raise WireError(
+                "sequence_index", f"got {at}, expected an unfinished one of {len(self._sequences)} sequences"
+            )
+        wanted = self._sequences[at]
+        if score.start != wanted.start:
+            raise WireError("start", f"got {score.start} of sequence {at}, expected {wanted.start}")
+        if isinstance(wanted.prompt, list) and score.token_ids.tolist() != wanted.prompt:
+            raise WireError("token_ids", f"got other ids than those of sequence {at}")
+        candidates = score.candidates
+        if wanted.top_logprobs_p is None:
+            candidates = None
+        elif candidates is None:
+            raise MissingCandidateSetsError(
+                "candidates", "the response holds none, though they were asked for"
+            )
+        else:
+            check_kept_mass(candidates, wanted.top_logprobs_p, field="candidates")
+        self._finished.add((at, 0))
+        return replace(score, sequence_index=wanted.prompt_index, candidates=candidates)

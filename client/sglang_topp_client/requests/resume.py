@@ -1,0 +1,250 @@
+"""Resume requests: check the rollouts that a caller wants to continue, and build the requests for the rest.
+
+The prompt of a resume request is the old prompt and the tokens generated so far, as ids. `resumed_tokens`
+tells the engine how many of them belong to the answer. Stop strings and text are therefore those of an
+uninterrupted sample. Parameters that cannot be exact across an interruption are refused
+(`sglang_topp.engine_contract.resume_rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from sglang_topp import CandidateSets
+from sglang_topp.engine_contract.resume_rules import find_resume_problem
+from sglang_topp.errors import InvalidInputError, describe
+from sglang_topp_client.requests.generate import (
+    SampleRequest,
+    SamplingParams,
+    TopLogprobsP,
+    TopLogprobsSource,
+    plan,
+)
+from sglang_topp_client.types.rollout import ABORT, Rollout
+
+__all__ = [
+    "OnAbort",
+    "as_finished",
+    "check_on_abort",
+    "check_resumable",
+    "continuation_request",
+    "empty_rollout",
+    "mark_interruptible",
+    "plan_resume",
+]
+
+OnAbort: TypeAlias = Literal["raise", "return", "resume"]
+"""How the client treats a sample that the engine aborted: raise, return the part, or resume it."""
+
+# Sampling parameters that change the distribution of a token. All tokens of a rollout need the same values.
+_DISTRIBUTION_PARAMS = ("temperature", "top_p", "top_k", "min_p")
+
+
+def check_on_abort(on_abort: Any) -> None:
+    """Raise InvalidInputError unless `on_abort` is one of `OnAbort`."""
+    if not isinstance(on_abort, str) or on_abort not in get_args(OnAbort):
+        raise InvalidInputError(
+            f"on_abort: got {describe(on_abort)}, expected 'raise', 'return', or 'resume'"
+        )
+
+
+def mark_interruptible(wanted: Sequence[SampleRequest], on_abort: OnAbort) -> list[SampleRequest]:
+    """Return the requests, marked as interruptible unless `on_abort` is `"raise"`.
+
+    Raises:
+        InvalidInputError: `on_abort` is `"resume"`, and a sampling parameter cannot be exact across an
+            interruption.
+    """
+    if on_abort == "raise":
+        return list(wanted)
+    if on_abort == "resume":
+        for one in wanted:
+            check_resumable(f"sampling_params of prompt {one.prompt_index}", one.sampling_params)
+    return [replace(one, resumed_tokens=one.resumed_tokens or 0, is_interruptible=True) for one in wanted]
+
+
+def check_resumable(name: str, params: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError unless a sample under these sampling parameters can be resumed exactly."""
+    if problem := find_resume_problem(params):
+        raise InvalidInputError(f"{name}: {problem}")
+    for field in ("max_new_tokens", "min_new_tokens"):
+        limit = params.get(field)
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise InvalidInputError(
+                f"{name}: {field}: got {describe(limit)}, expected a whole number of 0 or more"
+            )
+    if "max_new_tokens" not in params:
+        raise InvalidInputError(
+            f"{name}: max_new_tokens: got none, expected a number, or None for as many as fit: the client"
+            " does not know the engine's default"
+        )
+
+
+def plan_resume(
+    rollouts: Any,
+    sampling_params: SamplingParams,
+    top_logprobs_p: TopLogprobsP = None,
+    top_logprobs_source: TopLogprobsSource = None,
+) -> tuple[list[SampleRequest], list[Rollout]]:
+    """Check the rollouts that a caller wants to resume.
+
+    Args:
+        rollouts: one or more `Rollout`.
+        sampling_params: as for `plan`; the parameters that generated the rollouts. `n` is ignored.
+        top_logprobs_p: as for `plan`.
+        top_logprobs_source: as for `plan`.
+
+    Returns:
+        One request per rollout, as if it had no token yet, with its index in `rollouts` as the prompt index;
+        and the rollouts.
+
+    Raises:
+        InvalidInputError: an argument is wrong, or differs from the request that generated the rollout; the
+            error names it.
+    """
+    if isinstance(rollouts, Rollout):
+        rollouts = [rollouts]
+    if not isinstance(rollouts, Sequence) or isinstance(rollouts, str | bytes):
+        raise InvalidInputError(f"rollouts: got {type(rollouts).__name__}, expected rollouts")
+    rollouts = list(rollouts)
+    if not rollouts:
+        raise InvalidInputError("rollouts: got none, expected at least one")
+    for i, rollout in enumerate(rollouts):
+        if not isinstance(rollout, Rollout):
+            raise InvalidInputError(f"rollouts[{i}]: got {type(rollout).__name__}, expected a Rollout")
+        _check_whole(f"rollouts[{i}]", rollout)
+    prompts = [rollout.prompt_ids for rollout in rollouts]
+    wanted = plan(prompts, _without_n(sampling_params), top_logprobs_p, top_logprobs_source)
+    for one, rollout in zip(wanted, rollouts, strict=True):
+        _check_sets(f"rollouts[{one.prompt_index}]", rollout, one)
+        if rollout.turn_start < len(rollout.output_ids) and rollout.finish_reason != "stop":
+            check_resumable(f"sampling_params of rollouts[{one.prompt_index}]", one.sampling_params)
+    return wanted, rollouts
+
+
+def as_finished(rollout: Rollout, wanted: SampleRequest) -> Rollout | None:
+    """Return the rollout if nothing is left to generate, or None.
+
+    A rollout that finished with `"stop"` is returned unchanged. If its last turn has `max_new_tokens` tokens
+    or more, its finish reason becomes `"length"`.
+    """
+    if rollout.finish_reason == "stop":
+        return rollout
+    limit = wanted.sampling_params.get("max_new_tokens")
+    num_tokens = len(rollout.output_ids) - rollout.turn_start
+    if num_tokens and limit is not None and num_tokens >= limit:
+        return replace(rollout, finish_reason="length")
+    return None
+
+
+def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -> SampleRequest:
+    """Return the request that continues a rollout.
+
+    Args:
+        rollout: the tokens so far; not finished, see `as_finished`.
+        wanted: the original request.
+        sample: the sample index of the rollout in `wanted`.
+    """
+    start = rollout.turn_start
+    num_tokens = len(rollout.output_ids) - start
+    # The original request may itself continue an answer.
+    num_before = 0 if start else wanted.resumed_tokens or 0
+    params = dict(wanted.sampling_params)
+    if num_tokens:
+        for name in ("max_new_tokens", "min_new_tokens"):
+            if params.get(name) is not None:
+                params[name] = max(params[name] - num_tokens, 0)
+    return replace(
+        wanted,
+        prompt=[*rollout.prompt_ids.tolist(), *rollout.output_ids.tolist()],
+        sampling_params=params,
+        samples=(sample,),
+        resumed_tokens=num_tokens + num_before,
+        routing_key=rollout.routing_key,
+    )
+
+
+def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollout | None:
+    """Return a rollout without tokens for a sample that was aborted before its first token.
+
+    Return None if the prompt is text or chat messages, because its token ids are unknown.
+    """
+    if not isinstance(wanted.prompt, list):
+        return None
+    has_sets = wanted.top_logprobs_source is not None
+    return Rollout(
+        prompt_index=wanted.prompt_index,
+        sample_index=sample,
+        request_id=request_id,
+        prompt_ids=np.array(wanted.prompt, np.int32),
+        output_ids=np.empty(0, np.int32),
+        text="",
+        logprobs=np.empty(0, np.float32),
+        candidates=CandidateSets.empty(0) if has_sets else None,
+        finish_reason=ABORT,
+        weight_version=None,
+        cached_tokens=0,
+        latency_s=0.0,
+        top_logprobs_source=wanted.top_logprobs_source,
+        weight_spans=() if has_sets else None,
+        top_logprobs_p=wanted.top_logprobs_p,
+        sampling_params=wanted.sampling_params,
+    )
+
+
+def _without_n(params: Any) -> Any:
+    """Return the parameters without `n`. `plan` refuses values that are not mappings."""
+    if isinstance(params, Mapping):
+        return {name: value for name, value in params.items() if name != "n"}
+    if isinstance(params, list | tuple):
+        return [_without_n(one) if isinstance(one, Mapping) else one for one in params]
+    return params
+
+
+def _check_whole(name: str, rollout: Rollout) -> None:
+    if not len(rollout.prompt_ids):
+        raise InvalidInputError(f"{name}.prompt_ids: got none, expected at least one token")
+    num_tokens = len(rollout.output_ids)
+    lengths: dict[str, int] = {"logprobs": len(rollout.logprobs)}
+    if rollout.candidates is not None:
+        lengths["candidates"] = len(rollout.candidates)
+    if rollout.weight_spans is not None:
+        lengths["weight_spans"] = sum(count for _, count in rollout.weight_spans)
+    for field, length in lengths.items():
+        if length != num_tokens:
+            raise InvalidInputError(f"{name}.{field}: got {length} for {num_tokens} output_ids")
+
+
+def _check_sets(name: str, rollout: Rollout, wanted: SampleRequest) -> None:
+    """Raise InvalidInputError if the joined rollout would have sets of two rules or two distributions."""
+    if not len(rollout.output_ids):
+        return
+    if (rollout.candidates is None) != (wanted.top_logprobs_source is None):
+        there, asked = ("no sets", "some") if rollout.candidates is None else ("sets", "none")
+        raise InvalidInputError(
+            f"{name}.candidates: got {there}, but top_logprobs_p and top_logprobs_source request {asked};"
+            " expected the values of the rollout's own request"
+        )
+    if rollout.candidates is not None and rollout.top_logprobs_source != wanted.top_logprobs_source:
+        raise InvalidInputError(
+            f"{name}.top_logprobs_source: got {rollout.top_logprobs_source!r}, but"
+            f" {wanted.top_logprobs_source!r} is requested; expected the same"
+        )
+    if rollout.top_logprobs_p is not None and rollout.top_logprobs_p != wanted.top_logprobs_p:
+        raise InvalidInputError(
+            f"{name}.top_logprobs_p: got {rollout.top_logprobs_p:g}, but {describe(wanted.top_logprobs_p)} is"
+            " requested; expected the same"
+        )
+    if rollout.sampling_params is None:
+        return
+    for field in _DISTRIBUTION_PARAMS:
+        before, now = rollout.sampling_params.get(field), wanted.sampling_params.get(field)
+        if before != now:
+            raise InvalidInputError(
+                f"{name}.sampling_params.{field}: got {describe(before)}, but {describe(now)} is requested;"
+                " expected the same: log-probs and sets of one rollout are of one distribution"
+            )

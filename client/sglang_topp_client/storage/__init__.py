@@ -1,0 +1,1 @@
+"""Save rollouts to Parquet files, and load them."""

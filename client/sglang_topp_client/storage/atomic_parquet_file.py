@@ -1,0 +1,128 @@
+"""Atomic Parquet file: write rollouts to a file that appears only once it is complete and on disk."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from sglang_topp_client.storage.rollout_columns import pyarrow, schema, to_table
+
+if TYPE_CHECKING:
+    from sglang_topp_client.types.rollout import Rollout
+
+__all__ = ["AtomicParquetFile", "sync_directory"]
+
+# Only text: a dictionary may return another number of equal value (0.0 for -0.0).
+_DICTIONARIES = [
+    "top_logprobs_source",
+    "sampling_params",
+    "finish_reason",
+    "weight_version",
+    "weight_versions.list.element.version",
+]
+_STATISTICS = ["prompt_index", "sample_index", "finish_reason", "weight_version"]
+
+
+class AtomicParquetFile:
+    """A new Parquet file under a hidden name. A context manager that renames it at the end, or removes it.
+
+    pyarrow writes to memory, and this class copies the bytes to disk. With a full disk, pyarrow would write
+    its footer after a partial row group, and its errors would name no path.
+
+    Args:
+        path: the file.
+        more_fields: the `pyarrow.Field` of each additional column, after those of rollouts.
+    """
+
+    def __init__(self, path: Path, more_fields: Sequence[Any] = ()) -> None:
+        self._path = path
+        self._schema = pyarrow().schema([*schema(), *more_fields])
+        self._hidden = path.with_name(f".{path.name}.tmp")
+        self._memory = io.BytesIO()
+        self._parquet = pyarrow().parquet.ParquetWriter(
+            self._memory,
+            self._schema,
+            compression="zstd",
+            use_dictionary=_DICTIONARIES,
+            write_statistics=_STATISTICS,
+            write_page_checksum=True,
+            # Arrow's schema would only repeat the columns' types.
+            store_schema=False,
+        )
+        with self._naming_errors():
+            self._file = open(self._hidden, "wb", buffering=0)  # noqa: SIM115  # closed by `__exit__`
+
+    def write(self, rollouts: Sequence[Rollout], more_columns: Sequence[Any] = ()) -> None:
+        """Write a row group: checked rollouts, and one `pyarrow.Array` for each additional field."""
+        if rollouts:
+            columns = [*to_table(rollouts).columns, *more_columns]
+            table = pyarrow().table(columns, schema=self._schema)
+            self._parquet.write_table(table, row_group_size=len(rollouts))
+            self._to_disk()
+
+    def __enter__(self) -> AtomicParquetFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._parquet.close()
+            if kind is None:
+                self._to_disk()
+                with self._naming_errors():
+                    os.fsync(self._file.fileno())
+                    self._file.close()
+                    os.replace(self._hidden, self._path)
+                    try:
+                        sync_directory(self._path.parent)
+                    except BaseException:
+                        # The caller gets an error and may write the same rollouts again.
+                        self._path.unlink()
+                        raise
+        finally:
+            self._file.close()
+            with suppress(OSError):
+                self._hidden.unlink()
+
+    def _to_disk(self) -> None:
+        left = memoryview(self._memory.getvalue())
+        self._memory.seek(0)
+        self._memory.truncate()
+        with self._naming_errors():
+            while left:
+                left = left[self._file.write(left) :]
+
+    def _naming_errors(self) -> _NamingErrors:
+        return _NamingErrors(self._path)
+
+
+class _NamingErrors:
+    """A context manager that adds the path to an OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the names in a directory to disk, on systems that support it."""
+    if hasattr(os, "O_DIRECTORY"):
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

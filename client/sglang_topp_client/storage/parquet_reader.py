@@ -1,0 +1,92 @@
+"""Read saved rollouts and their trainer's columns from Parquet files, one row group at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_topp.errors import InvalidInputError, WireError
+from sglang_topp_client.storage.rollout_columns import check_rollout, pyarrow, to_rollouts
+from sglang_topp_client.storage.trainer_columns import TrainerRows, TrainerScores, has_rollout_columns
+
+if TYPE_CHECKING:
+    from sglang_topp_client.types.rollout import Rollout
+
+__all__ = ["PART_NAME", "files_of", "load_rows", "num_rows_of"]
+
+PART_NAME = re.compile(r"part-(\d{6,})-[0-9a-f]{8}\.parquet")
+"""The name of a part that `RolloutWriter` has finished, with its number."""
+
+
+def files_of(path: str | os.PathLike[str]) -> list[str]:
+    """Return the finished parts of a directory in the order of writing, or the file itself.
+
+    Raises:
+        OSError: the path cannot be read.
+    """
+    if os.path.isdir(path):
+        return sorted(os.path.join(path, name) for name in os.listdir(path) if PART_NAME.fullmatch(name))
+    with open(path, "rb"):
+        return [os.fspath(path)]
+
+
+def num_rows_of(path: str) -> int:
+    """Return the number of rollouts in one file, from its footer."""
+    with open(path, "rb") as file:
+        return int(pyarrow().parquet.read_metadata(file).num_rows)
+
+
+def load_rows(
+    path: str, wanted: Collection[int] | None = None
+) -> Iterator[tuple[int, Rollout, TrainerScores]]:
+    """Yield the rollouts of one file, each with its number and its trainer's columns; see `load_rollouts`.
+
+    Args:
+        path: the file.
+        wanted: the numbers of the rows to read; None reads all. Row groups without any are skipped.
+    """
+    pa = pyarrow()
+    with open(path, "rb") as file:
+        try:
+            parquet = pa.parquet.ParquetFile(file, page_checksum_verification=True, pre_buffer=False)
+            if not has_rollout_columns(parquet.schema_arrow):
+                raise WireError(
+                    path,
+                    f"got the columns {', '.join(parquet.schema_arrow.names)}, expected those that this"
+                    " version of sglang-topp writes",
+                )
+            start = 0
+            for number in range(parquet.num_row_groups):
+                num_rows = parquet.metadata.row_group(number).num_rows
+                rows = [row for row in range(num_rows) if wanted is None or start + row in wanted]
+                # In its own generator, so that a row group is freed before the next one is read.
+                for row, rollout, scores in _load_group(path, parquet, number, rows) if rows else ():
+                    yield start + row, rollout, scores
+                start += num_rows
+        except (pa.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, WireError) or (isinstance(error, OSError) and error.errno is not None):
+                raise
+            raise WireError(path, f"cannot be read, so it was cut or altered: {error}") from error
+
+
+def _load_group(
+    path: str, parquet: Any, number: int, rows: Sequence[int]
+) -> Iterator[tuple[int, Rollout, TrainerScores]]:
+    table = parquet.read_row_group(number)
+    if len(table) != (expected := parquet.metadata.row_group(number).num_rows):
+        raise WireError(path, f"row group {number}: got {len(table)} rollouts, expected {expected}")
+    if len(rows) < expected:
+        table = table.take(pyarrow().array(rows))
+    trainer_rows = TrainerRows(table)
+    rollouts = to_rollouts(table)
+    del table
+    for index, row in enumerate(rows):
+        try:
+            rollout = next(rollouts)
+            check_rollout(rollout)
+            scores = trainer_rows.read(index, len(rollout.output_ids))
+        except InvalidInputError as error:
+            raise WireError(path, f"row group {number}, rollout {row}: {error}") from error
+        yield row, rollout, scores

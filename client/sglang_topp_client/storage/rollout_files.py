@@ -1,0 +1,230 @@
+"""Save rollouts to Parquet files and load them. Needs pyarrow (`sglang-topp[data]`).
+
+A file is written under a hidden name that ends in `.tmp`, synced, and renamed. It therefore appears under its
+name only once it is complete and on disk. Parquet's checksums cover its pages. `rollout_columns.py` lists the
+columns.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeAlias
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_client.argument_checks import whole_number
+from sglang_topp_client.storage.atomic_parquet_file import AtomicParquetFile, sync_directory
+from sglang_topp_client.storage.parquet_reader import PART_NAME, files_of, load_rows
+from sglang_topp_client.storage.rollout_columns import (
+    check_rollout,
+    num_bytes_of,
+    pyarrow,
+)
+
+if TYPE_CHECKING:
+    from sglang_topp_client.types.rollout import Rollout
+
+__all__ = ["RolloutWriter", "load_rollouts", "save_rollouts"]
+
+_Path: TypeAlias = "str | os.PathLike[str]"
+_MAX_GROUP_BYTES = 1 << 26
+
+
+def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: int = 256) -> None:
+    """Write rollouts to one new Parquet file.
+
+    The file appears once it is complete. If `rollouts` raises, no file is written. Use `RolloutWriter` to
+    keep the rollouts before an error.
+
+    Args:
+        path: the file, which must not exist yet.
+        rollouts: any number; the iterable is consumed one rollout at a time.
+        row_group_size: how many rollouts form a row group. This function and `load_rollouts` hold one row
+            group in memory. A row group ends earlier at 64 MiB.
+
+    Raises:
+        InvalidInputError: the path exists, an array has another dtype or length than `Rollout` documents, or
+            a text cannot be encoded as UTF-8; the error names the field.
+        OSError: the file cannot be written; the error names it.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    pyarrow()
+    whole_number("row_group_size", row_group_size, 1)
+    path = Path(path)
+    if path.exists():
+        raise InvalidInputError(f"{path}: got a path that exists, expected a new file")
+    with AtomicParquetFile(path) as file:
+        group = _Group(row_group_size)
+        for rollout in rollouts:
+            check_rollout(rollout)
+            if not group.has_room_for(rollout):
+                file.write(group.take())
+            group.add(rollout)
+            if group.is_full:
+                file.write(group.take())
+        file.write(group.take())
+
+
+def load_rollouts(path: _Path) -> Iterator[Rollout]:
+    """Yield the rollouts of a file, or of all finished parts of a directory, in the order of writing.
+
+    Every bit of every field is restored. One row group is held in memory at a time. Another process may write
+    to the directory: this function reads the parts that exist at the time of the call.
+
+    Raises:
+        WireError: a file was altered or cut, or does not hold rollouts; the error names the file. The
+            rollouts yielded before the error are valid.
+        OSError: the path cannot be read.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    pyarrow()
+    # Not in a generator, so that a wrong path raises at the call and not at the first `next`.
+    files = files_of(path)
+    return (rollout for file in files for _, rollout, _ in load_rows(file))
+
+
+class RolloutWriter:
+    """A writer of rollouts to a directory of Parquet files, called parts. A context manager; its calls block.
+
+    ::
+
+        with RolloutWriter("rollouts") as writer:
+            for rollout in client.stream(prompts, sampling_params, top_logprobs_p=0.9):
+                writer.write(rollout)
+
+    Each part is a complete Parquet file, so other processes may read the directory while it is written.
+    `load_rollouts`, pandas, pyarrow, and `datasets` read it by its name, DuckDB and Polars by the pattern
+    `rollouts/*.parquet`. A killed process loses only the part in progress, at most `part_size` rollouts.
+    Several writers may add to one directory at once.
+
+    Args:
+        path: the directory; it is created if it does not exist.
+        append: add to the existing parts. Otherwise a directory with parts is an error, so that two runs are
+            not mixed by accident.
+        part_size: how many rollouts form a part. A part is held in memory until it is written, and ends
+            earlier at 64 MiB.
+
+    Attributes:
+        path: the directory.
+
+    Raises:
+        InvalidInputError: the path is a file, or the directory has parts and `append` is not set.
+        OSError: the directory cannot be created.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+
+    def __init__(self, path: _Path, *, append: bool = False, part_size: int = 256) -> None:
+        pyarrow()
+        self.path = os.fspath(path)
+        self._group = _Group(whole_number("part_size", part_size, 1))
+        self._num_rollouts = 0
+        self._is_closed = False
+        folder = Path(path)
+        if folder.exists() and not folder.is_dir():
+            raise InvalidInputError(f"{self.path}: got a file, expected a directory or a new path")
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_directory(folder.parent)
+        numbers = [int(part[1]) for name in os.listdir(folder) if (part := PART_NAME.fullmatch(name))]
+        if numbers and not append:
+            raise InvalidInputError(
+                f"{self.path}: got a directory with {len(numbers)} parts, expected none; append=True adds to"
+                " them"
+            )
+        self._next_number = max(numbers, default=-1) + 1
+        # Another writer may continue from the same number.
+        self._suffix = uuid.uuid4().hex[:8]
+
+    @property
+    def num_rollouts(self) -> int:
+        """The number of rollouts in this writer's finished parts."""
+        return self._num_rollouts
+
+    def write(self, rollout: Rollout) -> None:
+        """Add a rollout. A rollout is on disk once its part is full, or after `flush` or `close`.
+
+        Raises:
+            InvalidInputError: an array has another dtype or length than `Rollout` documents, or a text cannot
+                be encoded as UTF-8; the error names the field. The rollout was not added.
+            OSError: the part cannot be written; the error names it. The rollout was not added, and the writer
+                keeps the earlier ones: repeat the call.
+        """
+        self._check_open()
+        check_rollout(rollout)
+        if not self._group.has_room_for(rollout):
+            self.flush()
+        self._group.add(rollout)
+        if self._group.is_full:
+            try:
+                self.flush()
+            except BaseException:
+                self._group.remove_last()
+                raise
+
+    def flush(self) -> None:
+        """Finish the part in progress. All rollouts written so far are then on disk.
+
+        Raises:
+            OSError: the part cannot be written; the error names it. The writer keeps its rollouts.
+        """
+        self._check_open()
+        if not self._group.rollouts:
+            return
+        # After an error, the same rollouts are retried under the same name, so no rollout is in two parts.
+        name = f"part-{self._next_number:06}-{self._suffix}.parquet"
+        with AtomicParquetFile(Path(self.path, name)) as file:
+            file.write(self._group.rollouts)
+        self._num_rollouts += len(self._group.take())
+        self._next_number += 1
+
+    def close(self) -> None:
+        """Finish the part in progress and close the writer. Further calls do nothing.
+
+        Raises:
+            OSError: the part cannot be written; the error names it. The writer stays open and keeps its
+                rollouts: repeat the call.
+        """
+        if not self._is_closed:
+            self.flush()
+            self._is_closed = True
+
+    def __enter__(self) -> RolloutWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidInputError(f"{self.path}: this writer is closed")
+
+
+class _Group:
+    """The rollouts of the next row group or part."""
+
+    def __init__(self, max_rollouts: int) -> None:
+        self._max_rollouts = max_rollouts
+        self._num_bytes = 0
+        self.rollouts: list[Rollout] = []
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.rollouts) >= self._max_rollouts
+
+    def has_room_for(self, rollout: Rollout) -> bool:
+        return not self.rollouts or self._num_bytes + num_bytes_of(rollout) <= _MAX_GROUP_BYTES
+
+    def add(self, rollout: Rollout) -> None:
+        self.rollouts.append(rollout)
+        self._num_bytes += num_bytes_of(rollout)
+
+    def remove_last(self) -> None:
+        self._num_bytes -= num_bytes_of(self.rollouts.pop())
+
+    def take(self) -> list[Rollout]:
+        rollouts, self.rollouts, self._num_bytes = self.rollouts, [], 0
+        return rollouts

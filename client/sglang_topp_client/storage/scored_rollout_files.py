@@ -1,0 +1,159 @@
+"""Add a trainer's columns (`trainer_columns.py`) to a copy of saved rollouts, and load rollouts with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_client.storage.atomic_parquet_file import AtomicParquetFile
+from sglang_topp_client.storage.parquet_reader import files_of, load_rows, num_rows_of
+from sglang_topp_client.storage.rollout_columns import num_bytes_of, pyarrow
+from sglang_topp_client.storage.trainer_columns import NO_SCORES, TrainerScores, trainer_fields
+from sglang_topp_client.types.rollout import Rollout
+
+__all__ = ["ScoredRollout", "add_trainer_columns", "load_scored_rollouts"]
+
+_Path: TypeAlias = "str | os.PathLike[str]"
+_MAX_ROWS, _MAX_BYTES = 256, 1 << 26
+"""A row group ends where it reaches one of them."""
+
+
+class ScoredRollout(NamedTuple):
+    """A rollout, and what a trainer recorded about it."""
+
+    rollout: Rollout
+    scores: TrainerScores = NO_SCORES
+
+
+def load_scored_rollouts(
+    path: _Path, wanted: Collection[int] | None = None
+) -> Iterator[tuple[int, ScoredRollout]]:
+    """Yield the rollouts of a file or a directory with their trainer's columns, each with its number.
+
+    Args:
+        path: a file, or a directory of `RolloutWriter`.
+        wanted: the numbers of the rollouts to read, from 0; None reads all.
+
+    Raises:
+        WireError: a file was altered or cut, or does not hold rollouts; the error names the file.
+        OSError: the path cannot be read.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    pyarrow()
+    return _load(files_of(path), wanted)
+
+
+def _load(files: Sequence[str], wanted: Collection[int] | None) -> Iterator[tuple[int, ScoredRollout]]:
+    num_before = 0
+    for file in files:
+        here = None if wanted is None else {one - num_before for one in wanted}
+        for row, rollout, scores in load_rows(file, here):
+            yield num_before + row, ScoredRollout(rollout, scores)
+        num_before += num_rows_of(file)
+
+
+def add_trainer_columns(
+    path: _Path,
+    target: _Path,
+    *,
+    trainer_logprobs: Iterable[ArrayLike | None] | None = None,
+    trainer_masked_logprobs: Iterable[ArrayLike | None] | None = None,
+    rewards: Iterable[float | None] | None = None,
+) -> None:
+    """Copy saved rollouts to a new Parquet file, with columns of a trainer.
+
+    `load_rollouts` reads the new file as before. `sglang-topp view` shows importance ratios and rewards
+    from it. Each argument has one value per rollout, in the order of the file. None stands for a rollout
+    without a value.
+
+    Args:
+        path: the rollouts, a file or a directory.
+        target: the new file; there must be none yet.
+        trainer_logprobs: float [T] each, the trainer's log-probs of the output tokens over the whole
+            vocabulary, at the rollout's temperature. Values at appended tokens are ignored.
+        trainer_masked_logprobs: float [T] each, the same over the candidate sets, as
+            `sglang_topp.replay.masked_logprobs` returns them.
+        rewards: one number each.
+
+    Raises:
+        InvalidInputError: `target` exists, no column is given, or a column has another length than the
+            rollouts; the error names the column.
+        WireError: the rollouts cannot be read; the error names the file.
+        OSError: a file cannot be read or written; the error names it.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    given = {
+        "trainer_logprobs": trainer_logprobs,
+        "trainer_masked_logprobs": trainer_masked_logprobs,
+        "reward": rewards,
+    }
+    columns = {name: _Column(name, values) for name, values in given.items() if values is not None}
+    if not columns:
+        raise InvalidInputError(
+            "got no column, expected trainer_logprobs, trainer_masked_logprobs, or rewards"
+        )
+    if Path(target).exists():
+        raise InvalidInputError(f"{os.fspath(target)}: got a path that exists, expected a new file")
+
+    fields = trainer_fields()
+    with AtomicParquetFile(Path(target), [fields[name] for name in columns]) as file:
+        batch: list[Rollout] = []
+        num_bytes = 0
+        for _, (rollout, _) in load_scored_rollouts(path):
+            if len(batch) == _MAX_ROWS or (batch and num_bytes + num_bytes_of(rollout) > _MAX_BYTES):
+                file.write(batch, [column.flush() for column in columns.values()])
+                batch, num_bytes = [], 0
+            for column in columns.values():
+                column.take(len(rollout.output_ids))
+            batch.append(rollout)
+            num_bytes += num_bytes_of(rollout)
+        for column in columns.values():
+            column.check_end()
+        file.write(batch, [column.flush() for column in columns.values()])
+
+
+class _Column:
+    """The values of one column, taken one after the other."""
+
+    def __init__(self, name: str, values: Iterable[Any]) -> None:
+        self._name, self._values = name, iter(values)
+        self._taken: list[Any] = []
+        self._num_taken = 0
+
+    def take(self, num_tokens: int) -> None:
+        """Take the value of the next rollout."""
+        try:
+            value = next(self._values)
+        except StopIteration:
+            raise InvalidInputError(
+                f"{self._name}: got {self._num_taken} values, expected one for each rollout"
+            ) from None
+        if value is not None:
+            value = float(value) if self._name == "reward" else self._as_floats(value, num_tokens)
+        self._taken.append(value)
+        self._num_taken += 1
+
+    def _as_floats(self, value: Any, num_tokens: int) -> NDArray[np.float32]:
+        floats = np.asarray(value, np.float32)
+        if floats.shape != (num_tokens,):
+            raise InvalidInputError(
+                f"{self._name}: rollout {self._num_taken}: got shape {list(floats.shape)}, expected"
+                f" [{num_tokens}], one for each output token"
+            )
+        return floats
+
+    def flush(self) -> Any:
+        """Return what was taken since the last call as a `pyarrow.Array`."""
+        taken, self._taken = self._taken, []
+        return pyarrow().array(taken, trainer_fields()[self._name].type)
+
+    def check_end(self) -> None:
+        """Raise InvalidInputError if values are left."""
+        if next(self._values, self) is not self:
+            raise InvalidInputError(f"{self._name}: got more values than the {self._num_taken} rollouts")

@@ -1,0 +1,88 @@
+"""Columns that a trainer adds to saved rollouts: its own log-probs, and rewards.
+
+All are optional and may be null in a row. T is the number of the row's output tokens::
+
+    trainer_logprobs                list<float>, T; natural log-probs over the whole vocabulary
+    trainer_masked_logprobs         list<float>, T; natural log-probs over the candidate sets
+    reward                          double
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_client.storage.rollout_columns import pyarrow, schema
+
+__all__ = ["NO_SCORES", "TrainerRows", "TrainerScores", "has_rollout_columns", "trainer_fields"]
+
+_LISTS = ("trainer_logprobs", "trainer_masked_logprobs")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerScores:
+    """A trainer's values for one rollout of T output tokens.
+
+    Attributes:
+        logprobs: float32 [T], the trainer's log-prob of each token over the whole vocabulary; or None.
+        masked_logprobs: float32 [T], the same over the candidate sets; or None.
+        reward: the reward; or None.
+    """
+
+    logprobs: NDArray[np.float32] | None = None
+    masked_logprobs: NDArray[np.float32] | None = None
+    reward: float | None = None
+
+
+NO_SCORES = TrainerScores()
+
+
+def trainer_fields() -> dict[str, Any]:
+    """Return the `pyarrow.Field` of each column, by name."""
+    pa = pyarrow()
+    floats = pa.list_(pa.field("element", pa.float32(), nullable=False))
+    return {name: pa.field(name, floats) for name in _LISTS} | {"reward": pa.field("reward", pa.float64())}
+
+
+def has_rollout_columns(found: Any) -> bool:
+    """Return whether a `pyarrow.Schema` has the columns of rollouts, with or without a trainer's columns."""
+    expected = schema()
+    fields, others = list(found)[: len(expected)], list(found)[len(expected) :]
+    known = list(trainer_fields().values())
+    return fields == list(expected) and all(field in known for field in others)
+
+
+class TrainerRows:
+    """The trainer's columns of a table of rollouts; columns that it lacks read as null."""
+
+    def __init__(self, table: Any) -> None:
+        self._columns = {
+            name: table.column(name).combine_chunks()
+            for name in trainer_fields()
+            if name in table.column_names
+        }
+
+    def read(self, row: int, num_tokens: int) -> TrainerScores:
+        """Return a row's values.
+
+        Raises:
+            InvalidInputError: a list does not have `num_tokens` values; the error names the column.
+        """
+        if not self._columns:
+            return NO_SCORES
+        reward = self._columns.get("reward")
+        logprobs, masked_logprobs = (self._list(name, row, num_tokens) for name in _LISTS)
+        return TrainerScores(logprobs, masked_logprobs, None if reward is None else reward[row].as_py())
+
+    def _list(self, name: str, row: int, num_tokens: int) -> NDArray[np.float32] | None:
+        column = self._columns.get(name)
+        if column is None or not column[row].is_valid:
+            return None
+        values: NDArray[np.float32] = column[row].values.to_numpy(zero_copy_only=False)
+        if len(values) != num_tokens:
+            raise InvalidInputError(f"{name}: got {len(values)} for {num_tokens} output_ids")
+        return values.copy()

@@ -1,0 +1,95 @@
+"""File-descriptor limit: how many connections the process may open, and the error if none is left.
+
+Every connection is an open file. The soft limit (`ulimit -n`, RLIMIT_NOFILE) is often 1,024, and 256 on
+macOS. The client does not raise it, because `select` elsewhere in the process fails on descriptors from 1,024
+on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from sglang_topp.errors import TransportError
+
+try:
+    import resource
+except ImportError:  # pragma: no cover - Windows has no such limit
+    resource = None  # type: ignore[assignment]  # a module, or none
+
+__all__ = ["FileLimitError", "max_connections", "shortage"]
+
+# For files that the process opens later, and for files that opening a connection needs: threads resolve
+# names, and two addresses may be tried at once.
+_RESERVE = 64
+
+
+class FileLimitError(TransportError):
+    """This process, or the machine, has no file descriptor left for a connection."""
+
+
+def max_connections(wanted: int) -> int:
+    """Return how many connections a client may have: `wanted`, or fewer if the limit of open files is low.
+
+    Subtracted from the process's limit are the files open now and a reserve: 64 files, or an eighth of the
+    limit if that is less. A client may always have one connection, because an error about the shortage is
+    better than an endless wait.
+    """
+    limit = _limit()
+    if limit is None:
+        return wanted
+    return max(1, min(wanted, limit - _num_open() - min(_RESERVE, limit // 8)))
+
+
+def shortage(error: BaseException) -> str | None:
+    """Return a sentence with a remedy if a lack of file descriptors caused `error`, or else None."""
+    codes = _error_numbers(error, set())
+    if errno.ENFILE in codes:
+        return "the machine has no file left for a connection (ENFILE, fs.file-max): close some, or raise it"
+    if errno.EMFILE not in codes and not _is_none_left():
+        return None
+    return (
+        f"no file is left for a connection: this process may have {_limit()} open (EMFILE); raise that with"
+        " `ulimit -n 65536` before it starts or resource.setrlimit(resource.RLIMIT_NOFILE, ...) in it, or"
+        " close files"
+    )
+
+
+def _limit() -> int | None:
+    """Return the soft limit of open files, or None if it is unlimited."""
+    if resource is None:
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _num_open() -> int:
+    """Return how many files this process has open, or 0 if the system does not say."""
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 0
+
+
+def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
+    """Return the error numbers of an error, of its causes, and of the errors that it groups."""
+    if error is None or id(error) in seen:
+        return set()
+    seen.add(id(error))
+    codes = {error.errno} if isinstance(error, OSError) and error.errno is not None else set()
+    grouped = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for each in (error.__cause__, error.__context__, *grouped):
+        codes |= _error_numbers(each, seen)
+    return codes
+
+
+def _is_none_left() -> bool:
+    """Return whether opening a file fails now.
+
+    A name lookup that fails for lack of descriptors reports no error number.
+    """
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno == errno.EMFILE
+    return False

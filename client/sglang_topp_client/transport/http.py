@@ -1,0 +1,416 @@
+"""HTTP client of one server, on aiohttp: requests, streamed answers, and the errors that statuses map to.
+
+The client is sized for hundreds of generations at once. It sets no limit on the time between two reads,
+because a generation may take an hour.
+
+aiohttp pools the connections without a limit, because the caller limits its calls. Paired runs with 1,000
+samples in flight to `benchmarks/harness/fake_engine.py` measured samples per second. aiohttp reached 1.2 to
+1.4 times the rate of a pool over httpcore, and httpx's pool 0.6 times. httpx compares every idle connection
+with every other one whenever a request starts or ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import math
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from ssl import SSLContext
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from sglang_topp import SglangToppError, errors
+from sglang_topp.errors import (
+    AuthenticationError,
+    BadRequestError,
+    InvalidInputError,
+    OverloadedError,
+    ResponseError,
+    ServerError,
+    TransportError,
+    WireError,
+    describe,
+)
+from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, truncate, whole_number
+from sglang_topp_client.codecs import rollout_binary, score_codecs
+from sglang_topp_client.codecs.error_json import error_from_json
+from sglang_topp_client.transport import fd_limit, framing
+from sglang_topp_client.transport.fd_limit import FileLimitError
+from sglang_topp_client.transport.long_message_limit import LongMessageLimit
+from sglang_topp_client.transport.request_headers import as_headers
+from sglang_topp_client.transport.trace_context import trace_headers
+
+__all__ = ["HttpClient", "ServerConfig", "check_key", "check_url"]
+
+_CONNECT_TIMEOUT_S = 10.0
+# SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
+# server closes its connection at the same moment, so the client closes idle connections first.
+_KEEPALIVE_S = 3.0
+# aiohttp warns about longer bodies that are passed as bytes.
+_MAX_BYTES_BODY = 1 << 20
+_MAX_ERROR_BYTES = 1 << 16
+_USER_AGENT = "sglang-topp"
+_FRAMED = (rollout_binary.MEDIA_TYPE, score_codecs.MEDIA_TYPE)
+
+_log = logging.getLogger(__name__)
+
+# The kernel detects a lost peer after 60 + 4 * 15 s.
+_SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+    if hasattr(socket, name)
+]
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The address of a server, its key, headers and TLS settings, and the client's limits.
+
+    Proxies from the environment are not used, because rollouts stay inside a cluster.
+
+    Raises:
+        InvalidInputError: `base_url` is not an http(s) address, `api_key` or `headers` cannot be sent, `ssl`
+            is not an SSLContext, or a limit is not a positive number.
+    """
+
+    base_url: str
+    max_connections: int = 1024
+    max_line_bytes: int = 512 * 2**20
+    api_key: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ssl: SSLContext | None = None
+
+    def __post_init__(self) -> None:
+        check_url("base_url", self.base_url)
+        check_key("api_key", self.api_key)
+        object.__setattr__(self, "headers", as_headers(self.headers))
+        if self.api_key is not None and "authorization" in self.headers:
+            raise InvalidInputError(
+                "headers: got Authorization beside an API key, which is sent in that header; expected one"
+            )
+        if self.ssl is not None and not isinstance(self.ssl, SSLContext):
+            raise InvalidInputError(f"ssl: got {type(self.ssl).__name__}, expected an ssl.SSLContext")
+        whole_number("max_connections", self.max_connections, 1)
+        whole_number("max_line_bytes", self.max_line_bytes, 1)
+
+
+def check_key(name: str, key: Any) -> None:
+    """Raise InvalidInputError unless `key` is None or fits in a header. The message does not show the key."""
+    if key is not None and not (
+        isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key != ""
+    ):
+        raise InvalidInputError(
+            f"{name}: expected printable ASCII text without a space or line end around it"
+        )
+
+
+def check_url(name: str, value: Any) -> None:
+    """Raise InvalidInputError unless `value` is the http(s) address of a server."""
+    if not isinstance(value, str):
+        raise InvalidInputError(f"{name}: got {type(value).__name__}, expected text")
+    try:
+        url = urlsplit(value)
+        is_address = url.scheme in ("http", "https") and url.hostname and (url.port is None or url.port > 0)
+        is_address = is_address and value.isprintable() and " " not in value
+    except ValueError as error:
+        raise InvalidInputError(f"{name}: got {describe(value)}: {error}") from None
+    if not is_address or url.query or url.fragment or url.username is not None:
+        raise InvalidInputError(
+            f"{name}: got {describe(value)}, expected http://host:port or https://…, without a query"
+            " or a user name"
+        )
+
+
+class HttpClient:
+    """An HTTP client of one server, for the event loop in which it was created.
+
+    The client closes when `asyncio.run` ends that loop. A client that is later used from another loop
+    therefore leaves no open sockets.
+
+    Args:
+        config: where the server is.
+        max_long_messages: see `LongMessageLimit`.
+    """
+
+    def __init__(self, config: ServerConfig, max_long_messages: int) -> None:
+        # No compression, because a few compressed bytes may expand to any size.
+        self._headers = {"accept-encoding": "identity", "user-agent": _USER_AGENT, **config.headers}
+        if config.api_key is not None:
+            self._headers["authorization"] = f"Bearer {config.api_key}"
+        self._base_url = config.base_url.rstrip("/")
+        self._max_line_bytes = config.max_line_bytes
+        self._ssl = config.ssl
+        self._limit = LongMessageLimit(max_long_messages)
+        self._session: aiohttp.ClientSession | None = None
+        self._closer: AsyncGenerator[None, None] | None = None
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        if self._closer is not None:
+            await self._closer.aclose()
+
+    @asynccontextmanager
+    async def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        headers: Mapping[str, str] | None = None,
+        on_received: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[AsyncIterator[bytes], None]:
+        """POST `body` as JSON, and yield the messages of the answer as they arrive.
+
+        The answer's media type says whether the messages are lines or frames (`framing.py`). Leaving the
+        context early closes the connection.
+
+        Args:
+            path: the route.
+            body: the JSON body.
+            headers: additional headers; `Accept` requests frames.
+            on_received: called whenever a part of the answer has arrived.
+
+        Raises:
+            ResponseError: the answer's status is not 200. If a sidecar names another SglangToppError, that is
+                raised instead.
+            TransportError: the answer did not arrive completely.
+            WireError: a message is longer than `max_line_bytes`; the rest is not read.
+        """
+        content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        with _transport_errors(self._base_url + path):
+            async with self._send("POST", path, content, headers) as response:
+                on_received()
+                if response.status != 200:
+                    raise await _response_error(response)
+                body_bytes = _body_of(response, on_received)
+                cut = framing.frames if _media_type(response) in _FRAMED else framing.lines
+                async with aclosing(cut(body_bytes, self._limit, self._max_line_bytes)) as each:
+                    yield each
+
+    async def request_json(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float
+    ) -> Any:
+        """Send a request, and return its short answer's JSON, or None if the answer is empty.
+
+        Raises:
+            SglangToppError: as for `request`.
+            WireError: the answer is not JSON.
+        """
+        answer = await self.request(method, path, body, timeout_s=timeout_s)
+        if not answer:
+            return None
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            raise WireError(path, f"the answer is not JSON: {error}") from None
+
+    async def request(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float
+    ) -> bytes:
+        """Send a request, and return its short answer's body.
+
+        Args:
+            method: the HTTP method.
+            path: the route.
+            body: the JSON body, or its bytes.
+            timeout_s: how long the whole exchange may take.
+
+        Raises:
+            ResponseError: the answer's status is not 2xx.
+            TransportError: no complete answer arrived within `timeout_s`.
+            WireError: the answer is longer than `max_line_bytes`.
+        """
+        content = json.dumps(body, allow_nan=False).encode() if isinstance(body, dict) else body
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        url = self._base_url + path
+        try:
+            async with asyncio.timeout(timeout_s):
+                with _transport_errors(url):
+                    async with self._send(method, path, content, headers) as response:
+                        if not 200 <= response.status < 300:
+                            raise await _response_error(response)
+                        return await framing.whole(_body_of(response), self._max_line_bytes)
+        except TimeoutError:
+            raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
+
+    async def is_answering(self, path: str, *, timeout_s: float) -> bool:
+        """Return whether an answer to a GET begins within `timeout_s`, whatever its status.
+
+        An immediate error counts as an answer. For example, a server that is shutting down refuses new
+        connections but finishes its requests.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._send("GET", path, None, {}):
+                return True
+        except TimeoutError:
+            return False
+        except (aiohttp.ClientError, OSError):
+            return True
+
+    @asynccontextmanager
+    async def _send(
+        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """Yield the answer once its headers have arrived.
+
+        Redirects are not followed, because they would send the key to their target.
+        """
+        session = await self._open()
+        data = io.BytesIO(content) if content is not None and len(content) > _MAX_BYTES_BODY else content
+        response = await session.request(
+            method,
+            self._base_url + path,
+            data=data,
+            headers={**headers, **trace_headers()},
+            allow_redirects=False,
+        )
+        try:
+            yield response
+        finally:
+            # Close the connection, unless the answer was read to its end.
+            response.release()
+
+    async def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0,
+                    keepalive_timeout=_KEEPALIVE_S,
+                    socket_factory=_keepalive_socket,
+                    ssl=True if self._ssl is None else self._ssl,
+                ),
+                timeout=aiohttp.ClientTimeout(connect=_CONNECT_TIMEOUT_S),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+            # A loop that shuts down closes the async generators that started in it.
+            self._closer = _close_at_end(self._session)
+            await anext(self._closer)
+        return self._session
+
+
+async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        await session.close()
+        # Transports close in the loop's next iteration.
+        await asyncio.sleep(0)
+
+
+def _keepalive_socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    for option in _SOCKET_OPTIONS:
+        made.setsockopt(*option)
+    return made
+
+
+def _media_type(response: aiohttp.ClientResponse) -> str:
+    return response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
+async def _body_of(
+    response: aiohttp.ClientResponse, on_received: Callable[[], None] = lambda: None
+) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives, without decompressing it.
+
+    Raises:
+        WireError: the body is compressed, although the request forbids that.
+    """
+    if (coding := response.headers.get("Content-Encoding", "identity")).lower() != "identity":
+        raise WireError("Content-Encoding", f"got {coding!r}, expected 'identity', as requested")
+    async for data in response.content.iter_any():
+        on_received()
+        yield data
+
+
+@contextmanager
+def _transport_errors(url: str) -> Generator[None, None, None]:
+    """Convert exceptions of aiohttp and the OS into TransportError."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise TransportError(f"{url}: no connection in {_CONNECT_TIMEOUT_S:g} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
+        if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
+            # The shortage may pass, so the call is retried. The log tells the user why it takes long.
+            _log.warning("%s: %s", url, sentence)
+            raise FileLimitError(f"{url}: {sentence}") from error
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            raise TransportError(
+                f"{url}: the server's certificate is not trusted: {error.certificate_error}; name its CA in"
+                " the SSLContext that you pass as ssl=, or in the file of SSL_CERT_FILE"
+            ) from error
+        raise TransportError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
+    raw = b""
+    async for data in response.content.iter_any():
+        raw += data
+        if len(raw) > _MAX_ERROR_BYTES:
+            break
+    body = raw[:MAX_BODY_CHARS].decode("utf-8", "replace")
+    status = response.status
+    reported = _reported(raw)
+    sentence = reported.get("message") or reported.get("detail") or body
+    words = truncate(sentence, MAX_MESSAGE_CHARS)
+    message = f"{response.method} {response.url}: HTTP {status}: {words}"
+    if status in (401, 403):
+        return AuthenticationError(message, status=status, body=body)
+    if status == 429:
+        return OverloadedError(
+            message,
+            status=status,
+            body=body,
+            retry_after_s=_retry_after_s(response.headers.get("Retry-After")),
+        )
+    if 400 <= status < 500:
+        return BadRequestError(message, status=status, body=body)
+    if status >= 500:
+        # The sidecar names the error of its 5xx, because not all of them are retryable.
+        if isinstance(reported.get("type"), str) and reported["type"] in errors.__all__:
+            return error_from_json(reported | {"status": status})
+        return ServerError(message, status=status, body=body)
+    if 300 <= status < 400:
+        message += f" (a redirect to {response.headers.get('Location')}; not followed, use it as base_url)"
+    return ResponseError(message, status=status, body=body)
+
+
+def _reported(raw: bytes) -> dict[str, Any]:
+    """Return the fields of an error body: `{"error": {...}}`, `{"error": "..."}`, or a flat object."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    if isinstance(body, dict) and "error" in body:
+        body = body["error"]
+    if isinstance(body, str):
+        return {"message": body}
+    return body if isinstance(body, dict) else {}
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        wait_s = max(0.0, float(value))
+        return wait_s if wait_s < math.inf else None
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError, OSError):
+        return None

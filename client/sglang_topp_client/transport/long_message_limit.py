@@ -1,0 +1,92 @@
+"""LongMessageLimit: limit how many long messages are read at the same time, to save memory.
+
+A message is as long as a sample's candidate sets, and it can be decoded only once it is complete. If many
+samples end together, all of their messages would be half read in memory. A message that waits for a place
+stays at the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+
+__all__ = ["LONG_BYTES", "UNLIMITED", "LongMessageLimit", "MessageReader"]
+
+LONG_BYTES = 1 << 20
+"""A message with more bytes is long."""
+
+UNLIMITED = 1 << 30
+
+_STUCK_S = 5.0
+
+
+class LongMessageLimit:
+    """A limit on the long messages that are read at the same time, within one event loop.
+
+    Args:
+        max_long_messages: how many long messages are read at once. If they make no progress, more are read.
+    """
+
+    def __init__(self, max_long_messages: int) -> None:
+        self._free = asyncio.Semaphore(max_long_messages)
+        self._num_steps = 0
+
+    @contextmanager
+    def reader(self) -> Generator[MessageReader, None, None]:
+        """Yield a reader of one answer's messages."""
+        reader = MessageReader(self)
+        try:
+            yield reader
+        finally:
+            reader.end_message()
+
+    def step(self) -> None:
+        """Note that a long message has made progress."""
+        self._num_steps += 1
+
+    async def enter(self) -> bool:
+        """Wait for a place. Return True, or False if the caller may continue without a place.
+
+        The latter happens if the messages that hold places make no progress for 5 s. A server that hangs in
+        the middle of its messages must not block the messages of others.
+        """
+        while True:
+            num_steps = self._num_steps
+            try:
+                async with asyncio.timeout(_STUCK_S):
+                    await self._free.acquire()
+                return True
+            except TimeoutError:
+                if self._num_steps == num_steps:
+                    return False
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self.step()
+        self._free.release()
+
+
+class MessageReader:
+    """One answer, whose long messages take places under the limit."""
+
+    def __init__(self, limit: LongMessageLimit) -> None:
+        self._limit = limit
+        self._is_long = self._has_place = False
+
+    def note_received(self) -> None:
+        """Note that a part of the answer has arrived."""
+        if self._is_long:
+            self._limit.step()
+
+    async def hold(self, num_bytes: int) -> None:
+        """Wait for a place if the message has become long with `num_bytes` received."""
+        if num_bytes > LONG_BYTES and not self._is_long:
+            self._is_long = True
+            self._has_place = await self._limit.enter()
+
+    def end_message(self) -> None:
+        """Give the place back, because the message was decoded or abandoned."""
+        if self._has_place:
+            self._limit.leave()
+        self._is_long = self._has_place = False

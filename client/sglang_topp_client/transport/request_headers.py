@@ -1,0 +1,53 @@
+"""Check the headers that a caller adds to every request, and the name of the routing key's header."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_topp.errors import InvalidInputError, describe
+
+__all__ = ["ROUTING_KEY", "as_headers"]
+
+ROUTING_KEY = "X-SMG-Routing-Key"
+"""Gateways send requests with the same value to the same worker."""
+
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+# The client sets these for each request. Another value would break the connection or the answer's decoding.
+_RESERVED = {
+    "accept",
+    "accept-encoding",
+    "connection",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "transfer-encoding",
+    ROUTING_KEY.lower(),
+}
+
+
+def as_headers(headers: Any) -> dict[str, str]:
+    """Return a copy of a caller's headers with lowercase names.
+
+    Raises:
+        InvalidInputError: a name or a value cannot be sent, or the client sets that header itself. The
+            message shows no value, because a value may be a secret.
+    """
+    if not isinstance(headers, Mapping):
+        raise InvalidInputError(
+            f"headers: got {type(headers).__name__}, expected a mapping of names to values"
+        )
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidInputError(f"headers: got the name {describe(name)}, expected a header's name")
+        if name.lower() in _RESERVED:
+            raise InvalidInputError(f"headers: got {name}, which the client sets itself; leave it out")
+        if not (
+            isinstance(value, str) and value.isascii() and value.isprintable() and value.strip() == value
+        ):
+            raise InvalidInputError(
+                f"headers: the value of {name}: expected printable ASCII text without a space or line end"
+                " around it"
+            )
+    return {name.lower(): value for name, value in headers.items()}

@@ -1,0 +1,54 @@
+"""Trace context: the W3C headers `traceparent` and `tracestate`, for every request that a call causes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+__all__ = ["forward_trace", "trace_headers"]
+
+_PARENT, _STATE = "traceparent", "tracestate"
+# https://www.w3.org/TR/trace-context/: later versions may append fields.
+_PARENT_VALUE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?")
+_MAX_STATE_CHARS = 512
+
+_forwarded: ContextVar[Mapping[str, str] | None] = ContextVar("forwarded_trace", default=None)
+
+
+@contextmanager
+def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
+    """Send the trace context in `headers` with every request of this task and of the tasks that it starts.
+
+    A `traceparent` that the standard does not allow is ignored, and so is the `tracestate` beside it.
+
+    Args:
+        headers: a request's headers, with lowercase names or without regard to case.
+    """
+    parent, state = headers.get(_PARENT, ""), headers.get(_STATE, "")
+    forwarded = {}
+    if _PARENT_VALUE.fullmatch(parent):
+        forwarded[_PARENT] = parent
+        if state and state.isascii() and state.isprintable() and len(state) <= _MAX_STATE_CHARS:
+            forwarded[_STATE] = state
+    token = _forwarded.set(forwarded)
+    try:
+        yield
+    finally:
+        _forwarded.reset(token)
+
+
+def trace_headers() -> Mapping[str, str]:
+    """Return the trace context of the current task: the forwarded one, or OpenTelemetry's current span."""
+    if (forwarded := _forwarded.get()) is not None:
+        return forwarded
+    # A program that traces has loaded it.
+    if "opentelemetry" not in sys.modules:
+        return {}
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    current: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(current)
+    return current

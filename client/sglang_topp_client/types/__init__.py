@@ -1,0 +1,1 @@
+"""The result types, `Rollout` and `Score`, the weight spans of their tokens, and the joining of rollouts."""

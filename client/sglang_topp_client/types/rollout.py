@@ -1,0 +1,147 @@
+"""Rollout: one generated sample of a prompt, with its log-probs, candidate sets, and weight versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_client.argument_checks import as_token_ids
+from sglang_topp_client.types.rollout_html import rollout_to_html
+from sglang_topp_client.types.weight_spans import WeightSpans, join_spans, per_token
+
+__all__ = ["ABORT", "DISTRIBUTION", "EXTENDED", "SAMPLER", "Rollout"]
+
+ABORT, EXTENDED = "abort", "extended"
+"""The finish reasons of a sample that may be continued."""
+
+DISTRIBUTION, SAMPLER = "distribution", "sampler"
+"""The rules that make sets: the threshold p, or what the engine's sampler could draw."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sample of one prompt. T is the number of generated tokens.
+
+    Attributes:
+        prompt_index: which of the request's prompts, from 0.
+        sample_index: which of the prompt's `n` samples, from 0.
+        request_id: the engine's id of the request.
+        prompt_ids: int32 [P], the prompt's token ids as the engine saw them.
+        output_ids: int32 [T], the generated token ids, and those that `extend` appended.
+        text: the generated text as the engine detokenized it; after `extend`, that of the last turn.
+        logprobs: float32 [T], natural log-prob of each generated token under the full vocabulary; 0 for
+            appended tokens.
+        candidates: the candidate set of each token, T positions; empty for appended tokens. None if the
+            request did not ask for sets.
+        finish_reason: `"stop"` or `"length"`; `"abort"` if the sample was interrupted and the request had
+            `on_abort="return"`; `"extended"` if `extend` appended the last tokens.
+        weight_version: the engine's name for the weights of the last token; None if they have no name.
+        cached_tokens: how many prompt tokens came from the engine's prefix cache; for a resumed sample, in
+            its first request.
+        latency_s: seconds from the engine's receipt of the request to its last token; for a resumed sample,
+            the sum over its requests, without the time between them.
+        top_logprobs_source: the rule that made the sets, `"distribution"` (the threshold p) or `"sampler"`
+            (the tokens that the sampler could draw). None without sets, or if another engine made them.
+        weight_spans: the weights of the tokens, `((version, number of tokens), ...)` in order, T tokens in
+            all. The version of appended tokens is "". There is more than one span if weights were pushed
+            during a pause, or before the sample was resumed. None without sets, because SGLang's own record
+            can be off by one token.
+        routing_key: the value of the header `X-SMG-Routing-Key` that gateways receive with this prompt. Its
+            suffix identifies the server that made the sample; `resume` sends the continuation there, for the
+            prefix cache. Empty if unknown.
+        top_logprobs_p: the requested threshold; None if no threshold made the sets.
+        sampling_params: the sampling parameters that were sent, without `n`; for a resumed sample, the
+            parameters given to `resume`. None if unknown.
+        appended_spans: `((start, end), ...)`, the ranges of `output_ids` that `extend` appended.
+    """
+
+    prompt_index: int
+    sample_index: int
+    request_id: str
+    prompt_ids: NDArray[np.int32]
+    output_ids: NDArray[np.int32]
+    text: str
+    logprobs: NDArray[np.float32]
+    candidates: CandidateSets | None
+    finish_reason: str
+    weight_version: str | None
+    cached_tokens: int
+    latency_s: float
+    top_logprobs_source: str | None = None
+    weight_spans: WeightSpans | None = None
+    routing_key: str = ""
+    top_logprobs_p: float | None = None
+    sampling_params: Mapping[str, Any] | None = None
+    appended_spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def weight_versions(self) -> tuple[str, ...] | None:
+        """The weight version of each token and its candidate set, T names; None if `weight_spans` is None."""
+        return None if self.weight_spans is None else per_token(self.weight_spans)
+
+    @property
+    def loss_mask(self) -> NDArray[np.int8]:
+        """int8 [T]: 1 for generated tokens, 0 for tokens that `extend` appended; `collate_rl` takes it."""
+        mask = np.ones(len(self.output_ids), np.int8)
+        for start, end in self.appended_spans:
+            mask[start:end] = 0
+        if self.candidates is not None:
+            mask[self.candidates.sizes == 0] = 0
+        return mask
+
+    @property
+    def turn_start(self) -> int:
+        """The index of the first token of the last turn: after the last appended token, or 0 without any."""
+        appended = np.flatnonzero(self.loss_mask == 0)
+        return int(appended[-1]) + 1 if len(appended) else 0
+
+    def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
+        """Return this rollout with the tokens of a tool or an environment appended, exactly as ids.
+
+        Appended tokens get empty candidate sets (no replay, and no loss), the log-prob 0, and the weight
+        version "". `resume` generates the next turn from there. `max_new_tokens`, stop strings, and `text`
+        then belong to that turn alone.
+
+        Args:
+            token_ids: one id or more.
+
+        Raises:
+            InvalidInputError: `token_ids` are not token ids.
+        """
+        ids = np.array(as_token_ids("token_ids", token_ids), np.int32)
+        start, end = len(self.output_ids), len(self.output_ids) + len(ids)
+        before = self.appended_spans
+        if before and before[-1][1] == start:
+            (start, _), before = before[-1], before[:-1]
+        candidates, spans = self.candidates, self.weight_spans
+        if candidates is not None:
+            nothing = np.empty(0, np.float32) if candidates.has_logprobs else None
+            empty = CandidateSets(np.empty(0, np.int32), nothing, np.zeros(len(ids) + 1, np.int64), ids)
+            candidates = CandidateSets.concat([candidates, empty])
+        return replace(
+            self,
+            output_ids=np.concatenate([self.output_ids, ids]),
+            logprobs=np.concatenate([self.logprobs, np.zeros(len(ids), np.float32)]),
+            candidates=candidates,
+            text="",
+            finish_reason=EXTENDED,
+            weight_spans=None if spans is None else join_spans(spans, (("", len(ids)),)),
+            appended_spans=(*before, (start, end)),
+        )
+
+    @property
+    def masked_logprobs(self) -> NDArray[np.float32]:
+        """float32 [T]: each token's log-prob within its candidate set, `candidates.masked_logprobs`."""
+        if self.candidates is None:
+            raise InvalidInputError("this rollout has no candidate sets: none were requested")
+        return self.candidates.masked_logprobs
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show: tokens colored by their kept mass, with candidates on hover."""
+        return rollout_to_html(self)

@@ -1,0 +1,44 @@
+"""Score: the log-probs that a model gives an existing sequence, and the candidate sets at its positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets
+
+__all__ = ["Score"]
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """One scored sequence. L is the number of its tokens; positions `start` to L - 1 are scored.
+
+    The distribution at a position is the model's own, given all tokens before it. A score is at temperature
+    1, without penalties, bias, or grammar, whatever the sequence was sampled with.
+
+    Attributes:
+        sequence_index: which of the request's sequences, from 0.
+        request_id: the engine's id of the request.
+        token_ids: int32 [L], the whole sequence as the engine saw it.
+        start: the first scored position, 1 to L; L if no position is scored.
+        logprobs: float32 [L - start], natural log-prob of `token_ids[t]` given the tokens before it, under
+            the full vocabulary, for `t` from `start` on.
+        candidates: the candidate set of each scored position, L - start sets, with `token_ids[t]` as the
+            sampled token; None if the request did not ask for sets.
+        weight_version: the engine's name for the weights that scored every position. Without candidate sets,
+            and on SGLang before 0.5.19, it names the weights at the end of the request. If weights were
+            pushed during an `in_place` pause, earlier positions then come from the previous weights.
+        cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
+    """
+
+    sequence_index: int
+    request_id: str
+    token_ids: NDArray[np.int32]
+    start: int
+    logprobs: NDArray[np.float32]
+    candidates: CandidateSets | None
+    weight_version: str | None
+    cached_tokens: int

@@ -1,0 +1,77 @@
+"""Per-token numbers of one rollout: set size, kept mass, entropy, and importance ratios.
+
+Shape legend: T output tokens, n candidates in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.candidates.entropy import set_entropy
+from sglang_topp_client.storage.scored_rollout_files import ScoredRollout
+
+__all__ = ["TokenMetrics", "token_metrics"]
+
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMetrics:
+    """The numbers of the T output tokens of one rollout.
+
+    Attributes:
+        sizes: int64 [T], the size of each set; 0 without a set.
+        is_appended: bool [T], the tokens of a tool or an environment.
+        is_missing: bool [T], generated tokens without a set. Training on such tokens is wrong.
+        mass: float64 [T], the kept mass; NaN if unknown.
+        entropy: float64 [T], the entropy of the distribution within the set, in nats; NaN if unknown.
+        log_ratio: float64 [T], the log of the importance ratio without replay: the trainer's log-prob over
+            the whole vocabulary less the rollout's log-prob within the set. NaN if the trainer's is unknown.
+        log_replayed_ratio: float64 [T], the same with the trainer's log-prob within the set.
+    """
+
+    sizes: NDArray[np.int64]
+    is_appended: NDArray[np.bool_]
+    is_missing: NDArray[np.bool_]
+    mass: Float64Array
+    entropy: Float64Array
+    log_ratio: Float64Array
+    log_replayed_ratio: Float64Array
+
+    @property
+    def log_error(self) -> Float64Array:
+        """`log_ratio`, or the log of the kept mass if the trainer's log-prob is unknown; float64 [T].
+
+        The log of the kept mass is the log-ratio of a trainer with the rollout's own weights.
+        """
+        with np.errstate(divide="ignore"):
+            return np.where(np.isnan(self.log_ratio), np.log(self.mass), self.log_ratio)
+
+
+def token_metrics(scored: ScoredRollout) -> TokenMetrics:
+    """Compute the numbers of a rollout's tokens, with the ratios if the trainer's columns are there."""
+    rollout, scores = scored
+    num_tokens = len(rollout.output_ids)
+    is_appended = np.zeros(num_tokens, np.bool_)
+    for start, end in rollout.appended_spans:
+        is_appended[start:end] = True
+    unknown = np.full(num_tokens, np.nan)
+    sets = rollout.candidates
+    sizes = np.zeros(num_tokens, np.int64) if sets is None else sets.sizes
+    mass = entropy = masked = unknown
+    if sets is not None and sets.has_logprobs:
+        mass = np.where(sizes > 0, np.exp(sets.logprob_sum.astype(np.float64)), np.nan)
+        entropy = np.where(sizes > 0, set_entropy(sets), np.nan)
+        masked = np.where(sizes > 0, sets.masked_logprobs.astype(np.float64), np.nan)
+    return TokenMetrics(
+        sizes=sizes,
+        is_appended=is_appended,
+        is_missing=(sizes == 0) & ~is_appended,
+        mass=mass,
+        entropy=entropy,
+        log_ratio=unknown if scores.logprobs is None else scores.logprobs - masked,
+        log_replayed_ratio=unknown if scores.masked_logprobs is None else scores.masked_logprobs - masked,
+    )

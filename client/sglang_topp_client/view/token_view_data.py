@@ -1,0 +1,94 @@
+"""The data of the token view: every token of one rollout as bytes, which the page decodes on demand.
+
+The bytes are a gzip stream of three parts, little-endian: the length of the header (uint32), the header in
+JSON, and the arrays, each aligned to four bytes. The header's `arrays` lists `[name, dtype, length]` of each.
+
+The first `MAX_LISTED` candidates of a set are listed, and the sampled token. Size and mass are those of the
+whole set.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp_client.storage.scored_rollout_files import ScoredRollout
+from sglang_topp_client.types.rollout import Rollout
+from sglang_topp_client.view.token_metrics import TokenMetrics, token_metrics
+
+__all__ = ["MAX_LISTED", "encode_detail", "ids_of_detail", "listed_candidates"]
+
+MAX_LISTED = 48
+MAX_PROMPT_TOKENS = 1024
+_DTYPES = {"i": "int32", "f": "float32"}
+
+
+def encode_detail(scored: ScoredRollout) -> bytes:
+    """Encode one rollout."""
+    rollout, metrics = scored.rollout, token_metrics(scored)
+    arrays = _arrays(rollout, metrics)
+    header = {
+        "text": rollout.text,
+        "request_id": rollout.request_id,
+        "prompt_tokens": len(rollout.prompt_ids),
+        "source": rollout.top_logprobs_source,
+        "p": rollout.top_logprobs_p,
+        "sampling_params": None if rollout.sampling_params is None else dict(rollout.sampling_params),
+        "latency_s": rollout.latency_s,
+        "cached_tokens": rollout.cached_tokens,
+        "appended": [list(span) for span in rollout.appended_spans],
+        "weights": None if rollout.weight_spans is None else [list(span) for span in rollout.weight_spans],
+        "arrays": [[name, _DTYPES[array.dtype.kind], len(array)] for name, array in arrays.items()],
+    }
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 4)
+    body = b"".join(array.tobytes() for array in arrays.values())
+    return gzip.compress(struct.pack("<I", len(head)) + head + body, compresslevel=6, mtime=0)
+
+
+def _arrays(rollout: Rollout, metrics: TokenMetrics) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, Any] = {
+        "prompt_ids": rollout.prompt_ids[-MAX_PROMPT_TOKENS:],
+        "ids": rollout.output_ids,
+        "logprobs": rollout.logprobs,
+        "sizes": metrics.sizes,
+        "mass": metrics.mass,
+        "entropy": metrics.entropy,
+    }
+    for name, values in (("ratio", metrics.log_ratio), ("replayed", metrics.log_replayed_ratio)):
+        if not np.isnan(values).all():
+            arrays[name] = values
+    if (sets := rollout.candidates) is not None:
+        kept = listed_candidates(rollout)
+        ends = np.concatenate([[0], np.cumsum(kept)])[sets.offsets]
+        arrays["listed"] = np.diff(ends)
+        arrays["candidates"] = sets.token_ids[kept]
+        if sets.has_logprobs:
+            arrays["candidate_logprobs"] = sets.logprobs[kept]
+    return {
+        name: np.ascontiguousarray(array, "<i4" if array.dtype.kind in "iu" else "<f4")
+        for name, array in arrays.items()
+    }
+
+
+def listed_candidates(rollout: Rollout) -> NDArray[np.bool_]:
+    """Return which entries of the candidate sets a page lists, bool [n]."""
+    sets = rollout.candidates
+    assert sets is not None
+    ranks = np.arange(len(sets.token_ids)) - np.repeat(sets.offsets[:-1], sets.sizes)
+    is_sampled = sets.token_ids == np.repeat(sets.sampled_ids, sets.sizes)
+    is_listed: NDArray[np.bool_] = (ranks < MAX_LISTED) | is_sampled
+    return is_listed
+
+
+def ids_of_detail(rollout: Rollout) -> NDArray[np.int32]:
+    """Return the distinct token ids that `encode_detail` writes, int32."""
+    parts = [rollout.prompt_ids[-MAX_PROMPT_TOKENS:], rollout.output_ids]
+    if rollout.candidates is not None:
+        parts.append(rollout.candidates.token_ids[listed_candidates(rollout)])
+    return np.unique(np.concatenate(parts))

@@ -1,0 +1,49 @@
+"""Keep the worst tokens, those with the highest values, over rollouts that arrive one by one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["TokenPlace", "WorstTokens"]
+
+
+class TokenPlace(NamedTuple):
+    """A token: the number of its rollout in the file, and its position in the output."""
+
+    row: int
+    position: int
+
+
+class WorstTokens:
+    """The tokens with the `count` highest values. Among equal values, the first ones are kept.
+
+    Args:
+        count: the number of tokens to keep.
+        per_rollout: the number of tokens to keep of one rollout; None sets no limit.
+    """
+
+    def __init__(self, count: int, *, per_rollout: int | None = None) -> None:
+        self._count, self._per_rollout = count, per_rollout
+        self._values = np.empty(0)
+        self._places = np.empty((0, 2), np.int64)
+
+    def add(self, row: int, values: NDArray[Any]) -> None:
+        """Add the values of a rollout's tokens; NaN is ignored."""
+        least = self._values[-1] if len(self._values) == self._count else -np.inf
+        positions = np.flatnonzero(values > least)
+        if not len(positions):
+            return
+        limit = self._count if self._per_rollout is None else self._per_rollout
+        order = np.argsort(-values[positions].astype(np.float64), kind="stable")[:limit]
+        positions = positions[order]
+        places = np.stack([np.full(len(positions), row), positions], axis=1)
+        merged = np.concatenate([self._values, values[positions]])
+        best = np.argsort(-merged, kind="stable")[: self._count]
+        self._values, self._places = merged[best], np.concatenate([self._places, places])[best]
+
+    def places(self) -> list[TokenPlace]:
+        """Return the tokens, the highest value first."""
+        return [TokenPlace(row, position) for row, position in self._places.tolist()]

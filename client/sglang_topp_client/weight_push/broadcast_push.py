@@ -1,0 +1,223 @@
+"""Broadcast tensors to every engine of a fleet, over a process group beside the trainer's own."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from sglang_topp.errors import SglangToppError, TransportError
+from sglang_topp_client.weight_push.engine_control import EngineControl
+from sglang_topp_client.weight_push.fleet_push import Outcomes, on_each
+from sglang_topp_client.weight_push.named_tensors import Bucket, NamedTensor
+
+__all__ = ["push_broadcasts"]
+
+# Once an engine has failed, the others' collective operation may never end.
+_GRACE_S = 5.0
+
+
+async def push_broadcasts(
+    engines: Sequence[EngineControl], parts: Iterator[Bucket], version: str, timeout_s: float
+) -> Outcomes:
+    """Broadcast a model's tensors to paused engines, and return what became of each engine.
+
+    This process is rank 0 of a group that exists for this push. If an engine fails, all of them do, because
+    they take part in the same collective operations.
+
+    Args:
+        engines: engines that `EngineControl.check` has read.
+        parts: the tensors of the whole model.
+        version: the name of the weights.
+        timeout_s: the time limit of each collective operation.
+    """
+    outcomes = await on_each(engines, EngineControl.begin_update)
+    if (first := next((error for error in outcomes if error is not None), None)) is not None:
+        return [error or first for error in outcomes]
+    group = _Group(engines, timeout_s)
+    try:
+        await group.broadcast(parts, version)
+    except SglangToppError as error:
+        # An engine that still waits for the others cannot end its update; the next push ends it.
+        return [group.failures.get(engine, error) for engine in engines]
+    finally:
+        await group.destroy()
+    return await on_each(engines, EngineControl.end_update)
+
+
+class _Group:
+    """A process group of this process and all ranks of the engines, for one push."""
+
+    def __init__(self, engines: Sequence[EngineControl], timeout_s: float) -> None:
+        self._engines = engines
+        self._timeout = timedelta(seconds=timeout_s)
+        self._name = f"sglang-topp-{uuid.uuid4().hex}"
+        self._group: Any = None
+        self._has_engines = False
+        self.failures: dict[EngineControl, SglangToppError] = {}
+
+    async def broadcast(self, parts: Iterator[Bucket], version: str) -> None:
+        """Make the group and broadcast all tensors.
+
+        Raises:
+            SglangToppError: an engine or the group failed; `failures` has the engines' own errors.
+        """
+        bucket, is_last = await asyncio.to_thread(next, parts)
+        first = bucket[0][1]
+        device, backend = (first.device, "nccl") if first.is_cuda else ("cpu", "gloo")
+        await self._make(backend)
+        while True:
+            values = [(name, tensor.to(device).contiguous()) for name, tensor in bucket]
+            body = {
+                "names": [name for name, _ in values],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in values],
+                "shapes": [list(tensor.shape) for _, tensor in values],
+                "group_name": self._name,
+                "flush_cache": False,
+                "weight_version": version if is_last else None,
+            }
+            update = partial(EngineControl.update_from_broadcast, body=body)
+            await self._together(update, partial(self._send, values))
+            if is_last:
+                return
+            bucket, is_last = await asyncio.to_thread(next, parts)
+
+    async def destroy(self) -> None:
+        """Destroy the group, unless an operation in it has not ended."""
+        if self._has_engines and not self.failures:
+            await on_each(self._engines, lambda engine: engine.leave_group(self._name))
+        if self._group is not None:
+            from torch import distributed
+
+            group, self._group = self._group, None
+            await _in_daemon_thread(partial(distributed.destroy_process_group, group))
+
+    async def _make(self, backend: str) -> None:
+        from torch import distributed
+
+        address = await asyncio.to_thread(_own_address, [engine.base_url for engine in self._engines])
+        world_size = 1 + sum(engine.tp_size for engine in self._engines)
+        # torch does not declare this public name to type checkers.
+        store = distributed.TCPStore(  # type: ignore[attr-defined]
+            address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
+        offsets, offset = {}, 1
+        for engine in self._engines:
+            offsets[engine] = offset
+            offset += engine.tp_size
+        common = {
+            "master_address": address,
+            "master_port": store.port,
+            "world_size": world_size,
+            "group_name": self._name,
+            "backend": backend,
+        }
+        await self._together(
+            lambda engine: engine.join_group({**common, "rank_offset": offsets[engine]}),
+            partial(self._join, store, world_size, backend),
+        )
+        self._has_engines = True
+
+    def _join(self, store: Any, world_size: int, backend: str) -> None:
+        """Join the group as rank 0.
+
+        torch makes groups only within its default group, of which the engines are no members. SGLang's ranks
+        join through these private functions. So must this one, because both ends share the store's keys.
+        """
+        from torch.distributed import distributed_c10d
+
+        # `Any`: its types differ between torch's releases.
+        c10d: Any = distributed_c10d
+        group, _ = c10d._new_process_group_helper(
+            world_size,
+            0,
+            [],
+            c10d.Backend(backend),
+            c10d.PrefixStore(self._name, store),
+            group_name=self._name,
+            timeout=self._timeout,
+        )
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+        self._group = group
+
+    def _send(self, values: Sequence[NamedTensor]) -> None:
+        from torch import distributed
+
+        work: list[Any] = [
+            distributed.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in values
+        ]
+        for one in work:
+            one.wait()
+        if values[0][1].is_cuda:
+            import torch
+
+            torch.cuda.synchronize(values[0][1].device)
+
+    async def _together(
+        self, step: Callable[[EngineControl], Coroutine[Any, Any, None]], work: Callable[[], None]
+    ) -> None:
+        """Run a step on all engines while this process does its part.
+
+        Raises:
+            SglangToppError: an engine, or this process, failed.
+        """
+        own = _in_daemon_thread(work)
+        steps = {asyncio.create_task(step(engine)): engine for engine in self._engines}
+        try:
+            _, waiting = await asyncio.wait({own, *steps}, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting:
+                await asyncio.wait(waiting, timeout=_GRACE_S)
+        finally:
+            for future in (own, *steps):
+                future.cancel()
+            await asyncio.wait({own, *steps})
+            if own.cancelled():
+                # Its thread still waits for peers. It frees the group when its time limit passes.
+                self._group, self._has_engines = None, False
+        for task, engine in steps.items():
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, SglangToppError):
+                self.failures[engine] = error
+            elif error is not None:
+                raise error
+        if self.failures:
+            raise TransportError("the broadcast stopped, because another engine failed")
+        failure = "it did not end in this process" if own.cancelled() else own.exception()
+        if failure is not None:
+            raise TransportError(f"the broadcast of the weights failed: {failure}")
+
+
+def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Run `work` in a thread that does not hold up the end of the program, if a peer never answers."""
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            work()
+            future.set_result(None)
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="sglang-topp-broadcast", daemon=True).start()
+    return asyncio.wrap_future(future)
+
+
+def _own_address(urls: Sequence[str]) -> str:
+    """Return the address of this machine as engines on other machines see it, if there are any."""
+    addresses = []
+    for url in urls:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        family, kind, _, _, to = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(to)  # sends nothing
+            addresses.append(str(probe.getsockname()[0]))
+    return next((one for one in addresses if not one.startswith("127.") and one != "::1"), addresses[0])

@@ -1,0 +1,179 @@
+"""EngineControl: SGLang's routes that pause one engine, update its weights, flush its cache, and continue."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from sglang_topp.errors import BadRequestError, InvalidInputError, ServerError, WireError, describe
+from sglang_topp_client.transport.http import HttpClient, ServerConfig
+from sglang_topp_client.transport.long_message_limit import UNLIMITED
+
+__all__ = ["PAUSE_MODES", "TRANSPORTS", "EngineControl", "PauseMode", "Transport"]
+
+PauseMode: TypeAlias = Literal["retract", "abort", "in_place"]
+PAUSE_MODES = ("retract", "abort", "in_place")
+Transport: TypeAlias = Literal["disk", "tensor", "distributed"]
+TRANSPORTS = ("disk", "tensor", "distributed")
+
+# Aborted requests leave the scheduler within a few steps.
+_ABORTED_LEAVE_S = 30
+
+
+class EngineControl:
+    """The control routes of one engine, used from one event loop.
+
+    Args:
+        config: where the engine is, and its key.
+        timeout_s: how long the engine may take for one step.
+        via: how the weights travel.
+
+    Attributes:
+        tp_size: the number of tensor-parallel ranks; `check` sets it unless `via` is `"disk"`.
+    """
+
+    def __init__(self, config: ServerConfig, timeout_s: float, via: Transport = "disk") -> None:
+        self.base_url = config.base_url
+        self.tp_size = 1
+        self._via = via
+        self._is_updating = False
+        self._http = HttpClient(config, UNLIMITED)
+        self._timeout_s = timeout_s
+
+    async def check(self) -> None:
+        """Check that an engine answers here that takes weights this way, and not a sidecar or a gateway.
+
+        Raises:
+            InvalidInputError: it is something else, or its ranks cannot be reached this way.
+            SglangToppError: nothing answers, or the key is refused.
+        """
+        try:
+            info = await self._http.request_json("GET", "/server_info", timeout_s=self._timeout_s)
+        except BadRequestError as error:
+            if error.status not in (404, 405):
+                raise
+            info = None
+        if not isinstance(info, dict) or "model_path" not in info:
+            raise InvalidInputError(
+                f"engine_url: {self.base_url} has no /server_info of SGLang, expected an engine; sidecars and"
+                " gateways pass no weights on, so name the engines behind them"
+            )
+        if self._via == "disk":
+            return
+        self.tp_size = _rank_count(info, "tp_size")
+        for name in ("dp_size", "pp_size"):
+            if (count := _rank_count(info, name)) != 1:
+                raise InvalidInputError(
+                    f"via: got {self._via!r}, but {self.base_url} has {name} {count}, expected 1; use"
+                    " via='disk'"
+                )
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generation. Requests wait, or end if `mode` is `"abort"`."""
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def continue_generation(self) -> None:
+        """Continue generation."""
+        await self._post("/continue_generation", {})
+
+    async def flush_cache(self, mode: PauseMode) -> None:
+        """Free the KV cache of a paused engine.
+
+        Raises:
+            BadRequestError: requests hold or wait for cache. Before 0.5.21, SGLang does not flush while
+                retracted requests wait.
+        """
+        # A scheduler that is paused checks no deadline, so only an aborted one is given time.
+        path = f"/flush_cache?timeout={_ABORTED_LEAVE_S}" if mode == "abort" else "/flush_cache"
+        try:
+            await self._http.request("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
+        except BadRequestError as error:
+            raise BadRequestError(
+                f"pause: got {mode!r}, but {self.base_url} cannot flush its KV cache, because requests wait"
+                " in it; SGLang before 0.5.21 flushes only without them. Push between the rollouts, or use"
+                ' pause="abort" and generate with on_abort="resume"',
+                status=error.status,
+                body=error.body,
+            ) from error
+
+    async def update_from_disk(self, path: str, version: str) -> None:
+        """Load the weights of a folder that the engine reads.
+
+        Raises:
+            SglangToppError: the update failed, and the engine's weights are unknown. SGLang reports a
+                rollback, but reads the rejected folder for it.
+        """
+        # The cache is flushed before and after. SGLang before 0.5.22 ends if it cannot flush in an update.
+        body = {"model_path": path, "weight_version": version, "flush_cache": False}
+        await self._update("/update_weights_from_disk", body)
+
+    async def begin_update(self) -> None:
+        """Prepare the engine for tensors.
+
+        SGLang takes tensors only within a session from 0.5.21 on, and has no sessions before. `begin_update`
+        and `end_update` are the only places that know this.
+
+        Raises:
+            SglangToppError: the engine did not begin.
+        """
+        try:
+            await self._update("/begin_weight_update", {})
+        except BadRequestError as error:
+            if error.status in (404, 405):
+                return
+            # A push that failed may have left its session open.
+            await self._update("/end_weight_update", {})
+            await self._update("/begin_weight_update", {})
+        self._is_updating = True
+
+    async def update_from_tensors(self, body: bytes) -> None:
+        """Load some tensors; `body` is the JSON of SGLang's request.
+
+        Raises:
+            SglangToppError: the update failed, and the engine's weights are unknown.
+        """
+        await self._update("/update_weights_from_tensor", body)
+
+    async def join_group(self, body: dict[str, Any]) -> None:
+        """Let every rank of the engine join a process group; return once the group is complete."""
+        await self._update("/init_weights_update_group", body)
+
+    async def update_from_broadcast(self, body: dict[str, Any]) -> None:
+        """Load some tensors that the group's rank 0 broadcasts at the same time.
+
+        Raises:
+            SglangToppError: the update failed, and the engine's weights are unknown.
+        """
+        await self._update("/update_weights_from_distributed", body)
+
+    async def leave_group(self, name: str) -> None:
+        """Let every rank of the engine leave a process group."""
+        await self._update("/destroy_weights_update_group", {"group_name": name})
+
+    async def end_update(self) -> None:
+        """Let the engine finish an update that `begin_update` began.
+
+        Raises:
+            SglangToppError: the engine did not finish, and its weights are unknown.
+        """
+        if self._is_updating:
+            self._is_updating = False
+            await self._update("/end_weight_update", {})
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _update(self, path: str, body: dict[str, Any] | bytes) -> None:
+        answer = await self._post(path, body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise ServerError(f"POST {self.base_url}{path}: got {answer!r}, expected success", status=200)
+
+    async def _post(self, path: str, body: dict[str, Any] | bytes) -> Any:
+        return await self._http.request_json("POST", path, body, timeout_s=self._timeout_s)
+
+
+def _rank_count(info: dict[str, Any], name: str) -> int:
+    count = info.get(name)
+    if type(count) is not int or count < 1:
+        raise WireError(name, f"got {describe(count)} in /server_info, expected a number of ranks")
+    return count

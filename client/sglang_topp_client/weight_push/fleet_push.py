@@ -1,0 +1,112 @@
+"""Push weights to every engine of a fleet. Generation continues only if every engine has the new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+from sglang_topp.errors import SglangToppError, WeightPushError
+from sglang_topp_client.weight_push.engine_control import EngineControl, PauseMode
+
+__all__ = ["Outcomes", "on_each", "push_to_fleet"]
+
+Outcomes: TypeAlias = list[SglangToppError | None]
+"""What became of each engine: None, or its error."""
+
+_PAUSED = "The engines stay paused until a push succeeds"
+
+
+async def push_to_fleet(
+    engines: Sequence[EngineControl],
+    send: Callable[[Sequence[EngineControl]], Awaitable[Outcomes]],
+    *,
+    version: str,
+    mode: PauseMode,
+) -> None:
+    """Pause all engines, send them the weights, flush their caches, and continue.
+
+    After an error or a cancellation, engines that were paused stay paused: a push that failed earlier may
+    have left other weights in each.
+
+    Args:
+        engines: the engines.
+        send: sends the weights to every engine.
+        version: the name of the weights, for messages.
+        mode: the pause. All but `"in_place"` flush the cache before and after.
+
+    Raises:
+        WeightPushError: some engines may have the new weights, and none or not all continue.
+        SglangToppError: an engine could not be paused or flushed; no weights were sent.
+    """
+    _raise_first(await on_each(engines, EngineControl.check))
+    unsent = f"no weights were sent. {_PAUSED}"
+    _raise_first(await on_each(engines, lambda engine: engine.pause(mode)), unsent)
+    flush = None if mode == "in_place" else lambda engine: engine.flush_cache(mode)
+    if flush is not None:
+        # SGLang only says after an update that it cannot flush, and some releases end then.
+        _raise_first(await on_each(engines, flush), unsent)
+    try:
+        outcomes = await send(engines)
+    except SglangToppError as error:
+        outcomes = [error] * len(engines)
+    if any(outcomes):
+        count = outcomes.count(None)
+        raise _push_error(
+            f"version {version!r} reached {count} of {len(engines)} engines. {_PAUSED}: restart those that"
+            " failed, or exclude them, and push again",
+            engines,
+            [version if error is None else None for error in outcomes],
+            outcomes,
+        )
+    everywhere: list[str | None] = [version] * len(engines)
+    if flush is not None and any(outcomes := await on_each(engines, flush)):
+        raise _push_error(
+            f"version {version!r} is everywhere, but not every cache was flushed. {_PAUSED}",
+            engines,
+            everywhere,
+            outcomes,
+        )
+    if any(outcomes := await on_each(engines, EngineControl.continue_generation)):
+        raise _push_error(
+            f"version {version!r} is everywhere, but not every engine continues",
+            engines,
+            everywhere,
+            outcomes,
+        )
+
+
+async def on_each(
+    engines: Sequence[EngineControl], step: Callable[[EngineControl], Awaitable[None]]
+) -> Outcomes:
+    """Run a step on all engines at once, and return its outcomes. Other exceptions are raised."""
+
+    async def outcome(engine: EngineControl) -> SglangToppError | None:
+        try:
+            await step(engine)
+        except SglangToppError as error:
+            return error
+        return None
+
+    return await asyncio.gather(*map(outcome, engines))
+
+
+def _raise_first(outcomes: Outcomes, note: str | None = None) -> None:
+    for error in outcomes:
+        if error is not None:
+            if note is not None:
+                error.add_note(note)
+            raise error
+
+
+def _push_error(
+    summary: str, engines: Sequence[EngineControl], versions: Sequence[str | None], outcomes: Outcomes
+) -> WeightPushError:
+    lines = [summary]
+    for engine, version, error in zip(engines, versions, outcomes, strict=True):
+        weights = "weights unknown" if version is None else f"weights {version!r}"
+        lines.append(f"  {engine.base_url}: {weights}" + ("" if error is None else f"; {error}"))
+    by_url = {engine.base_url: version for engine, version in zip(engines, versions, strict=True)}
+    failed = WeightPushError("\n".join(lines), weight_versions=by_url)
+    failed.__cause__ = next(error for error in outcomes if error is not None)
+    return failed

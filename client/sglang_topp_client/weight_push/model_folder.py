@@ -1,0 +1,57 @@
+"""Model folders for pushes from disk: the caller's own, or a temporary one with a model's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from sglang_topp.errors import InvalidInputError, describe
+
+__all__ = ["check_model", "check_path_or_model", "model_folder"]
+
+
+def check_path_or_model(weights: Any) -> None:
+    """Raise InvalidInputError unless `weights` is a path, or a model that saves all of its weights."""
+    if isinstance(weights, str | os.PathLike):
+        if not isinstance(os.fspath(weights), str) or not os.fspath(weights):
+            raise InvalidInputError(f"weights: got {describe(weights)}, expected a path as text")
+        return
+    if not callable(getattr(weights, "save_pretrained", None)):
+        raise InvalidInputError(
+            f"weights: got {type(weights).__name__}, expected a path, or a transformers model with"
+            " save_pretrained; a wrapper (DDP, FSDP, torch.compile) holds the model as an attribute"
+        )
+    check_model(weights)
+
+
+def check_model(model: Any) -> None:
+    """Raise InvalidInputError if the model's own weights are not what it computes with."""
+    if getattr(model, "peft_config", None):
+        raise InvalidInputError(
+            "weights: got a model with PEFT adapters, expected merged weights: the engine would load the"
+            " base model, or ignore the adapters. Call merge_and_unload() on a copy and push that"
+        )
+
+
+@asynccontextmanager
+async def model_folder(weights: Any) -> AsyncGenerator[str, None]:
+    """Yield a folder with the weights. A model is saved to a temporary folder, which is then removed.
+
+    Args:
+        weights: what `check_path_or_model` accepts. A path that exists here becomes absolute; any other is
+            passed on, because it may exist only where the engine runs.
+    """
+    if isinstance(weights, str | os.PathLike):
+        path = os.fspath(weights)
+        yield os.path.abspath(path) if os.path.isdir(path) else path
+        return
+    folder = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="sglang-topp-weights-")
+    try:
+        await asyncio.to_thread(weights.save_pretrained, folder.name)
+        yield folder.name
+    finally:
+        await asyncio.to_thread(folder.cleanup)

@@ -1,0 +1,106 @@
+"""Named tensors: a model's weights under their names in a checkpoint, in buckets for a push."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sglang_topp.errors import InvalidInputError, describe
+from sglang_topp_client.weight_push.model_folder import check_model
+
+if TYPE_CHECKING:
+    import torch
+
+NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
+Bucket: TypeAlias = tuple[list[NamedTensor], bool]
+"""Some of the tensors, and whether they are the last ones."""
+
+__all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_or_tensors", "named_tensors"]
+
+MAX_BUCKET_BYTES = 128 * 2**20
+"""A bucket takes tensors until the next one would exceed this. It bounds the memory of an update."""
+
+
+def check_model_or_tensors(weights: Any) -> None:
+    """Raise InvalidInputError unless `weights` is a transformers model, or pairs of names and tensors."""
+    if callable(getattr(weights, "state_dict", None)):
+        check_model(weights)
+        if getattr(weights, "hf_quantizer", None) is not None:
+            raise InvalidInputError(
+                "weights: got a quantized model, expected one in full precision; save it and use via='disk'"
+            )
+    elif isinstance(weights, str | bytes) or not isinstance(weights, Iterable):
+        raise InvalidInputError(
+            f"weights: got {describe(weights)}, expected a transformers model or (name, tensor) pairs; use"
+            " via='disk' for a folder"
+        )
+
+
+def named_tensors(weights: Any) -> Iterator[NamedTensor]:
+    """Yield the name and the tensor of each weight, as a checkpoint has them.
+
+    Args:
+        weights: what `check_model_or_tensors` accepts. A model's weights get the names and shapes that
+            `save_pretrained` writes. Pairs must have them already.
+
+    Raises:
+        InvalidInputError: an entry is not a name and a whole tensor.
+    """
+    import torch
+
+    if callable(getattr(weights, "state_dict", None)):
+        weights = _as_saved(weights)
+    for entry in weights.items() if isinstance(weights, Mapping) else weights:
+        name, tensor = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise InvalidInputError(
+                f"weights: got an entry {describe(entry)}, expected pairs of a name and a tensor"
+            )
+        if hasattr(tensor, "full_tensor"):
+            raise InvalidInputError(
+                f"weights: {name} is a sharded DTensor, expected a whole tensor; gather it with full_tensor()"
+                " on every rank"
+            )
+        if tensor.is_meta:
+            raise InvalidInputError(f"weights: {name} is on the meta device, expected a tensor with values")
+        yield name, tensor.detach()
+
+
+def buckets(tensors: Iterable[NamedTensor]) -> Iterator[Bucket]:
+    """Yield buckets of at most `MAX_BUCKET_BYTES`, or of one tensor.
+
+    Raises:
+        InvalidInputError: there are no tensors.
+    """
+    bucket: list[NamedTensor] = []
+    num_bytes = 0
+    for name, tensor in tensors:
+        if bucket and num_bytes + tensor.nbytes > MAX_BUCKET_BYTES:
+            yield bucket, False
+            bucket, num_bytes = [], 0
+        bucket.append((name, tensor))
+        num_bytes += tensor.nbytes
+    if not bucket:
+        raise InvalidInputError("weights: got no tensors, expected those of the whole model")
+    yield bucket, True
+
+
+def _as_saved(model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that `save_pretrained` writes, without writing them."""
+    state: dict[str, torch.Tensor] = {}
+    seen: set[tuple[Any, ...]] = set()
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    for name, tensor in model.state_dict().items():
+        # Tied weights are one tensor under several names. A checkpoint has the first one.
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        is_tied = bool(tensor.numel()) and not tensor.is_meta and place in seen
+        seen.add(place)
+        if name not in ignored and not is_tied:
+            state[name] = tensor
+    try:
+        # Since version 5, transformers renames and joins some weights when it loads them.
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return state
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    return reverted

@@ -1,0 +1,68 @@
+"""Push the values of tensors in requests, in buckets, to every engine of a fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Iterator, Sequence
+
+import pybase64
+
+from sglang_topp_client.weight_push.engine_control import EngineControl
+from sglang_topp_client.weight_push.fleet_push import Outcomes, on_each
+from sglang_topp_client.weight_push.named_tensors import Bucket
+
+__all__ = ["push_tensors"]
+
+
+async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket], version: str) -> Outcomes:
+    """Send a model's tensors to paused engines, and return what became of each engine.
+
+    An engine that fails gets no further tensors; the others get them all.
+
+    Args:
+        engines: engines that `EngineControl.check` has read.
+        parts: the tensors of the whole model.
+        version: the name of the weights.
+    """
+    outcomes = await on_each(engines, EngineControl.begin_update)
+    bodies = _bodies(parts, version, {engine.tp_size for engine in engines})
+    while (body_of := await asyncio.to_thread(next, bodies, None)) is not None:
+        await _on_sound(engines, outcomes, body_of)
+    ends = await on_each(engines, EngineControl.end_update)
+    return [first or last for first, last in zip(outcomes, ends, strict=True)]
+
+
+async def _on_sound(engines: Sequence[EngineControl], outcomes: Outcomes, body_of: dict[int, bytes]) -> None:
+    """Send a bucket to the engines that have not failed, and note those that fail now."""
+    sound = [i for i, outcome in enumerate(outcomes) if outcome is None]
+    results = await on_each(
+        [engines[i] for i in sound],
+        lambda engine: engine.update_from_tensors(body_of[engine.tp_size]),
+    )
+    for i, result in zip(sound, results, strict=True):
+        outcomes[i] = result
+
+
+def _bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
+    """Yield the JSON bodies of each bucket's request, by the number of tensor-parallel ranks."""
+    import torch
+
+    for bucket, is_last in parts:
+        # A tensor that is a view would be pickled with its whole storage.
+        values = [
+            (name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format))
+            for name, tensor in bucket
+        ]
+        encoded = pybase64.b64encode(pickle.dumps(values, protocol=4)).decode()
+        yield {
+            tp_size: json.dumps(
+                {
+                    "serialized_named_tensors": [encoded] * tp_size,
+                    "flush_cache": False,
+                    "weight_version": version if is_last else None,
+                }
+            ).encode()
+            for tp_size in tp_sizes
+        }

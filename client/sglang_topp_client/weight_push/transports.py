@@ -1,0 +1,48 @@
+"""Choose how the weights of a push travel: from a folder, in requests, or over a process group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import chain
+from typing import Any, TypeAlias
+
+from sglang_topp_client.weight_push.broadcast_push import push_broadcasts
+from sglang_topp_client.weight_push.engine_control import EngineControl, Transport
+from sglang_topp_client.weight_push.fleet_push import Outcomes, on_each
+from sglang_topp_client.weight_push.model_folder import model_folder
+from sglang_topp_client.weight_push.named_tensors import buckets, named_tensors
+from sglang_topp_client.weight_push.tensor_push import push_tensors
+
+__all__ = ["weight_sender"]
+
+_Send: TypeAlias = Callable[[Sequence[EngineControl]], Awaitable[Outcomes]]
+
+
+@asynccontextmanager
+async def weight_sender(
+    weights: Any, version: str, via: Transport, timeout_s: float
+) -> AsyncGenerator[_Send, None]:
+    """Yield the function that sends the weights to paused engines.
+
+    Args:
+        weights: checked for `via`.
+        version: the name of the weights.
+        via: how the weights travel.
+        timeout_s: the time limit of one step.
+
+    Raises:
+        InvalidInputError: the first tensors are wrong.
+    """
+    if via == "disk":
+        async with model_folder(weights) as folder:
+            yield lambda engines: on_each(engines, lambda engine: engine.update_from_disk(folder, version))
+        return
+    rest = buckets(named_tensors(weights))
+    # Wrong weights are an error before any engine is paused.
+    parts = chain([await asyncio.to_thread(next, rest)], rest)
+    if via == "tensor":
+        yield lambda engines: push_tensors(engines, parts, version)
+    else:
+        yield lambda engines: push_broadcasts(engines, parts, version, timeout_s)

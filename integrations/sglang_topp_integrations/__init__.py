@@ -1,0 +1,1 @@
+"""Adapters for training frameworks, one module each. Import the module of your framework."""

@@ -1,0 +1,413 @@
+"""TRL: GRPO on SGLang's rollouts, with the policy scored over their candidate sets.
+
+::
+
+    class Trainer(ReplayMixin, GRPOTrainer):
+        pass
+
+    trainer = Trainer(model=path, rollout_func=SGLangRollouts(client), ...)
+
+Shape legend: B rows of a batch, C width of the padded completions, T completion tokens that are scored.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import trl
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sglang_topp import CandidateSets
+from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
+from sglang_topp.replay import candidate_logprobs, replay_metrics, replayed_old_logprobs
+from sglang_topp_client import Rollout, RolloutClient
+
+__all__ = ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"]
+
+SUPPORTED_TRL = ("1.16.0",)
+"""The TRL releases that the tests run. The names that `ReplayMixin` overrides are private and move."""
+
+# They end a sample or forbid tokens, which the sets show. Others would change log-probs that nothing records.
+_SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
+
+
+def rollout_fields(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """Return what a `rollout_func` returns to TRL: one entry per rollout, in order.
+
+    Tokens that `Rollout.extend` appended get `env_mask` 0, so they have no loss.
+
+    Raises:
+        InvalidInputError: a rollout has no candidate sets.
+    """
+    return {
+        "prompt_ids": [rollout.prompt_ids.tolist() for rollout in rollouts],
+        "completion_ids": [rollout.output_ids.tolist() for rollout in rollouts],
+        "logprobs": [rollout.masked_logprobs.tolist() for rollout in rollouts],
+        "env_mask": [rollout.loss_mask.tolist() for rollout in rollouts],
+        "candidate_sets": [rollout.candidates for rollout in rollouts],
+    }
+
+
+class SGLangRollouts:
+    """TRL's `rollout_func`: push the policy's weights to every engine, and sample from the engines.
+
+    The sampling parameters are those of `GRPOConfig`: `temperature`, `top_p`, `top_k`, `min_p`, and
+    `max_completion_length`. TRL's tokenizer renders the prompts. The main process pushes the weights before
+    each generation, and every process samples its own prompts.
+
+    Args:
+        client: its `engine_url` names every engine behind `base_url`.
+        sampling_params: more of SGLang's sampling parameters, out of `ignore_eos`, `min_new_tokens`, `stop`,
+            `stop_regex`, and the grammars `json_schema`, `regex`, and `ebnf`.
+
+    Raises:
+        InvalidInputError: a sampling parameter belongs to `GRPOConfig`, or cannot be replayed.
+    """
+
+    def __init__(self, client: RolloutClient, *, sampling_params: Mapping[str, Any] | None = None) -> None:
+        self.client = client
+        self._sampling_params = dict(sampling_params or {})
+        if others := self._sampling_params.keys() - set(_SAMPLING):
+            raise InvalidInputError(
+                f"sampling_params: got {describe(min(others))}, expected only {', '.join(_SAMPLING)};"
+                " GRPOConfig sets the sampler, and a policy cannot be scored under penalties or a bias"
+            )
+        self._pushed_step: int | None = None
+        self._version, self._num_pushes = "", 0
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Return one sample for each prompt, in order.
+
+        Raises:
+            InvalidInputError: a prompt has an image.
+            WireError: an engine sampled with other weights than those of the last push.
+            SglangToppError: the push failed, or the client's `generate`.
+        """
+        version = self._push_weights(trainer)
+        prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
+        if images is not None:
+            raise InvalidInputError("prompts: got an image, expected text; the client sends none")
+        config = trainer.args
+        rollouts = self.generate(
+            prompt_ids,
+            {
+                "temperature": config.temperature,
+                "top_p": config.top_p,
+                "top_k": config.top_k or -1,
+                "min_p": config.min_p or 0.0,
+                "max_new_tokens": config.max_completion_length,
+                "stop_token_ids": list(trainer.eos_token_ids),
+                **self._sampling_params,
+            },
+        )
+        for rollout in rollouts:
+            names = {name for name, _ in rollout.weight_spans or ((None, 0),)}
+            if others := names - {version, ""}:
+                raise WireError(
+                    "weight_versions",
+                    f"got tokens of the weights {describe(others.pop())}, expected {version!r}, the last"
+                    " push; name every engine in the client's engine_url, and let nothing else push to them",
+                )
+        return rollout_fields(rollouts)
+
+    def generate(self, prompt_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[Rollout]:
+        """Return one rollout with sets for each prompt, in order. Override it to let tools answer.
+
+        An override may call `Rollout.extend` and `client.resume` with the same `sampling_params`.
+        """
+        groups = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids)]
+        return self.client.generate(
+            [ids for ids, _ in groups],
+            [sampling_params | {"n": count} for _, count in groups],
+            top_logprobs_source="sampler",
+        )
+
+    def _push_weights(self, trainer: Any) -> str:
+        """Push the weights, and return their version on every process."""
+        accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
+        # Each `train` counts steps from 0 again, so only the batches of an evaluation share a push.
+        if accelerator.is_main_process and (trainer.model.training or step != self._pushed_step):
+            self._num_pushes += 1
+            self._version = f"step-{step}-push-{self._num_pushes}"
+            try:
+                self.client.push_weights(accelerator.unwrap_model(trainer.model), version=self._version)
+                self._pushed_step = step
+            except Exception as error:
+                failure = error  # the other processes wait for it
+        failure, self._version = broadcast_object_list([failure, self._version])
+        if failure is not None:
+            raise failure
+        return self._version
+
+
+_Next: Any = object  # GRPOTrainer, for the type checker
+
+
+class ReplayMixin(_Next):  # type: ignore[misc]
+    """GRPO over candidate sets; goes before `trl.GRPOTrainer` in the bases of a class.
+
+    - The policy and the reference are scored over the sets of the rollout: log-probs, entropy, and KL.
+    - The old log-probs are the rollout's (`Rollout.masked_logprobs`), so importance ratios compare the
+      trainer with the engine from the first step on.
+    - The trainer logs `replay/ratio_mean` and the other metrics of `sglang_topp.replay.ReplayMetrics`.
+
+    `rollout_func` is a `SGLangRollouts`, or returns `rollout_fields(rollouts)`.
+
+    Raises:
+        InvalidInputError: TRL's release is not in `SUPPORTED_TRL`, or an option is refused. The message names
+            the option and the reason. Nothing has been generated then.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if trl.GRPOTrainer in order and order.index(trl.GRPOTrainer) < order.index(ReplayMixin):
+            raise InvalidInputError(
+                f"{cls.__name__}: GRPOTrainer comes before ReplayMixin, so nothing would be replayed;"
+                " expected class Trainer(ReplayMixin, GRPOTrainer)"
+            )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _check_arguments(inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments)
+        super().__init__(*args, **kwargs)
+        _check_trainer(self)
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                _add_candidate_head(model, self.temperature)
+        self._sets: list[CandidateSets] = []
+        self._rows: _ScoredRows | None = None
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        answer = super()._generate(prompts)
+        prompt_ids, completion_ids, env_mask, completions, _, extra_fields, *images = answer
+        self._sets = _checked_sets(extra_fields.pop("candidate_sets", None), completion_ids, env_mask)
+        old_logprobs = [sets.masked_logprobs.tolist() for sets in self._sets]
+        return prompt_ids, completion_ids, env_mask, completions, old_logprobs, extra_fields, *images
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._rows = None  # the sets of all rows, which the reference is scored over
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        # TRL shuffles and splits a list like the rows of its tensors.
+        output["candidate_sets"] = self._sets
+        output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        return output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if (rows := inputs.get("candidate_rows")) is None:
+            rows = _ScoredRows(inputs["candidate_sets"], inputs["completion_ids"], inputs["completion_mask"])
+        if self.num_iterations > 1:
+            inputs["candidate_rows"] = rows  # otherwise each micro-batch is scored once
+        self._rows = rows
+        loss: Tensor = super()._compute_loss(model, inputs)
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        """Score completions over their sets: log-probs [B, C], entropies [B, C] if asked for, and None."""
+        if model is self.model and not compute_entropy:
+            return None, None, None  # for TRL's old log-probs; the rollout's take their place
+        step = batch_size or len(input_ids)
+        scores = []
+        for start in range(0, len(input_ids), step):
+            part = slice(start, start + step)
+            rows = self._rows or _ScoredRows(
+                self._sets[part],
+                input_ids[part, -logits_to_keep:],
+                attention_mask[part, -logits_to_keep:],
+            )
+            inputs = {"input_ids": input_ids[part], "attention_mask": attention_mask[part]}
+            with self.accelerator.autocast():
+                scores.append(model(**inputs, candidate_rows=rows, compute_entropy=compute_entropy))
+        logprobs = torch.cat([each["logprobs"] for each in scores])
+        if not compute_entropy:
+            return logprobs, None, None
+        self._log_replay(rows, logprobs)
+        return logprobs, torch.cat([each["entropy"] for each in scores]), None
+
+    def _log_replay(self, rows: _ScoredRows, logprobs: Tensor) -> None:
+        metrics = replay_metrics(logprobs[rows.is_scored], rows.old_logprobs, rows.sets)
+        world = dist.group.WORLD if dist.is_initialized() else None
+        summary = metrics.all_reduce(world, self.accelerator.device).summary()
+        for name, value in summary.items():
+            if not math.isnan(value):
+                self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+
+class _ScoredRows:
+    """The completion tokens of a batch that are scored, and their sets.
+
+    Not a dataclass: FSDP rebuilds those field by field before a forward.
+    """
+
+    def __init__(
+        self, sets: Sequence[CandidateSets], completion_ids: Tensor, completion_mask: Tensor
+    ) -> None:
+        self.is_scored = completion_mask.bool()
+        """bool [B, C]: all tokens of a completion, or none if TRL masks it because it is truncated."""
+        self.targets = completion_ids[self.is_scored]
+        """int64 [T]"""
+        kept = self.is_scored.any(1).tolist()
+        self.sets = CandidateSets.concat([each for each, is_kept in zip(sets, kept, strict=True) if is_kept])
+        # Raises if a set is that of another token.
+        self.old_logprobs = replayed_old_logprobs(self.sets, output_ids=self.targets)
+        """float32 [T], on the CPU"""
+        self.tensors = self.sets.to_torch(completion_ids.device)
+
+
+def _add_candidate_head(model: Any, temperature: float) -> None:
+    """Let `model(..., candidate_rows=rows)` return log-probs and entropies over the sets.
+
+    The model's `forward` gets a branch, so the hooks of DDP and FSDP run around it.
+    """
+    other_forward = model.forward
+    config = model.config.get_text_config()
+
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: Any,
+        *args: Any,
+        candidate_rows: _ScoredRows | None = None,
+        compute_entropy: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if candidate_rows is None:
+            return other_forward(*args, **kwargs)
+        rows = candidate_rows
+        states = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state
+        head = self.get_output_embeddings()
+        scores = candidate_logprobs(
+            states[:, -rows.is_scored.shape[1] - 1 : -1][rows.is_scored],
+            _whole(head.weight),
+            rows.targets,
+            rows.tensors,
+            bias=_whole(head.bias),
+            temperature=temperature,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            logit_scale=_logit_scale(config),
+            entropy=compute_entropy,
+        )
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_zeros(rows.is_scored.shape).masked_scatter(rows.is_scored, values)
+
+        answer = {"logprobs": spread(scores.logprobs)}
+        if scores.entropy is not None:
+            answer["entropy"] = spread(scores.entropy)
+        return answer
+
+    model.forward = MethodType(forward, model)
+
+
+def _whole(parameter: Any) -> Any:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _logit_scale(config: Any) -> float:
+    """Return the number that a transformers model multiplies its logits by, before a soft cap."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if (scale := getattr(config, name, None)) is not None:
+            return float(scale)
+    if (scaling := getattr(config, "logits_scaling", None)) is None:
+        return 1.0
+    return float(scaling if config.model_type == "hyperclovax" else 1 / scaling)
+
+
+def _checked_sets(
+    sets: Any, completion_ids: Sequence[Sequence[int]], env_mask: Sequence[Sequence[int]] | None
+) -> list[CandidateSets]:
+    """Return the sets of a `rollout_func`'s answer, one value per completion.
+
+    Raises:
+        MissingCandidateSetsError: there are none.
+        InvalidInputError: they are not those of the completions, or a token with a loss has none.
+    """
+    if sets is None or any(each is None for each in sets):
+        raise MissingCandidateSetsError(
+            "candidate_sets", "missing in the rollout_func's answer; return rollout_fields(rollouts)"
+        )
+    if len(sets) != len(completion_ids):
+        raise InvalidInputError(f"candidate_sets: got {len(sets)}, expected {len(completion_ids)}")
+    for i, (each, ids) in enumerate(zip(sets, completion_ids, strict=True)):
+        replayed_old_logprobs(each, output_ids=list(ids))
+        has_loss = np.ones(len(ids)) if env_mask is None else np.asarray(env_mask[i])
+        if (lacking := np.flatnonzero((each.sizes == 0) & (has_loss != 0))).size:
+            raise InvalidInputError(
+                f"candidate_sets[{i}]: no candidates at position {lacking[0]}, expected some, or env_mask 0"
+            )
+    return list(sets)
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError for an argument of `GRPOTrainer` that cannot be replayed."""
+    if trl.__version__ not in SUPPORTED_TRL:
+        raise InvalidInputError(
+            f"trl: got release {trl.__version__}, expected {' or '.join(SUPPORTED_TRL)}; ReplayMixin"
+            " overrides private methods, which change between releases"
+        )
+    if arguments.get("rollout_func") is None:
+        raise InvalidInputError("rollout_func: got None, expected SGLangRollouts(client)")
+    config, model = arguments.get("args") or trl.GRPOConfig(), arguments["model"]
+    if config.max_completion_length is None:
+        raise InvalidInputError("max_completion_length: got None, expected a number of tokens for SGLang")
+    turns = "transformers would generate the turns after a tool's answer; override SGLangRollouts.generate"
+    for name, value, accepted, reason in (
+        ("use_vllm", config.use_vllm, (False,), "SGLang generates"),
+        ("tools", arguments.get("tools"), (None, []), turns),
+        ("environment_factory", arguments.get("environment_factory"), (None,), turns),
+        ("repetition_penalty", config.repetition_penalty, (None, 1.0), "penalties are not replayed"),
+        (
+            "generation_kwargs",
+            config.generation_kwargs,
+            (None, {}),
+            "they are transformers' options; use SGLangRollouts(client, sampling_params=...)",
+        ),
+        (
+            "peft_config",
+            arguments.get("peft_config") or getattr(model, "peft_config", None),
+            (None,),
+            "adapters are not merged for the engine",
+        ),
+    ):
+        if value not in accepted:
+            raise InvalidInputError(f"{name}: got {describe(value)}, expected {accepted[0]}: {reason}")
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Raise InvalidInputError for a model or a dataset that cannot be replayed."""
+    for name, is_enabled in (("deepspeed", trainer.is_deepspeed_enabled), ("fsdp", trainer.is_fsdp_enabled)):
+        if is_enabled:
+            raise InvalidInputError(f"{name}: got a sharded model, expected one process or DDP: not tested")
+    if trainer.aux_loss_enabled:
+        raise InvalidInputError(
+            f"router_aux_loss_coef: got {trainer.router_aux_loss_coef}, expected 0: the candidate head"
+            " returns no router logits"
+        )
+    if trainer._is_vlm:
+        raise InvalidInputError(
+            "processing_class: got a processor, expected a tokenizer: the client sends no images"
+        )
+    evals = trainer.eval_dataset
+    for dataset in (trainer.train_dataset, *(evals.values() if isinstance(evals, dict) else [evals])):
+        if columns := {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
+            raise InvalidInputError(
+                f"dataset: got a column {min(columns)!r}, expected none: the client sends no images"
+            )

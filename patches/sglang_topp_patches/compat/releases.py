@@ -1,0 +1,203 @@
+"""List the SGLang releases that the patch set serves, and the features that each one is refused.
+
+No other module knows releases. A release has a class of SGLang's internals (`internals`), its seams
+(`seams`), and its refused features. The patch set refuses a release that is not listed, even if every seam
+holds: a signature does not tell what a log-prob means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+
+from sglang_topp_patches.compat import seams
+from sglang_topp_patches.compat.internals.interface import Internals
+from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import (
+    Sglang0512,
+    Sglang0513,
+    Sglang0514,
+    Sglang0515,
+)
+from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import Sglang0516, Sglang0518
+from sglang_topp_patches.compat.internals.sglang_0_5_19_and_later import (
+    Sglang0519,
+    Sglang0520,
+    Sglang0521,
+    Sglang0523,
+)
+from sglang_topp_patches.compat.seams import Seam
+
+__all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals", "refused"]
+
+
+class Feature(StrEnum):
+    """A feature that a release may be refused, by the name that users know."""
+
+    SAMPLER_SOURCE = "top_logprobs_source"
+    WEIGHT_VERSIONS = "weight_versions"
+    PIPELINE = "--pp-size"
+    DISAGGREGATION = "--disaggregation-mode"
+    HTTP_WORKERS = "--tokenizer-worker-num"
+    RESUMED = "resumed_tokens"
+    SPECULATIVE = "--speculative-algorithm"
+    REJECTION_SAMPLING = "--speculative-use-rejection-sampling"
+
+
+@dataclass(frozen=True)
+class Release:
+    """One SGLang release.
+
+    Attributes:
+        internals: its internals, as the hooks need them.
+        seams: the functions that hooks wrap or call.
+        refused: the features that it is refused, and why.
+    """
+
+    internals: Internals
+    seams: tuple[Seam, ...]
+    refused: Mapping[Feature, str] = field(default_factory=dict)
+
+
+_ALL = (*seams.COMMON, *seams.IN_PROCESS, *seams.OPENAI, *seams.DISAGGREGATION)
+
+_WITH_AUXILIARY_OUTPUT = (
+    *_ALL,
+    *seams.GRPC,
+    *seams.STREAMER,
+    *seams.LOGPROB_PROCESSORS,
+    *seams.NORMALIZER,
+    *seams.SEND_WITH_STATE,
+    *seams.WEIGHT_PUSHES,
+    *seams.WEIGHT_VERSIONS,
+    *seams.AUXILIARY_OUTPUT,
+)
+_BEFORE_AUXILIARY_OUTPUT = (
+    *_ALL,
+    *seams.SCORED_ROWS,
+    *seams.COPY_TO_HOST,
+    *seams.SEND_BY_LOOKUP,
+    *seams.NO_HTTP_CONTRACT,
+)
+_WITH_PROCESSORS = (
+    *_BEFORE_AUXILIARY_OUTPUT,
+    *seams.GRPC,
+    *seams.COMMIT,
+    *seams.WEIGHT_PUSHES,
+    *seams.LOGPROB_PROCESSORS,
+)
+
+_NO_PLUGINS_IN_WORKERS = {
+    Feature.HTTP_WORKERS: "SGLang's HTTP workers load no plugins, and their application cannot be chosen"
+}
+_BEFORE_0_5_23 = {
+    **_NO_PLUGINS_IN_WORKERS,
+    Feature.RESUMED: "SGLang has no function that sends a request which is aborted while it waits",
+}
+_UNTRIED = {Feature.SPECULATIVE: "was not tried with this SGLang"}
+_OTHER_REJECTION = {Feature.REJECTION_SAMPLING: "its sampling kernel was not checked with this SGLang"}
+_BEFORE_0_5_20 = {
+    **_BEFORE_0_5_23,
+    Feature.SAMPLER_SOURCE: "SGLang's sampler does not return what it drew from",
+}
+_BEFORE_0_5_19 = {
+    **_BEFORE_0_5_20,
+    Feature.PIPELINE: "SGLang sends no extension's output from stage to stage",
+    Feature.WEIGHT_VERSIONS: "SGLang's scheduler does not know the name of its weights",
+}
+_BEFORE_0_5_13 = {
+    **_BEFORE_0_5_19,
+    # Tensors reach the HTTP process unconverted. 0.5.12 also completes nixl transfers for
+    # hybrid models only.
+    Feature.DISAGGREGATION: "a request for `top_logprobs_num` ends SGLang's prefill server",
+}
+
+_SGLANG_0_5_22 = (
+    *_WITH_AUXILIARY_OUTPUT,
+    *seams.HTTP_CONTRACT,
+    *seams.COMPOSED,
+    *seams.SAMPLER_SOURCE,
+    *seams.TOP_K_RANKING,
+    *seams.SCORED_ROWS_ON_HOST,
+    *seams.DETOKENIZER,
+    *seams.WEIGHT_UPDATE_SESSIONS,
+)
+_SGLANG_0_5_20 = (
+    *_WITH_AUXILIARY_OUTPUT,
+    *seams.FEW_STATUSES,
+    *seams.NO_HTTP_CONTRACT,
+    *seams.COMPOSED,
+    *seams.SAMPLER_SOURCE,
+    *seams.SCORED_ROWS,
+)
+_SGLANG_0_5_13 = (
+    *_BEFORE_AUXILIARY_OUTPUT,
+    *seams.COMMIT,
+    *seams.WEIGHT_PUSHES,
+    *seams.SAMPLER_LOGPROBS,
+)
+_SGLANG_0_5_14 = (*_SGLANG_0_5_13, *seams.GRPC)
+_SGLANG_0_5_15 = (*_SGLANG_0_5_14, *seams.VERIFICATION_BEFORE_0_5_16)
+_SGLANG_0_5_12 = (
+    *_BEFORE_AUXILIARY_OUTPUT,
+    *seams.PROMPT_TOKEN_IDS,
+    *seams.COMMIT_IN_MIXIN,
+    *seams.WEIGHT_PUSHES_IN_MIXIN,
+    *seams.SAMPLER_LOGPROBS,
+)
+
+RELEASES: Mapping[str, Release] = MappingProxyType(
+    {
+        "0.5.23": Release(Sglang0523(), (*_SGLANG_0_5_22, *seams.RESUME, *seams.VERIFICATION)),
+        "0.5.22": Release(Sglang0521(), (*_SGLANG_0_5_22, *seams.FEW_STATUSES), _BEFORE_0_5_23 | _UNTRIED),
+        "0.5.21": Release(
+            Sglang0521(), (*_SGLANG_0_5_20, *seams.WEIGHT_UPDATE_SESSIONS), _BEFORE_0_5_23 | _UNTRIED
+        ),
+        "0.5.20": Release(Sglang0520(), _SGLANG_0_5_20, _BEFORE_0_5_23 | _UNTRIED),
+        "0.5.19": Release(
+            Sglang0519(),
+            (*_WITH_AUXILIARY_OUTPUT, *seams.FEW_STATUSES, *seams.NO_HTTP_CONTRACT, *seams.SCORED_ROWS),
+            _BEFORE_0_5_20 | _UNTRIED,
+        ),
+        "0.5.18": Release(Sglang0518(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19 | _UNTRIED),
+        "0.5.17": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTRIED),
+        "0.5.16": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTRIED),
+        "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
+        # Speculation was run on 0.5.15.post1. The functions of its seams are the same here.
+        "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
+        "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTRIED),
+        "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTRIED),
+        "0.5.13": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTRIED),
+        "0.5.12.post1": Release(Sglang0512(), _SGLANG_0_5_12, _BEFORE_0_5_13 | _UNTRIED),
+        "0.5.12": Release(Sglang0512(), _SGLANG_0_5_12, _BEFORE_0_5_13 | _UNTRIED),
+    }
+)
+"""The releases by version, the newest first."""
+
+_REFUSING = (*_ALL, *seams.HTTP_CONTRACT, *seams.GRPC, *seams.NO_HTTP_CONTRACT)
+
+UNLISTED = Release(Sglang0523(), _REFUSING, dict.fromkeys(Feature, "is not a supported release"))
+"""A release that is not listed: the seams to refuse and report at, as far as it has them."""
+
+
+@cache
+def installed() -> tuple[str, Release]:
+    """Return the installed SGLang's version and release. The version is empty if SGLang is not installed."""
+    try:
+        name = version("sglang")
+    except PackageNotFoundError:
+        name = ""
+    return name, RELEASES.get(name, UNLISTED)
+
+
+def internals() -> Internals:
+    """Return the installed SGLang's internals."""
+    return installed()[1].internals
+
+
+def refused(feature: Feature) -> str:
+    """Return why the installed SGLang is refused a feature, or an empty string."""
+    return installed()[1].refused.get(feature, "")

@@ -1,0 +1,145 @@
+"""Check that the running SGLang has every seam: each function and attribute that the patch set uses.
+
+SGLang logs and swallows a plugin's exceptions, so this module records problems instead of raising. If there
+is a problem, the request hooks refuse every request for sets. `GET /server_info` and `sglang-topp doctor`
+list all problems.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from sglang_topp_patches.compat.releases import RELEASES, UNLISTED, Release, installed
+from sglang_topp_patches.compat.seams import Seam
+from sglang_topp_patches.memory.budget import budget_problem
+
+__all__ = ["SeamCheck", "Status", "check_seams", "difference", "nearest", "status"]
+
+
+@dataclass(frozen=True)
+class SeamCheck:
+    """The check of one seam. `problem` is empty if the seam holds."""
+
+    seam: Seam
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """The status of the patch set in this process.
+
+    Attributes:
+        sglang_version: the installed SGLang's, or an empty string.
+        checks: one per seam. Empty if the release is not supported.
+        problems: every reason why the feature is refused. Empty if it is served.
+    """
+
+    sglang_version: str
+    checks: tuple[SeamCheck, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def active(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the status as `GET /server_info` shows it under `sglang_topp`."""
+        return {
+            "version": version("sglang-topp"),
+            "active": self.active,
+            "seams": {check.seam.target: check.problem or "holds" for check in self.checks},
+            "refused": {str(feature): reason for feature, reason in installed()[1].refused.items()},
+            "problems": list(self.problems),
+        }
+
+
+def check_seams() -> Status:
+    """Check every seam of the installed SGLang release, whether or not hooks are installed."""
+    name, release = installed()
+    if not name:
+        return Status("", (), ("SGLang is not installed",))
+    if release is UNLISTED:
+        supported = ", ".join(RELEASES)
+        return Status(name, (), (f"SGLang {name} is not supported; supported: {supported}",))
+    checks = _checks(release)
+    problems = [f"{c.seam.target}: {c.problem}" for c in checks if c.problem]
+    return Status(name, checks, tuple(filter(None, [*problems, _patch_of_slime(), budget_problem()])))
+
+
+def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
+    """Return the listed release whose seams the installed SGLang has most of, and the check of each seam."""
+    found = {name: _checks(release) for name, release in RELEASES.items()}
+    best = min(found, key=lambda name: sum(bool(check.problem) for check in found[name]))
+    return best, found[best]
+
+
+def _patch_of_slime() -> str:
+    """Return that SGLang's source has slime's patch of the sampler, or an empty string.
+
+    Every seam holds with it, but the log-probs of some requests are renormalized before they reach us.
+    """
+    for module in ("sampler", "utils.logprob", "logprob_processor"):
+        try:
+            pkgutil.resolve_name(f"sglang.srt.layers.{module}:renorm_logprob_over_top_p")
+        except (ImportError, AttributeError):
+            continue
+        return (
+            f"sglang.srt.layers.{module} has renorm_logprob_over_top_p: this SGLang was changed by slime's"
+            " sglang-top_p.patch, and its log-probs are not always those of the whole vocabulary; install"
+            " SGLang without that patch file (this plugin answers return_top_p_token_ids itself)"
+        )
+    return ""
+
+
+def _checks(release: Release) -> tuple[SeamCheck, ...]:
+    return tuple(SeamCheck(seam, _problem(seam)) for seam in release.seams)
+
+
+@functools.cache
+def status() -> Status:
+    """Check every seam, and whether this process has installed the hooks.
+
+    Call it only after SGLang has loaded its plugins. The first result is kept, because every request needs
+    it.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    found = check_seams()
+    patched: set[str] = getattr(HookRegistry, "_patched", set())
+    # After a problem, the plugin installs only the hooks that refuse and report.
+    expected = [c.seam.target for c in found.checks if any(found.active or h.always for h in c.seam.hooks)]
+    idle = [target for target in expected if target not in patched]
+    problems = found.problems + tuple(
+        f"{target}: its hook is not in place; do SGLANG_PLUGINS and SGLANG_PLATFORM allow the plugin, and"
+        " does SGLang's log show an error from it?"
+        for target in idle
+    )
+    return Status(found.sglang_version, found.checks, problems)
+
+
+def _problem(seam: Seam) -> str:
+    try:
+        target = pkgutil.resolve_name(seam.target)
+    except Exception as error:  # an import that fails in any way is a seam that does not hold
+        return f"not found ({type(error).__name__}: {error})"
+    try:
+        names = tuple(inspect.signature(target).parameters)
+    except (TypeError, ValueError) as error:
+        return f"has no signature to check ({error})"
+    return difference(seam, names)
+
+
+def difference(seam: Seam, names: tuple[str, ...]) -> str:
+    """Return how a function with the parameters `names` differs from a seam, or an empty string."""
+    missing = [name for name in seam.parameters if name not in names]
+    if missing:
+        return f"takes ({', '.join(names)}), expected {', '.join(missing)} among them"
+    order = [names.index(name) for name in seam.parameters]
+    if order != sorted(order):
+        return f"takes ({', '.join(names)}), expected the order {', '.join(seam.parameters)}"
+    return ""

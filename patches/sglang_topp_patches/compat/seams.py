@@ -1,0 +1,746 @@
+"""List every function of SGLang that the patch set depends on, in groups.
+
+A seam is an SGLang function that hooks wrap or call. `seam_check` verifies at startup that each one exists
+and takes the parameters that the hooks rely on. `releases` says which groups a release has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Hook", "Seam"]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A function of this package that wraps a seam.
+
+    Attributes:
+        kind: BEFORE, AFTER, or AROUND, as SGLang's `HookType` names them.
+        function: `module.function` of this package.
+        always: whether the hook is installed even where sets are refused, to refuse or to report.
+        state: the field of `plugin.ProcessState` that the hook gets as its first argument. Empty for a hook
+            without state.
+    """
+
+    kind: str
+    function: str
+    always: bool = False
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One SGLang function or class that the patch set depends on.
+
+    Attributes:
+        target: the dotted path, `module.attribute` or `module.Class.method`.
+        parameters: parameter names that the signature must have, in this order.
+        purpose: what the patch set does there.
+        hooks: the hooks, the innermost first. Empty where the patch set only calls or extends the target.
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    purpose: str
+    hooks: tuple[Hook, ...] = ()
+
+
+def _before(function: str, *, always: bool = False, state: str = "") -> Hook:
+    return Hook("BEFORE", function, always, state)
+
+
+def _after(function: str, *, always: bool = False, state: str = "") -> Hook:
+    return Hook("AFTER", function, always, state)
+
+
+def _around(function: str, *, always: bool = False, state: str = "") -> Hook:
+    return Hook("AROUND", function, always, state)
+
+
+_REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+_OPENAI = "sglang.srt.entrypoints.openai"
+_GRPC = "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_RESULTS_MIXIN = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATER_MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
+_LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
+_LOGPROBS = "sglang.srt.layers.logprob_processor"
+_PIPELINE = "sglang.srt.managers.scheduler_pp_mixin"
+_ANSWERED_FROM = ("self", "adapted_request", "request", "raw_request")
+
+COMMON = (
+    Seam(
+        _REQUEST,
+        ("text", "input_ids"),
+        "adds top_logprobs_p, top_logprobs_source, and return_logprobs_in_base64 to the request",
+    ),
+    Seam(
+        f"{_REQUEST}.normalize_batch_and_arguments",
+        ("self",),
+        "checks the fields, spreads them over the batch, and passes them to the scheduler",
+        (_around("http.request_fields.normalize", state="http"),),
+    ),
+    Seam(
+        f"{_REQUEST}.__getitem__",
+        ("self", "i"),
+        "keeps the fields on the parts of a batch",
+        (_after("http.request_fields.get_item"),),
+    ),
+    Seam(
+        f"{_SCHEDULER}._add_request_to_queue",
+        ("self", "req"),
+        "refuses a request that bypassed the HTTP checks",
+        (_before("scheduler.refuse_unchecked_requests.check_request", always=True, state="scheduler"),),
+    ),
+    Seam(
+        f"{_SCHEDULER}.abort_request",
+        ("self", "recv_req"),
+        "stops counting the sets of requests that are aborted while they wait",
+        (_before("scheduler.request_budget.close_accounts_of_aborted"),),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
+        ("self", "error_msg"),
+        "refuses a request in the scheduler",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.FINISH_ABORT",
+        ("message", "status_code", "err_type"),
+        "ends a request with an error",
+    ),
+    Seam(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        ("batch", "model_runner"),
+        "notes which rows of a forward pass ask for sets",
+        (_after("scheduler.requested_rows.note_requested_rows", state="scheduler"),),
+    ),
+    Seam(
+        f"{_RUNNER}.sample",
+        ("self", "logits_output", "forward_batch"),
+        "attaches the generated tokens' sets to the pass",
+        (_around("scheduler.generated_sets.sample"),),
+    ),
+    Seam(
+        f"{_RUNNER}.compute_logprobs_only",
+        ("self", "logits_output", "forward_batch"),
+        "attaches the sets of a pass that only scores prompts",
+        (_around("scheduler.prompt_sets.compute_logprobs_only"),),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
+        ("self",),
+        "counts a prompt once that is scored again after a retraction",
+        (_after("scheduler.prompt_sets.forget_rows"),),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
+        ("self", "tree_cache"),
+        "keeps a scored prompt from sharing KV with other weights",
+        (_before("scheduler.cache_namespace.PrefixCache.choose_namespace", state="prefix_cache"),),
+    ),
+    Seam(
+        f"{_SCHEDULER}.flush_cache",
+        ("self",),
+        "learns that the prefix cache holds no KV of older weights",
+        (_after("scheduler.cache_namespace.PrefixCache.note_flush", state="prefix_cache"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._handle_batch_output",
+        ("self", "recv_obj"),
+        "receives the sets from the scheduler",
+        (_before("http.tokenizer_manager.receive_entries"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info",
+        ("self", "meta_info", "state", "top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs"),
+        "notes which positions a chunk shows",
+        (
+            _after("http.tokenizer_manager.write_meta_info", state="http"),
+            _after("http.resume.note_in_meta_info"),
+        ),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks",
+        ("self", "out_list", "rid"),
+        "merges the sets of streamed chunks that SGLang merges",
+        (_after("http.tokenizer_manager.merge_chunks"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._handle_abort_req",
+        ("self", "recv_obj"),
+        "writes all tokens into the last chunk of a request that is aborted while it waits",
+        (_around("http.tokenizer_manager.write_last_chunk"),),
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info",
+        ("meta_info", "last_output_offset"),
+        "knows which fields of a chunk hold one entry per token",
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.generate_request",
+        ("self", "obj", "request"),
+        "adds an offline engine's fields to its request; collects the sets of OpenAI routes",
+        (
+            _before("http.offline_engine.set_fields"),
+            _around("http.openai.collect_sets"),
+        ),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.abort_request",
+        ("self", "rid"),
+        "aborts a request that can only end as an error",
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.__init__",
+        ("self", "server_args"),
+        "learns the server mode and the model's limits; guards the other routes",
+        (
+            _after("http.process_state.note_server_args", always=True, state="http"),
+            _after("http.process_state.note_model", state="http"),
+            _after("http.route_policy.guard_served_app", always=True, state="http"),
+        ),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}.get_internal_state",
+        ("self",),
+        "collects whether the schedulers are patched",
+        (_around("http.server_info.note_scheduler_states", always=True, state="http"),),
+    ),
+    Seam(
+        f"{_SCHEDULER}.get_internal_state",
+        ("self", "recv_req"),
+        "reports whether a scheduler is patched",
+        (_after("http.server_info.report_state", always=True, state="scheduler"),),
+    ),
+)
+"""In every release."""
+
+IN_PROCESS = (
+    Seam(
+        f"{_ENGINE}.generate",
+        ("self", "prompt", "sampling_params", "input_ids"),
+        "accepts the fields as keyword arguments of an offline engine",
+        (_around("http.offline_engine.generate"),),
+    ),
+    Seam(
+        f"{_ENGINE}.async_generate",
+        ("self", "prompt", "sampling_params", "input_ids"),
+        "accepts the fields as keyword arguments of an offline engine",
+        (_around("http.offline_engine.async_generate"),),
+    ),
+)
+"""The offline engine: `sglang.Engine` in the caller's process."""
+
+OPENAI = (
+    Seam(
+        f"{_OPENAI}.serving_completions.OpenAIServingCompletion._handle_non_streaming_request",
+        _ANSWERED_FROM,
+        "adds the sets to an answer of /v1/completions",
+        (_around("http.openai.add_to_answer"),),
+    ),
+    Seam(
+        f"{_OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream",
+        _ANSWERED_FROM,
+        "so do its streams",
+        (_around("http.openai.add_to_stream"),),
+    ),
+    Seam(
+        f"{_OPENAI}.serving_chat.OpenAIServingChat._handle_non_streaming_request",
+        _ANSWERED_FROM,
+        "adds the sets to an answer of /v1/chat/completions",
+        (_around("http.openai.add_to_answer"),),
+    ),
+    Seam(
+        f"{_OPENAI}.serving_chat.OpenAIServingChat._generate_chat_stream",
+        _ANSWERED_FROM,
+        "so do its streams",
+        (_around("http.openai.add_to_stream"),),
+    ),
+)
+"""OpenAI's completion and chat routes."""
+
+RESUME = (
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        ("self", "new_accepted_len"),
+        "finishes an aborted answer if its last token ends it anyway",
+        (_around("http.resume.finish_or_abort"),),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.tail_str",
+        ("self", "new_accepted_len"),
+        "finds stop strings across the cut of a resumed answer",
+        (_around("http.resume.tail_str"),),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.check_match_stop_str_prefix",
+        ("self",),
+        "holds back text that may begin a stop string whose next character is incomplete",
+        (_around("http.resume.hold_back_stop_string"),),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.init_incremental_detokenize",
+        ("self",),
+        "decodes the text of a resumed answer from before the cut",
+        (_around("http.resume.begin_text"),),
+    ),
+    Seam(
+        f"{_SCHEDULER}.send_abort_output",
+        ("self", "abort_req", "req"),
+        "sends all tokens of a request that is aborted while it waits",
+        (_around("http.resume.send_all_tokens"),),
+    ),
+    Seam(
+        f"{_SCHEDULER}.collect_inflight_reqs",
+        ("self",),
+        "finds the running requests that are aborted during an in_place pause",
+    ),
+    Seam(
+        f"{_SCHEDULER}.abort_request",
+        ("self", "recv_req"),
+        "sends the tokens of requests that are aborted during an in_place pause",
+        (_after("http.resume.send_while_paused"),),
+    ),
+)
+"""Resumed answers, since 0.5.23."""
+
+
+def _verification(logprobs: str) -> tuple[Seam, ...]:
+    return (
+        Seam(
+            "sglang.srt.speculative.eagle_utils.eagle_sample",
+            ("verify_input", "batch", "logits_output"),
+            "keeps what speculative verification draws, and from what",
+            (_around("scheduler.speculative_verification.sample"),),
+        ),
+        Seam(
+            logprobs,
+            ("batch", "logits_output", "predict", "accept_index"),
+            "takes the sets of accepted tokens from the logits that SGLang reports log-probs of",
+            (_around("scheduler.speculative_verification.compute_logprobs", state="scheduler"),),
+        ),
+    )
+
+
+VERIFICATION = _verification(f"{_LOGPROBS}.compute_spec_logprobs")
+"""Speculative verification, since 0.5.18."""
+
+VERIFICATION_BEFORE_0_5_16 = _verification("sglang.srt.layers.utils.logprob.compute_spec_v2_logprobs")
+"""Speculative verification, up to 0.5.15.post1."""
+
+GRPC = (
+    Seam(
+        f"{_GRPC}.submit_request",
+        ("self", "req_dict"),
+        "refuses the fields over gRPC, whose messages cannot carry sets",
+        (_before("http.route_policy.refuse_grpc", always=True),),
+    ),
+    Seam(
+        f"{_GRPC}._submit_openai",
+        ("self", "serving_key", "streaming", "json_body"),
+        "refuses the fields of OpenAI requests over gRPC",
+        (_before("http.route_policy.refuse_grpc_openai", always=True),),
+    ),
+)
+"""SGLang's gRPC server, since 0.5.14."""
+
+HTTP_CONTRACT = (
+    Seam(
+        "sglang.srt.entrypoints.api_contract.generate_contract_error",
+        ("body",),
+        "answers bad input with HTTP 400 before a stream begins",
+        (_after("http.request_fields.check_body", always=True, state="http"),),
+    ),
+    Seam(
+        "sglang.srt.utils.common.build_server_info",
+        ("server_args", "scheduler_info"),
+        "adds the patch set's status to GET /server_info",
+        (_after("http.server_info.add_status", always=True, state="http"),),
+    ),
+)
+"""Functions for early errors and for GET /server_info, since 0.5.22."""
+
+AUXILIARY_OUTPUT = (
+    Seam(
+        f"{_PIPELINE}.add_auxiliary_output_to_pp_tensors",
+        ("tensors", "output"),
+        "sends the sets from the last pipeline stage",
+        (_around("scheduler.pipeline_parallel.add_to_stage_output", state="in_flight"),),
+    ),
+    Seam(
+        f"{_PIPELINE}.pop_auxiliary_output_from_pp_tensors",
+        ("tensors", "observer"),
+        "receives the sets in the first pipeline stage",
+        (_around("scheduler.pipeline_parallel.take_from_stage_output"),),
+    ),
+)
+"""Auxiliary outputs, which SGLang copies, commits, and sends between pipeline stages, since 0.5.19."""
+
+COMPOSED = (
+    Seam(
+        "sglang.srt.managers.auxiliary_output.append_auxiliary_output",
+        ("current", "output"),
+        "copies the sets to the host with SGLang's own results",
+    ),
+    Seam(
+        "sglang.srt.managers.auxiliary_output.CommittedTokens",
+        ("output_index", "token_ids"),
+        "knows which tokens became visible",
+    ),
+)
+"""Several auxiliary outputs of one pass, since 0.5.20."""
+
+DISAGGREGATION = (
+    Seam(
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
+        ("self", "decode_req"),
+        "learns on a decode server that the prefill server has the first token's set",
+        (_after("disaggregation.fetch_prefill_sets.note_first_token"),),
+    ),
+    Seam(
+        "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes",
+        ("self",),
+        "answers for the first token's set on a prefill server",
+        (_after("disaggregation.serve_prefill_sets.PrefillServer.add_route", state="prefill_server"),),
+    ),
+    Seam(
+        "sglang.srt.utils.network.NetworkAddress",
+        ("host", "port"),
+        "builds the prefill server's address",
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._tokenize_one_request",
+        ("self", "obj"),
+        "waits on a prefill server until the decode server asks for the first token's set",
+        (
+            _around(
+                "disaggregation.serve_prefill_sets.PrefillServer.await_decode_server", state="prefill_server"
+            ),
+        ),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._batch_tokenize_and_process",
+        ("self", "batch_size", "obj"),
+        "waits on a prefill server until the decode server asks for each prompt's set",
+        (
+            _around(
+                "disaggregation.serve_prefill_sets.PrefillServer.await_decode_servers", state="prefill_server"
+            ),
+        ),
+    ),
+)
+"""Disaggregated servers, which only prefill or only decode."""
+
+
+def _weight_pushes(updater: str, *functions: str) -> tuple[Seam, ...]:
+    return tuple(
+        Seam(
+            f"{updater}.{function}",
+            ("self", "recv_req"),
+            "counts weight pushes",
+            (_before("scheduler.cache_namespace.PrefixCache.note_push", state="prefix_cache"),),
+        )
+        for function in functions
+    )
+
+
+_PUSHES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+
+WEIGHT_PUSHES = _weight_pushes(_UPDATER, *_PUSHES)
+"""Weight pushes, since 0.5.13."""
+
+WEIGHT_PUSHES_IN_MIXIN = _weight_pushes(_UPDATER_MIXIN, *_PUSHES)
+"""Weight pushes that the scheduler itself handles, in 0.5.12."""
+
+WEIGHT_UPDATE_SESSIONS = _weight_pushes(_UPDATER, "begin_weight_update", "end_weight_update")
+"""Sessions in which peers may write the weights, since 0.5.21."""
+
+WEIGHT_VERSIONS = (
+    Seam(
+        f"{_SCHEDULER}.record_weight_version_change",
+        ("self", "new_version"),
+        "relies on a new weight version only between two passes",
+    ),
+    Seam(
+        "sglang.srt.runtime_context.get_serving",
+        (),
+        "reads the weight version",
+    ),
+)
+"""The weight version in the scheduler, since 0.5.19."""
+
+SAMPLER_SOURCE = (
+    Seam(
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+        "captures the sampler's weights after its filters, as SGLang does for its own mask",
+        (_around("scheduler.sampler_support.sample_from_probs"),),
+    ),
+    Seam(
+        "sglang.srt.runtime_context.get_exec",
+        (),
+        "reads which backend samples",
+    ),
+)
+"""A sampler that returns its weights, since 0.5.20."""
+
+TOP_K_RANKING = (
+    Seam(
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        ("probs", "top_ks", "sampling_seed", "return_filtered_probs", "max_top_k"),
+        "ranks no more tokens of a row for that than top_k keeps",
+        (_around("scheduler.sampler_support.sample_of_the_highest"),),
+    ),
+)
+"""A torch sampler that ranks only as many tokens as top_k keeps, since 0.5.22."""
+
+LOGPROB_PROCESSORS = (
+    Seam(
+        f"{_LOGPROBS}.OutputLogprobProcessor.compute_logprobs",
+        ("self", "logprobs", "top_logprobs_nums", "token_ids_logprobs", "batch_next_token_ids"),
+        "takes the sets from the log-probs that SGLang reports",
+        (_around("scheduler.generated_sets.compute_logprobs"),),
+    ),
+    Seam(
+        f"{_LOGPROBS}.InputLogprobProcessor.forward",
+        (
+            "self",
+            "pruned_states",
+            "sample_indices",
+            "input_logprob_indices",
+            "token_to_seq_idx",
+            "lm_head",
+            "get_logits_fn",
+            "logits_metadata",
+        ),
+        "takes the prompt's sets from the logits that SGLang scores the prompt with",
+        (_around("scheduler.prompt_sets.forward"),),
+    ),
+)
+"""Processors of log-probs, since 0.5.16."""
+
+NORMALIZER = (
+    Seam(
+        f"{_LOGPROBS}.compute_row_log_normalizer",
+        ("logits",),
+        "computes prompt log-probs as SGLang does",
+    ),
+)
+"""Prompt log-probs from a normalizer instead of `log_softmax`, since 0.5.18."""
+
+SCORED_ROWS_ON_HOST = (
+    Seam(
+        "sglang.srt.layers.logits_processor.LogitsMetadata",
+        (
+            "extend_logprob_pruned_lens_cpu",
+            "top_logprobs_nums",
+            "extend_input_logprob_token_ids_gpu",
+            "input_logprob_indices_cpu",
+        ),
+        "reads which rows of a pass score which prompt tokens",
+    ),
+)
+"""The scored rows of a pass, also on the host, since 0.5.21."""
+
+SEND_WITH_STATE = (
+    Seam(
+        f"{_TOKENIZER_MANAGER}._stream_one_response",
+        ("self", "obj", "state", "request"),
+        "writes the sets into a chunk when it is sent",
+        (_around("http.tokenizer_manager.write_sets", state="http"),),
+    ),
+)
+"""A function that sends an answer, given its state, since 0.5.19."""
+
+FEW_STATUSES = (
+    Seam(
+        f"{_TOKENIZER_MANAGER}._stream_one_response",
+        ("self", "obj", "state", "request"),
+        "answers every error with its status",
+        (_after("http.tokenizer_manager.answer_with_status"),),
+    ),
+)
+"""An HTTP server that answers few errors with their status, before 0.5.23."""
+
+STREAMER = (
+    Seam(
+        f"{_STREAMER}.stream_output",
+        ("self", "reqs", "return_logprob"),
+        "frees the sets that were sent",
+        (_after("scheduler.generated_sets.free_sent_entries"),),
+    ),
+)
+"""An object that sends the scheduler's output, since 0.5.13."""
+
+DETOKENIZER = (
+    Seam(
+        "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out",
+        ("self", "recv_obj"),
+        "returns freed memory to the OS after large sets",
+        (_after("memory.detokenizer_malloc_trim.trim_after_batch", state="in_flight"),),
+    ),
+)
+"""A detokenizer that loads plugins, since 0.5.22."""
+
+SCORED_ROWS = (
+    Seam(
+        "sglang.srt.layers.logits_processor.LogitsMetadata",
+        ("extend_logprob_pruned_lens_cpu", "top_logprobs_nums", "extend_input_logprob_token_ids_gpu"),
+        "reads which rows of a pass score which prompt tokens",
+    ),
+)
+"""The scored rows of a pass, on the device alone, before 0.5.21."""
+
+COPY_TO_HOST = (
+    Seam(
+        "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
+        ("self", "return_logprob"),
+        "copies the sets to the host with SGLang's own results",
+        (_before("scheduler.auxiliary_output_before_0_5_19.copy_to_host"),),
+    ),
+)
+"""The copy of a pass's results to the host, before 0.5.19."""
+
+
+def _commit(results: str, streamer: str) -> tuple[Seam, ...]:
+    return (
+        Seam(
+            f"{results}.process_batch_result_prefill",
+            ("self", "batch", "result"),
+            "commits the tokens that became visible in a step",
+            (_around("scheduler.auxiliary_output_before_0_5_19.process"),),
+        ),
+        Seam(
+            f"{results}.process_batch_result_decode",
+            ("self", "batch", "result"),
+            "commits the tokens that became visible in a decoding step",
+            (_around("scheduler.auxiliary_output_before_0_5_19.process"),),
+        ),
+        Seam(
+            f"{streamer}.stream_output",
+            ("self", "reqs", "return_logprob"),
+            "adds the sets to their requests; frees the sets that were sent",
+            (
+                _before("scheduler.auxiliary_output_before_0_5_19.commit"),
+                _after("scheduler.generated_sets.free_sent_entries"),
+            ),
+        ),
+        Seam(
+            "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+            ".process_batch_result_disagg_prefill",
+            ("self", "batch", "result"),
+            "commits the first token that a prefill server draws",
+            (_around("scheduler.auxiliary_output_before_0_5_19.process_on_prefill_server"),),
+        ),
+    )
+
+
+COMMIT = _commit(_RESULTS, _STREAMER)
+"""The commit of tokens, from 0.5.13 to 0.5.18."""
+
+COMMIT_IN_MIXIN = _commit(_RESULTS_MIXIN, _RESULTS_MIXIN)
+"""The commit of tokens in a mixin of the scheduler, in 0.5.12."""
+
+SAMPLER_LOGPROBS = (
+    Seam(
+        "sglang.srt.layers.sampler.Sampler._attach_logprobs_to_output",
+        (
+            "self",
+            "logits_output",
+            "logprobs",
+            "top_logprobs_nums",
+            "token_ids_logprobs",
+            "sampling_info",
+            "batch_next_token_ids",
+        ),
+        "takes the sets from the log-probs that SGLang reports",
+        (_around("scheduler.generated_sets.attach_logprobs"),),
+    ),
+    Seam(
+        f"{_LOGITS}.process_input_logprobs",
+        ("self", "input_logits", "logits_metadata"),
+        "takes the prompt's sets from the logits that SGLang scores the prompt with",
+        (_around("scheduler.prompt_sets.process_whole"),),
+    ),
+    Seam(
+        f"{_LOGITS}.process_input_logprobs_by_chunk",
+        (
+            "self",
+            "pruned_states",
+            "sample_indices",
+            "input_logprob_indices",
+            "token_to_seq_idx",
+            "lm_head",
+            "logits_metadata",
+        ),
+        "takes the prompt's sets where SGLang scores the prompt in chunks",
+        (_around("scheduler.prompt_sets.process_by_chunk"),),
+    ),
+    Seam(
+        f"{_LOGITS}._get_logits",
+        ("self",),
+        "takes the sets of one such chunk",
+        (_after("scheduler.prompt_sets.observe_logits"),),
+    ),
+)
+"""Log-probs in the sampler and the logits processor, up to 0.5.15.post1."""
+
+SEND_BY_LOOKUP = (
+    Seam(
+        f"{_TOKENIZER_MANAGER}._wait_one_response",
+        ("self", "obj", "request"),
+        "writes the sets into a chunk when it is sent",
+        (_around("http.tokenizer_manager.write_sets_of", state="http"),),
+    ),
+)
+"""A function that sends an answer and looks up its state, before 0.5.19."""
+
+PROMPT_TOKEN_IDS = (
+    Seam(
+        f"{_REQUEST}.__getitem__",
+        ("self", "i"),
+        "keeps return_prompt_token_ids on the parts of a batch",
+        (_after("http.prompt_token_ids.get_item"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._send_one_request",
+        ("self", "tokenized_obj"),
+        "keeps a prompt's token ids for its answer",
+        (_before("http.prompt_token_ids.note"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._send_batch_request",
+        ("self", "tokenized_objs"),
+        "keeps the token ids of prompts that are sent together",
+        (_before("http.prompt_token_ids.note_batch"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._wait_one_response",
+        ("self", "obj", "request"),
+        "adds a prompt's token ids to its answer",
+        (_after("http.prompt_token_ids.write"),),
+    ),
+)
+"""Token ids of text prompts, which SGLang does not return before 0.5.13."""
+
+NO_HTTP_CONTRACT = (
+    Seam(
+        f"{_TOKENIZER_MANAGER}.__init__",
+        ("self", "server_args"),
+        "answers bad input with HTTP 400; adds the patch set's status to GET /server_info",
+        (_after("http.middleware_before_0_5_22.install", always=True, state="http"),),
+    ),
+)
+"""An HTTP server without the functions of `HTTP_CONTRACT`, before 0.5.22."""

@@ -1,0 +1,67 @@
+"""Stubs of two kernel packages that SGLang 0.5.12 imports on a CPU, and never calls.
+
+`sgl_kernel` needs the CUDA driver to be imported, and SGLang does not depend on `vllm`. The CPU platform
+takes plain-torch paths, which call no kernel of either package. A call of a stub is an error that names it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+__all__ = ["install"]
+
+# Nothing else of vllm is stubbed, so code that looks for the rest finds that it is not installed.
+_MODULES = ("vllm", "vllm._custom_ops")
+_PACKAGE = "sgl_kernel"
+
+
+def install() -> None:
+    """Make `import sgl_kernel`, with its submodules, and `import vllm._custom_ops` succeed in this process.
+
+    Only the CPU platform calls it. A second call does nothing.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Kernel:
+    """A kernel that has every attribute and cannot be called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Kernel:
+        if name.startswith("__"):
+            raise AttributeError(f"{self._name} has no attribute {name!r}")
+        return _Kernel(f"{self._name}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"{self._name} needs an accelerator, and this is the CPU platform")
+
+
+class _Stub(ModuleType):
+    def __getattr__(self, name: str) -> _Kernel:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return _Kernel(f"{self.__name__}.{name}")
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _MODULES and fullname.partition(".")[0] != _PACKAGE:
+            return None
+        return importlib.util.spec_from_loader(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: a stub has no code."""

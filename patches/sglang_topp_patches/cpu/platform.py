@@ -1,0 +1,195 @@
+"""An SGLang platform that serves on a CPU, on machines without an accelerator.
+
+`SGLANG_PLATFORM=sglang_topp_cpu` asks for it. SGLang resolves its platform while it is imported, before it
+parses its arguments, so `--device cpu` comes too late. Without the variable SGLang behaves as it does without
+this package: on a machine whose driver is broken it refuses to start.
+
+SGLang's own CPU engine needs kernels that no package ships. This platform takes the plain-torch paths
+instead: slow, but with the same scheduler, sampler, and HTTP server as everywhere else.
+
+SGLang's platform interface changed between 0.5.12 and 0.5.23. The class implements all versions of it. No
+method looks at the release.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+
+from sglang_topp.errors import PatchError
+from sglang_topp_patches.compat.source_inspection import PackageSource
+from sglang_topp_patches.cpu import kernel_stubs
+
+__all__ = ["TorchCpuPlatform", "activate", "register"]
+
+_NAME = "sglang_topp_cpu"  # of the entry points
+_LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
+
+
+def activate() -> str | None:
+    """Return the platform's class path if `SGLANG_PLATFORM` asks for it; the platform entry point.
+
+    Raises:
+        PatchError: the machine has an accelerator, or `SGLANG_USE_CPU_ENGINE=1` asks for another platform.
+            SGLang then does not start.
+    """
+    if not _is_selected():
+        return None
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        raise PatchError(f"SGLANG_USE_CPU_ENGINE: got 1 and SGLANG_PLATFORM={_NAME}, expected one of them")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "cpu":
+        raise PatchError(
+            f"SGLANG_PLATFORM: got {_NAME} on a machine with an accelerator ({accelerator.type}), which parts"
+            " of SGLang would use all the same; unset it, or hide the accelerator (CUDA_VISIBLE_DEVICES=)"
+        )
+    # Older releases' tensor-parallel ranks use NCCL wherever its library loads. NCCL does not serve a CPU.
+    os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
+    if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # before 0.5.14
+        kernel_stubs.install()
+    return f"{__name__}.{TorchCpuPlatform.__name__}"
+
+
+def register() -> None:
+    """Register the hooks that 0.5.12 needs on a CPU; the entry point of the group `sglang.srt.plugins`."""
+    if not _is_selected():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import ServerArgs
+
+    # Since 0.5.13 SGLang asks the platform for the device. A later release removed the method.
+    if hasattr(ServerArgs, "_handle_missing_default_values"):
+        target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
+        HookRegistry.register(target, _name_device, HookType.BEFORE)
+    # 0.5.12 pins memory in both methods without asking the platform. The second method marks that release.
+    pins = [f"{_LOGITS}._get_pruned_states", f"{_LOGITS}._expand_metadata_for_logprobs"]
+    if PackageSource.installed().has(pins[-1]):
+        for target in pins:
+            HookRegistry.register(target, _without_pinned_memory, HookType.AROUND)
+
+
+def _is_selected() -> bool:
+    return os.environ.get("SGLANG_PLATFORM") == _NAME
+
+
+def _name_device(server_args: Any) -> None:
+    if server_args.device is None:
+        server_args.device = "cpu"
+
+
+def _without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    pinning = torch.tensor
+
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return pinning(*args, **kwargs)
+
+    torch.tensor = tensor
+    try:
+        return original(*args, **kwargs)
+    finally:
+        torch.tensor = pinning
+
+
+class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no types
+    """SGLang on a CPU through torch's own kernels."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        server_args.device = "cpu"
+        server_args.attention_backend = server_args.attention_backend or "torch_native"
+        server_args.sampling_backend = server_args.sampling_backend or "pytorch"
+        server_args.disable_cuda_graph = True
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    # The device. All ranks share one CPU and its memory.
+
+    def get_device(self, device_id: int = 0) -> str:
+        # A string, because SGLang splits it (`device.split(":")`).
+        return "cpu"
+
+    def set_device(self, device: Any) -> None:
+        """Do nothing: there is one CPU."""
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        return f"cpu ({platform.machine()})"
+
+    def get_device_uuid(self, device_id: int = 0) -> str:
+        return platform.machine()
+
+    def get_device_capability(self, device_id: int = 0) -> None:
+        return None
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def get_current_memory_usage(self, device: Any = None) -> float:
+        memory = psutil.virtual_memory()
+        return float(memory.total - memory.available)
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def empty_cache(self) -> None:
+        gc.collect()
+
+    def synchronize(self) -> None:
+        """Do nothing: no operation is asynchronous."""
+
+    def get_torch_distributed_backend_str(self) -> str:
+        return "gloo"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
+    # SGLang up to 0.5.21 asks for these classes. Later releases ask `get_kv_pool_cls`, where None means the
+    # same classes.
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool  # type: ignore[no-any-return]  # SGLang ships no types
+
+    def get_mla_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        return MLATokenToKVPool  # type: ignore[no-any-return]  # SGLang ships no types
+
+    def get_kv_pool_cls(self, *, kind: str) -> None:
+        return None
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+        return PagedTokenToKVPoolAllocator  # type: ignore[no-any-return]  # SGLang ships no types
+
+    def get_graph_runner_cls(self) -> None:
+        return None
+
+    def support_cuda_graph(self) -> bool:
+        return False
+
+    def support_piecewise_cuda_graph(self) -> bool:
+        return False

@@ -1,0 +1,141 @@
+"""Fetch the sets of the first token and the prompt from the prefill server, on the decode server.
+
+The HTTP process asks at the prefill server's bootstrap server while the request runs (`open_question`).
+Nothing passes through the connection of the schedulers, whose buffers have a fixed size, and no scheduler
+waits. If the prefill server has no set, or not that of the answer's first token, the request ends as an
+error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from sglang_topp.errors import WireError
+from sglang_topp_patches.disaggregation.input_comparison import first_token_inputs
+from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken
+from sglang_topp_patches.scheduler.request_budget import is_refused
+from sglang_topp_patches.scheduler_messages import KEY, Entry, asking_field, custom_params
+
+__all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_question"]
+
+# The prefill server answers a question after 20 s at the latest.
+_READ_S = 40.0
+_RETRY_S = 0.5
+# The prefill server's scheduler and HTTP process are at most so far behind the KV cache.
+_LATE_S = 30.0
+
+
+def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
+    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`, in the scheduler: note that the set of the
+    token that came with the KV cache is on the prefill server."""
+    req = decode_req.req
+    if not req.return_logprob or not asking_field(custom_params(req).get) or is_refused(req):
+        return
+    if req.customized_info is None:
+        req.customized_info = {}
+    entries = req.customized_info.setdefault(KEY, [])
+    # A request that was retracted comes back with its last token, which has an entry.
+    while len(entries) < len(req.output_ids):
+        if getattr(decode_req, "is_rebootstrap", False):  # 0.5.16 and later
+            entries.append(Entry(None, "the prefill server drew the token again, without log-probs"))
+        else:
+            entries.append(Entry(None, handed_over=True))
+
+
+def num_scored_here(server_args: Any, state: Any) -> int | None:
+    """Return how many prompt positions this server's answer reports log-probs of, each of which needs a set.
+
+    Returns:
+        None on a decode server, which gets the prompt's sets with the first token's.
+    """
+    return None if server_args.disaggregation_mode == "decode" else len(state.input_token_logprobs_val)
+
+
+@asynccontextmanager
+async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Task[FirstToken] | None]:
+    """Ask the prefill server for a request's first token while the context is open.
+
+    Yields:
+        The task that asks; None if this is no decode server.
+    """
+    if server_args.disaggregation_mode != "decode":
+        yield None
+        return
+    task = asyncio.create_task(_ask(server_args, obj))
+    try:
+        yield task
+    finally:
+        task.cancel()
+
+
+async def fetch_first_token(
+    question: asyncio.Task[FirstToken] | None, state: Any, token_id: int | None
+) -> FirstToken:
+    """Return the first token and its sets from the prefill server, or the problem as its entry.
+
+    Args:
+        question: what `open_question` gave.
+        state: SGLang's `ReqState`.
+        token_id: the token that the answer begins with.
+    """
+    assert question is not None, "only a decode server's scheduler leaves a token's set elsewhere"
+    try:
+        async with asyncio.timeout(_LATE_S):
+            first = await asyncio.shield(question)
+    except TimeoutError:
+        return _problem(
+            f"the prefill server at {state.obj.bootstrap_host} sent none within {_LATE_S:g} s; was it asked"
+            " for sets, and for this bootstrap room?"
+        )
+    if first.entry.candidates is None:
+        return first
+    logprob = state.output_token_logprobs_val[0]
+    ids, logprobs = (
+        np.frombuffer(part, dtype)
+        for part, dtype in zip(first.entry.candidates, (np.int32, np.float32), strict=True)
+    )
+    theirs = logprobs[ids == token_id]
+    if first.token_id != token_id or len(theirs) != 1 or abs(float(theirs[0]) - logprob) > 1e-5:
+        return _problem(
+            f"the prefill server sent that of token {first.token_id}, and the answer begins with token"
+            f" {token_id} of log-prob {logprob:.6g}; is the bootstrap room used twice?"
+        )
+    return first
+
+
+def _problem(sentence: str) -> FirstToken:
+    return FirstToken(-1, {}, Entry(None, sentence))
+
+
+async def _ask(server_args: Any, obj: Any) -> FirstToken:
+    import aiohttp
+    from sglang.srt.utils.network import NetworkAddress
+
+    port = server_args.disaggregation_bootstrap_port if obj.bootstrap_port is None else obj.bootstrap_port
+    url = f"{NetworkAddress(obj.bootstrap_host, port).to_url()}{PATH}"
+    question = {"room": obj.bootstrap_room, "inputs": first_token_inputs(obj)}
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=_READ_S)
+    async with aiohttp.ClientSession(timeout=limits) as session:
+        while True:
+            try:
+                async with session.post(url, json=question) as answer:
+                    body = await answer.read()
+            except (aiohttp.ClientError, TimeoutError):
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if answer.status == 200:
+                try:
+                    return FirstToken.from_bytes(body)
+                except WireError as error:
+                    return _problem(str(error))
+            if answer.status == 409:
+                names = ", ".join(json.loads(body))
+                return _problem(f"the prefill server was asked with other {names}; both need the same")
+            if answer.status != 204:
+                return _problem(f"{url} answered {answer.status}; sglang-topp has to be installed there too")

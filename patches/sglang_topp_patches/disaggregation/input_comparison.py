@@ -1,0 +1,45 @@
+"""Compare the request inputs that a prefill and a decode server must agree on before they share sets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_topp_patches.scheduler_messages import FIELDS, KEY, SOURCE, THRESHOLD
+
+__all__ = ["differing_names", "first_token_inputs"]
+
+
+def first_token_inputs(obj: Any) -> dict[str, str]:
+    """Return the inputs that decide the sets of a request's prompt and first token, by name, as strings.
+
+    `max_new_tokens` is left out. A router may send another value to the prefill server, which draws one token
+    anyway.
+
+    Args:
+        obj: SGLang's `GenerateReqInput`.
+    """
+    sampling = {**(obj.sampling_params or {})}
+    sampling.pop("max_new_tokens", None)
+    if isinstance(custom := sampling.get("custom_params"), dict):
+        # Our own fields are compared below, wherever the caller put them. The cost appears only with them.
+        others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
+        sampling["custom_params"] = others or None
+    if sampling.get("custom_params") is None:
+        sampling.pop("custom_params", None)
+    prompt = obj.text if obj.input_ids is None else obj.input_ids
+    get = vars(obj).get
+    return {
+        THRESHOLD: repr(float(get(THRESHOLD) or 0)),
+        SOURCE: str(get(SOURCE)),
+        "logprob_start_len": str(obj.logprob_start_len),
+        "sampling_params": json.dumps(sampling, sort_keys=True, default=repr),
+        "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest(),
+    }
+
+
+def differing_names(left: Mapping[str, str], right: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names, sorted, whose values differ."""
+    return tuple(name for name in sorted({*left, *right}) if left.get(name) != right.get(name))

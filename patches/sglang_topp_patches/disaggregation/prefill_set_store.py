@@ -1,0 +1,235 @@
+"""Store the sets of a prefill server until a decode server fetches them.
+
+The prefill server draws a request's first token and scores its prompt. SGLang sends the token and the KV
+cache to the decode server, in buffers of fixed size. The sets have no fixed size. They wait in the prefill
+server's HTTP process, by the request's bootstrap room, until the decode server's HTTP process asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from sglang_topp.errors import WireError
+from sglang_topp_patches.disaggregation.input_comparison import differing_names
+from sglang_topp_patches.memory.budget import Account, InFlight
+from sglang_topp_patches.scheduler_messages import THRESHOLD, Entry, Span, join
+
+__all__ = ["KEPT_S", "PATH", "FirstToken", "PrefillSets"]
+
+PATH = "/sglang_topp/first"
+"""The route of the prefill server's bootstrap server that delivers the sets of first tokens."""
+
+KEPT_S = 120.0
+"""Seconds after which sets are freed that no decode server asked for: its request has ended."""
+
+_FIELD = "the first token's set"
+_LINE_END = b"\n"
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """A request's first token and the sets that were made with it.
+
+    Attributes:
+        token_id: the token.
+        inputs: the request's inputs on the prefill server, from `input_comparison.first_token_inputs`.
+        entry: the token's set, or why there is none.
+        prompt: the set of each scored prompt position; None where there is no distribution.
+    """
+
+    token_id: int
+    inputs: Mapping[str, str]
+    entry: Entry
+    prompt: tuple[Span | None, ...] = ()
+
+    @property
+    def num_candidates(self) -> int:
+        """The number of candidates in all sets together."""
+        return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
+
+    def to_bytes(self) -> bytes:
+        """Return a line of JSON, then all token ids (int32), then all log-probs (float32), little-endian.
+
+        `from_bytes` of the same version of this package reads it.
+        """
+        positions = join((self.entry.candidates, *self.prompt))
+        head = {
+            "version": version("sglang-topp"),
+            "token_id": self.token_id,
+            "inputs": dict(self.inputs),
+            "problem": self.entry.problem,
+            "status": int(self.entry.status),
+            "weight_version": self.entry.weight_version,
+            "lengths": positions.lengths,
+        }
+        parts = (
+            json.dumps(head).encode(),
+            _LINE_END,
+            _little_endian(positions.token_ids),
+            _little_endian(positions.logprobs),
+        )
+        return b"".join(parts)
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> FirstToken:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            WireError: another version wrote it, or it is incomplete.
+        """
+        line, _, arrays = body.partition(_LINE_END)
+        try:
+            head: dict[str, Any] = json.loads(line)
+            theirs, lengths = head["version"], np.array(head["lengths"], np.int64)
+        except (ValueError, KeyError, TypeError) as error:
+            raise WireError(_FIELD, f"got {body[:60]!r}, expected a line of JSON") from error
+        if theirs != version("sglang-topp"):
+            ours = version("sglang-topp")
+            raise WireError(
+                _FIELD, f"the prefill server has sglang-topp {theirs}, this one {ours}; expected the same"
+            )
+        total = int(lengths.clip(min=0).sum())
+        if len(arrays) != 8 * total:
+            raise WireError(_FIELD, f"got {len(arrays)} bytes of arrays, expected {8 * total}")
+        ids = np.frombuffer(arrays, "<i4", total).astype(np.int32, copy=False)
+        logprobs = np.frombuffer(arrays, "<f4", total, 4 * total).astype(np.float32, copy=False)
+        ends = lengths.clip(min=0).cumsum()
+        spans = [
+            (ids[end - length : end].tobytes(), logprobs[end - length : end].tobytes())
+            if length >= 0
+            else None
+            for length, end in zip(lengths.tolist(), ends.tolist(), strict=True)
+        ]
+        entry = Entry(spans[0], head["problem"], head["status"], head["weight_version"])
+        return cls(head["token_id"], head["inputs"], entry, tuple(spans[1:]))
+
+
+def _little_endian(values: np.ndarray[Any, Any]) -> bytes:
+    return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+Answer: TypeAlias = FirstToken | tuple[str, ...]
+"""The answer to a question: the sets, or the names of the inputs that differ on the two servers."""
+
+
+@dataclass(eq=False)
+class _Question:
+    """A decode server's open question for one bootstrap room."""
+
+    inputs: Mapping[str, str]
+    answer: asyncio.Future[Answer]
+
+
+class PrefillSets:
+    """The sets that wait in a prefill server's HTTP process, and the questions for them.
+
+    Use it in one event loop. Each entry is delivered once, and only to a caller whose request inputs match.
+    Entries count against the process's budget. An entry that does not fit is delivered as a refusal.
+    """
+
+    def __init__(self, in_flight: InFlight, kept_s: float = KEPT_S) -> None:
+        self._in_flight, self._kept_s = in_flight, kept_s
+        self._entries: dict[int, tuple[FirstToken, Account]] = {}
+        self._questions: dict[int, list[_Question]] = {}
+        self._expected: dict[int, list[asyncio.Future[None]]] = {}
+        self._without_sets: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    async def wait_for_question(self, room: int, wait_s: float) -> bool:
+        """Return whether a question for the room is open, or comes within `wait_s`."""
+        self._without_sets.discard(room)
+        if room in self._questions:
+            return True
+        comes: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._expected.setdefault(room, []).append(comes)
+        try:
+            async with asyncio.timeout(wait_s):
+                await comes
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            if comes in (others := self._expected.get(room, [])):
+                others.remove(comes)
+                if not others:
+                    del self._expected[room]
+
+    def put(self, room: int, first: FirstToken) -> None:
+        """Deliver `first` to a question for the room, open or to come. It replaces what the room had."""
+        is_taken = False
+        # The last question first: the connections of those before it may be closed.
+        for question in reversed(self._questions.pop(room, [])):
+            names = differing_names(question.inputs, first.inputs)
+            if question.answer.done() or (is_taken and not names):
+                continue
+            question.answer.set_result(names or first)
+            is_taken = is_taken or not names
+        self._drop(room)
+        if is_taken:
+            return
+        account = self._in_flight.open(lambda reason: self._refuse(room, reason))
+        self._entries[room] = first, account
+        account.add(first.num_candidates)
+        asyncio.get_running_loop().call_later(self._kept_s, self._drop, room, account)
+
+    def note_request_without_sets(self, room: int) -> None:
+        """Answer every question for the room, open or to come, with the field that the request lacks."""
+        self._without_sets.add(room)
+        asyncio.get_running_loop().call_later(self._kept_s, self._without_sets.discard, room)
+        for question in self._questions.pop(room, []):
+            if not question.answer.done():
+                question.answer.set_result((THRESHOLD,))
+
+    async def take(self, room: int, inputs: Mapping[str, str], wait_s: float) -> Answer | None:
+        """Wait for what the room has, and take it.
+
+        Returns:
+            None if it has nothing within `wait_s`. If it was made from other inputs, their names; then it
+            stays.
+        """
+        if room in self._entries:
+            first, account = self._entries[room]
+            if names := differing_names(inputs, first.inputs):
+                return names
+            del self._entries[room]
+            account.close()
+            return first
+        if room in self._without_sets:
+            return (THRESHOLD,)
+        question = _Question(inputs, asyncio.get_running_loop().create_future())
+        self._questions.setdefault(room, []).append(question)
+        for comes in self._expected.pop(room, ()):
+            if not comes.done():
+                comes.set_result(None)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await question.answer
+        except TimeoutError:
+            return None
+        finally:
+            if question in (others := self._questions.get(room, [])):
+                others.remove(question)
+                if not others:
+                    del self._questions[room]
+
+    def _drop(self, room: int, account: Account | None = None) -> None:
+        """Free the room's entry; if an account is given, only an entry with that account."""
+        entry = self._entries.get(room)
+        if entry is not None and account in (None, entry[1]):
+            del self._entries[room]
+            entry[1].close()
+
+    def _refuse(self, room: int, reason: str) -> None:
+        first, account = self._entries[room]
+        refusal = Entry(None, reason, HTTPStatus.TOO_MANY_REQUESTS)
+        self._entries[room] = replace(first, entry=refusal, prompt=()), account

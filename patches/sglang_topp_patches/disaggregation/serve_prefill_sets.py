@@ -1,0 +1,138 @@
+"""Serve the sets of the first token and the prompt to decode servers, on the prefill server.
+
+The decode server answers the client, and never sees the distribution of the first token. So its HTTP process
+asks this one, at SGLang's bootstrap server, while a request runs. A decode server without the patch set does
+not ask, and would answer without sets. So a request for sets goes to the scheduler only after the decode
+server has asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from sglang_topp_patches.disaggregation.input_comparison import first_token_inputs
+from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken, PrefillSets
+from sglang_topp_patches.errors import CallEndedError
+from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
+
+__all__ = ["PrefillServer"]
+
+# The decode server asks again after this time: a proxy between the servers may close a silent connection.
+_QUESTION_S = 20.0
+_RETRY_S = 0.5
+# Both servers get a request at about the same time, unless one of them is paused.
+_SKEW_S = 30.0
+
+
+class PrefillServer:
+    """Hooks in the HTTP process of a prefill server. They do nothing on other servers.
+
+    Attributes:
+        sets: the sets that wait for a decode server. The event loop of the HTTP process owns them.
+    """
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self.sets = PrefillSets(in_flight)
+        self._loop: asyncio.AbstractEventLoop | None = None  # known once a request has come
+
+    async def await_decode_server(
+        self, original: Callable[..., Awaitable[Any]], manager: Any, obj: Any
+    ) -> Any:
+        """AROUND hook on `TokenizerManager._tokenize_one_request`: wait until the decode server asks.
+
+        SGLang sends the request to the scheduler afterwards.
+        """
+        tokenized = await original(manager, obj)
+        if _is_prefill_server(manager.server_args):
+            await self._await_question(obj)
+        return tokenized
+
+    async def await_decode_servers(
+        self, original: Callable[..., Awaitable[Any]], manager: Any, batch_size: int, obj: Any
+    ) -> Any:
+        """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: wait until the decode server asks.
+
+        SGLang may tokenize all prompts of a request at once.
+        """
+        tokenized = await original(manager, batch_size, obj)
+        if _is_prefill_server(manager.server_args):
+            for i in range(batch_size):
+                await self._await_question(obj[i])
+        return tokenized
+
+    async def _await_question(self, obj: Any) -> None:
+        """Wait for the decode server's question for a request.
+
+        Raises:
+            CallEndedError: no decode server asks.
+        """
+        if (room := getattr(obj, "bootstrap_room", None)) is None:
+            return
+        self._loop = asyncio.get_running_loop()
+        field = asking_field(vars(obj).get)
+        if not field:
+            self.sets.note_request_without_sets(room)
+        elif not await self.sets.wait_for_question(room, _SKEW_S):
+            raise CallEndedError(
+                f"{field}: no decode server asked for the first token's set of this bootstrap room within"
+                f" {_SKEW_S:g} s; expected sglang-topp on both servers, and the request to both at the same"
+                " time",
+                HTTPStatus.SERVICE_UNAVAILABLE,
+            )
+
+    def keep(
+        self,
+        server_args: Any,
+        obj: Any,
+        token_id: int | None,
+        first_entry: Callable[[], tuple[Entry, tuple[Span | None, ...]]],
+    ) -> None:
+        """Keep a finished request's sets for its decode server, if this is a prefill server.
+
+        Args:
+            server_args: SGLang's `ServerArgs`.
+            obj: SGLang's `GenerateReqInput`.
+            token_id: the first token; None if none became visible.
+            first_entry: returns the first token's entry, and the set of each scored prompt position.
+        """
+        if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
+            first = FirstToken(token_id, first_token_inputs(obj), *first_entry())
+            self.sets.put(obj.bootstrap_room, first)
+
+    def add_route(self, result: None, bootstrap_server: Any) -> None:
+        """AFTER hook on `CommonKVBootstrapServer._setup_routes`: serve decode servers' questions.
+
+        The bootstrap server runs in a thread of the HTTP process, with an event loop of its own.
+        """
+        bootstrap_server.app.router.add_post(PATH, self._answer)
+
+    async def _answer(self, request: Any) -> Any:
+        from aiohttp import web
+
+        try:
+            question = json.loads(await request.read())
+            room, inputs = question["room"], question["inputs"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return web.Response(status=400, text="expected a JSON object with room and inputs")
+        if type(room) is not int or not isinstance(inputs, dict):
+            return web.Response(status=400, text="room: expected an integer; inputs: an object")
+        if self._loop is None:  # no request has come yet
+            await asyncio.sleep(_RETRY_S)
+            return web.Response(status=204)
+        answer = await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self.sets.take(room, inputs, _QUESTION_S), self._loop)
+        )
+        if answer is None:
+            return web.Response(status=204)
+        if isinstance(answer, tuple):
+            return web.json_response(answer, status=409)
+        return web.Response(body=await asyncio.to_thread(answer.to_bytes))
+
+
+def _is_prefill_server(server_args: Any) -> bool:
+    return bool(server_args.disaggregation_mode == "prefill")

@@ -1,0 +1,124 @@
+"""Check requests and report the status by middleware, on SGLang before 0.5.22.
+
+Those HTTP servers have no function to hook for this. The middleware answers bad input to `/generate` with a
+400 before a stream begins, and adds the patch set's status to `GET /server_info`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang_topp_patches.http import request_fields, route_policy, server_info
+from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
+from sglang_topp_patches.scheduler_messages import FIELDS
+
+__all__ = ["OlderReleaseMiddleware", "install"]
+
+_EVENT = b"data: "
+_ERROR_EVENT = b'data: {"error":'
+_SERVER_INFO = ("/server_info", "/get_server_info")
+
+
+class OlderReleaseMiddleware:
+    """ASGI middleware that runs after authentication."""
+
+    def __init__(self, app: ASGIApp, process: HttpProcess) -> None:
+        self._app, self._process = app, process
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection: answer, refuse, or pass on the request."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in _SERVER_INFO and scope["method"] == "GET":
+            return await self._add_status(scope, receive, send)
+        if path == "/generate" and scope["method"] in ("POST", "PUT"):
+            body, receive = await route_policy.read_body(receive)
+            if _names_our_fields(body):
+                if error := _problem(self._process, body, _manager()):
+                    return await JSONResponse({"error": error}, 400)(scope, receive, send)
+                send = _with_code(send)
+        await self._app(scope, receive, send)
+
+    async def _add_status(self, scope: Scope, receive: Receive, send: Send) -> None:
+        messages: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            messages.append(message)
+
+        await self._app(scope, receive, keep)
+        start, *parts = messages
+        body = b"".join(part.get("body", b"") for part in parts)
+        if start["status"] == 200:
+            content = server_info.add_status(self._process, json.loads(body), _manager().server_args, None)
+            return await JSONResponse(content)(scope, receive, send)
+        headers = {name.decode(): value.decode() for name, value in start["headers"]}
+        await Response(body, start["status"], headers)(scope, receive, send)
+
+
+def install(
+    process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
+) -> None:
+    """AFTER hook on `TokenizerManager.__init__`: put the middleware before the routes of SGLang's HTTP
+    server, in a process that has it."""
+    module = sys.modules.get(HTTP_SERVER)
+    if module is None or module.app.middleware_stack is not None:
+        return
+    if not any(middleware.cls is OlderReleaseMiddleware for middleware in module.app.user_middleware):
+        module.app.user_middleware.append(Middleware(OlderReleaseMiddleware, process))
+
+
+def _manager() -> Any:
+    return sys.modules[HTTP_SERVER]._global_state.tokenizer_manager
+
+
+def _names_our_fields(body: bytes) -> bool:
+    """Return whether a body may contain our fields, escaped or not. SGLang handles other bodies."""
+    return b"\\u" in body or any(field.encode() in body for field in FIELDS)
+
+
+def _problem(process: HttpProcess, body: bytes, manager: Any) -> str | None:
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return request_fields.check_body(process, None, parsed) or _sampling_problem(parsed, manager)
+
+
+def _sampling_problem(body: Any, manager: Any) -> str | None:
+    """Return what SGLang's own checks find. SGLang makes them later: in a stream it reports them without a
+    status, or closes the connection."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    given = body.get("sampling_params") if isinstance(body, Mapping) else None
+    for params in given if isinstance(given, list) else [given]:
+        if isinstance(params, Mapping):
+            try:
+                checked = SamplingParams(**{**(manager.preferred_sampling_params or {}), **params})
+                checked.normalize(manager.tokenizer)
+                checked.verify(manager.model_config.vocab_size)
+            except Exception as error:  # `stop_regex` raises its own kinds, and `stop` may be anything
+                return f"sampling_params: {error}"
+    return None
+
+
+def _with_code(send: Send) -> Send:
+    """Add the code 400 to an error event. 0.5.12 reports a bad request in a stream without one."""
+
+    async def send_on(message: Message) -> None:
+        event = message.get("body", b"")
+        if event.startswith(_ERROR_EVENT):
+            report = json.loads(event.removeprefix(_EVENT))
+            if isinstance(report["error"], dict):
+                report["error"].setdefault("code", 400)
+                message = {**message, "body": _EVENT + json.dumps(report).encode() + b"\n\n"}
+        await send(message)
+
+    return send_on

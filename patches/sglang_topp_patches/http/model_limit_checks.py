@@ -1,0 +1,237 @@
+"""Refuse requests for sets that would crash SGLang's scheduler: token ids, positions, and names of the model.
+
+SGLang leaves some of a request's values unchecked against the served model. A bad one gets a 400 here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from inspect import signature
+from typing import Any
+
+from sglang_topp.engine_contract.fatal_requests import (
+    Model,
+    check_sampling_params,
+    check_token_ids,
+    overlong_param,
+    overlong_text,
+)
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["ModelLimits", "num_prompts"]
+
+_MAX_SAMPLES = 8192  # of one request, as the sidecar has it by default
+_TOKEN_CHARS = 64  # if the tokenizer does not list its tokens
+_JSON = (bool, int, float, str, list, dict)
+_ONE_OR_PER_PROMPT = (
+    *("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt"),
+    *("return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode", "lora_path", "lora_id"),
+    *("custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+    *("decode_tp_size", "extra_key"),
+)
+# The capacity of SGLang's buffers between a prefill and a decode server (`MetadataBuffers`).
+_MAX_TRANSFERRED_TOP_LOGPROBS = 128
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """The limits of the served model.
+
+    Attributes:
+        model: its sizes.
+        hidden_size: the width of one input embedding.
+        dtype: the name of the model's dtype.
+        is_disaggregated: whether the server only prefills or only decodes.
+    """
+
+    model: Model
+    hidden_size: int
+    dtype: str
+    is_disaggregated: bool
+
+    @classmethod
+    def of(cls, manager: Any, server_args: Any) -> ModelLimits:
+        """Read the limits from SGLang's `TokenizerManager` and `ServerArgs`."""
+        config = manager.model_config
+        # Not every tokenizer can list its tokens.
+        tokens: dict[str, int] = getattr(manager.tokenizer, "get_vocab", dict)()
+        longest = max(map(len, tokens), default=_TOKEN_CHARS)
+        return cls(
+            Model(config.vocab_size, config.context_len, longest),
+            config.hidden_size,
+            str(config.dtype).removeprefix("torch."),
+            server_args.disaggregation_mode != "null",
+        )
+
+    @property
+    def max_top_logprobs(self) -> int:
+        """The largest `top_logprobs_num` that the server takes."""
+        return _MAX_TRANSFERRED_TOP_LOGPROBS if self.is_disaggregated else self.model.vocab_size
+
+    def to_record(self) -> dict[str, int]:
+        """Return the model's sizes for `GET /server_info`."""
+        return asdict(self.model)
+
+    def check_request(self, field: Callable[[str], Any]) -> None:
+        """Check a request for candidate sets.
+
+        Args:
+            field: returns a field of the request before SGLang normalized it, or None.
+
+        Raises:
+            InvalidInputError: names the field, what was got, and what is expected.
+        """
+        for name, text in _each("text", field("text"), str):
+            if not text:
+                # The scheduler fails on a prompt without a token.
+                raise InvalidInputError(f"{name}: got an empty text, expected at least one token")
+            if sentence := overlong_text(name, text, self.model):
+                raise InvalidInputError(sentence)
+        # SGLang prefers token ids to a text.
+        ids = field("input_ids")
+        is_batch = _holds(ids, list)
+        if (
+            isinstance(ids, list) and not ids and field("text") is not None
+        ):  # without a text SGLang refuses it
+            raise InvalidInputError("input_ids: got no token id, expected at least one")
+        for name, one in (
+            _each("input_ids", ids, list) if is_batch else [("input_ids", () if ids is None else ids)]
+        ):
+            if is_batch and not one:
+                raise InvalidInputError(f"{name}: got no token id, expected at least one")
+            check_token_ids(name, one, self.model.vocab_size)
+        if field("text") is None and ids is None:
+            _check_embeds(field("input_embeds"), self)
+        count = _check_lists(field, self)
+        if isinstance(field("text"), list) and ids is not None and (not is_batch or len(ids) != count):
+            raise InvalidInputError(f"input_ids: expected a list for each of {count} prompts, or none at all")
+        overrides = field("positional_embed_overrides")
+        given = overrides if isinstance(overrides, list) and overrides else [overrides]
+        if any(isinstance(one, _JSON) for one in given):
+            # The field is for Python objects. The scheduler fails on anything else.
+            raise InvalidInputError(
+                "positional_embed_overrides: got JSON, which cannot hold it; leave it out"
+            )
+        for name, processor in _each("custom_logit_processor", field("custom_logit_processor"), str):
+            _check_processor(name, processor)
+        if (session := field("session_params")) is not None:
+            known = _session_fields()
+            if not isinstance(session, dict) or not session.keys() <= known:
+                raise InvalidInputError(f"session_params: expected an object with {', '.join(sorted(known))}")
+        for name, params in _each("sampling_params", field("sampling_params"), dict):
+            # SGLang copies the prompts `n` times before it checks anything.
+            n, most = params.get("n", 1), max(1, _MAX_SAMPLES // count)
+            if not isinstance(n, int) or n > most:
+                raise InvalidInputError(
+                    f"{name}.n: got {n}, expected an integer of at most {most} for {count} prompts"
+                )
+            if self.is_disaggregated and n > 1:
+                raise InvalidInputError(
+                    f"{name}.n: got {n}, expected 1: SGLang's decode server never ends it"
+                )
+            if self.is_disaggregated and params.get("max_new_tokens") == 0:
+                # The prefill server draws a token anyway, and the decode server ends without it.
+                raise InvalidInputError(
+                    f"{name}.max_new_tokens: got 0, expected 1 or more: on a disaggregated server a prompt's"
+                    " sets come with the first token"
+                )
+            if sentence := overlong_param(name, params):
+                raise InvalidInputError(sentence)
+            check_sampling_params(name, params, self.model)
+
+
+def num_prompts(field: Callable[[str], Any]) -> int | None:
+    """Return the number of prompts in a request; None for one prompt that is not in a list."""
+    text, ids, embeds = field("text"), field("input_ids"), field("input_embeds")
+    if isinstance(text, list):
+        return len(text)
+    if text is None and _holds(ids, list):
+        return len(ids)
+    # One prompt of embeddings is a list of lists itself.
+    if text is None and ids is None and _holds(embeds, list) and _holds(embeds[0], list):
+        return len(embeds)
+    return None
+
+
+def _session_fields() -> set[str]:
+    from sglang.srt.managers.io_struct import SessionParams
+
+    return set(signature(SessionParams).parameters)
+
+
+def _check_processor(name: str, given: str) -> None:
+    """Raise InvalidInputError unless a processor has SGLang's form. The scheduler fails on another one.
+
+    The code inside is not checked.
+    """
+    try:
+        bytes.fromhex(json.loads(given)["callable"])
+    except (ValueError, KeyError, TypeError):
+        raise InvalidInputError(
+            f"{name}: expected what `CustomLogitProcessor.to_str` of SGLang returns"
+        ) from None
+
+
+def _check_embeds(embeds: Any, limits: ModelLimits) -> None:
+    """Raise InvalidInputError for embeddings that do not fit the model: they would end the scheduler."""
+    if not isinstance(embeds, list):
+        return
+    if limits.dtype != "bfloat16":
+        raise InvalidInputError(
+            f"input_embeds: SGLang passes them on in bfloat16, and this model takes {limits.dtype}; send text"
+            " or ids"
+        )
+    prompts = embeds if _holds(embeds, list) and _holds(embeds[0], list) else [embeds]
+    for prompt in prompts:
+        widths = {len(row) if isinstance(row, list) else 1 for row in prompt}
+        if widths != {limits.hidden_size}:
+            raise InvalidInputError(
+                f"input_embeds: got rows of {sorted(widths)} numbers, expected one or more of"
+                f" {limits.hidden_size}"
+            )
+
+
+def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
+    """Check the fields that hold one value or one per prompt. Return the number of prompts."""
+    count = num_prompts(field)
+    for name in _ONE_OR_PER_PROMPT:
+        value = field(name)
+        if name == "lora_id" and count is not None and isinstance(value, str):
+            raise InvalidInputError(f"{name}: got {value!r}, expected one for each of {count} prompts")
+        # SGLang passes a list for one prompt to the scheduler unchecked.
+        if isinstance(value, list) and len(value) != count:
+            expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
+            raise InvalidInputError(f"{name}: got a list of {len(value)}, expected {expected}")
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, int):
+                continue
+            if name == "logprob_start_len" and one < -1:
+                # The scheduler does not count it from the prompt's end.
+                raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
+            if name == "top_logprobs_num" and one > limits.max_top_logprobs:
+                is_all = limits.max_top_logprobs == limits.model.vocab_size
+                why = "the model's vocabulary" if is_all else "on a disaggregated server"
+                raise InvalidInputError(
+                    f"{name}: got {one}, expected at most {limits.max_top_logprobs}, {why}"
+                )
+    if _holds(ids := field("token_ids_logprob"), list) and len(ids) != count:
+        or_lists = "" if count is None else f", or a list of them for each of {count} prompts"
+        raise InvalidInputError(f"token_ids_logprob: got {len(ids)} lists, expected token ids{or_lists}")
+    return count or 1
+
+
+def _holds(value: Any, kind: type) -> bool:
+    """Return whether `value` is a list whose first entry is of this type."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], kind)
+
+
+def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
+    """Return the entries of a field that holds one value or one per prompt, with their names.
+
+    Entries of another type are left out, for SGLang to refuse.
+    """
+    entries = enumerate(value) if isinstance(value, list) else ()
+    given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]
+    return [(at, one) for at, one in given if isinstance(one, kind)]

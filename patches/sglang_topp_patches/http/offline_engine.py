@@ -1,0 +1,53 @@
+"""Accept our fields as keywords of `sglang.Engine.generate` and `async_generate`, the offline engine.
+
+Both methods pass a request object to `TokenizerManager.generate_request` without an `await` in between. So a
+context variable can carry the keywords to that object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from sglang_topp.errors import PatchError
+from sglang_topp_patches.scheduler_messages import FIELDS
+
+__all__ = ["async_generate", "generate", "set_fields"]
+
+_keywords: ContextVar[dict[str, Any] | None] = ContextVar("sglang_topp_keywords", default=None)
+
+
+def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook on `Engine.generate`: accept our fields as keywords."""
+    with _fields_taken_from(kwargs):
+        return original(self, *args, **kwargs)
+
+
+async def async_generate(
+    original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND hook on `Engine.async_generate`: accept our fields as keywords."""
+    with _fields_taken_from(kwargs):
+        return await original(self, *args, **kwargs)
+
+
+def set_fields(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook on `TokenizerManager.generate_request`: set the keywords on the request."""
+    fields = _keywords.get() or {}
+    while fields:
+        name, value = fields.popitem()
+        setattr(obj, name, value)
+
+
+@contextmanager
+def _fields_taken_from(kwargs: dict[str, Any]) -> Iterator[None]:
+    fields = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
+    token = _keywords.set(fields)
+    try:
+        yield
+    finally:
+        _keywords.reset(token)
+    if fields:
+        raise PatchError(f"{', '.join(fields)}: SGLang's engine did not pass its request to generate_request")

@@ -1,0 +1,184 @@
+"""Serve candidate sets on the OpenAI routes, in the HTTP process.
+
+SGLang builds its own request from OpenAI's. The hooks put the fields on it that `route_policy.Guard` found in
+the body. SGLang then builds OpenAI's answer from the engine's. The hooks collect the sets on the way, and put
+them into the answer's `sglext`, where SGLang puts its other extensions:
+
+    "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
+
+Each choice has one entry, with its index and the fields that `/generate` has in `meta_info`. A stream has
+them in a last chunk without choices. An answer that lacks an entry is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from http.client import responses
+from typing import Any
+
+from sglang_topp_patches.http.route_policy import current_call
+from sglang_topp_patches.scheduler_messages import AT_END, SETS
+
+__all__ = ["add_to_answer", "add_to_stream", "collect_sets"]
+
+_COLLECTOR = "sglang_topp_collector"
+
+
+class _Collector:
+    """Collects the sets of one call from the engine's answers.
+
+    Attributes:
+        entries: each finished sample's sets by its index; None for a sample that does not ask for any.
+        problem: why a finished sample has no sets; empty while all have them.
+        status: the status of the error that ended the call; 0 if it has none.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self.entries: dict[int, dict[str, Any] | None] = {}
+        self.problem = ""
+        self.status = 0
+        self._request = request
+
+    def add(self, index: int, sample: Mapping[str, Any]) -> None:
+        """Take the sets of a sample that has ended."""
+        meta_info = sample["meta_info"]
+        if (reason := meta_info.get("finish_reason")) is None:
+            return
+        if SETS in meta_info:
+            self.entries[index] = meta_info.pop(SETS)
+        else:
+            self.problem = self.problem or reason.get("message") or "the engine sent none"
+            self.status = self.status or int(reason.get("status_code") or 0)
+
+    def sglext(self) -> dict[str, Any]:
+        """Return the entry for the answer's `sglext`.
+
+        Raises:
+            RuntimeError: a choice has no sets.
+        """
+        request = self._request
+        expected = 1 if request.is_single else request.batch_size * request.parallel_sample_num
+        if self.problem or self.entries.keys() != set(range(expected)):
+            found = f"{len(self.entries)} of {expected} choices have candidate sets"
+            raise RuntimeError(f"{found}: {self.problem or 'the engine sent no more'}")
+        entries = [self.entries[index] for index in range(expected)]
+        return {"candidate_sets": [entry and {"index": i, **entry} for i, entry in enumerate(entries)]}
+
+
+async def add_to_answer(
+    original: Callable[..., Awaitable[Any]], self: Any, adapted_request: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND hook on `_handle_non_streaming_request` of both OpenAI routes: add the sets to the answer."""
+    collector = _ask(adapted_request)
+    answer = await original(self, adapted_request, request, raw_request)
+    if collector is None or not hasattr(answer, "model_dump"):
+        return answer  # without sets, or an error already
+    import orjson
+    from starlette.responses import Response
+
+    content = answer.model_dump(mode="json", by_alias=True)
+    content["sglext"] = {**(content.get("sglext") or {}), **collector.sglext()}
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def add_to_stream(
+    original: Callable[..., AsyncGenerator[str, None]],
+    self: Any,
+    adapted_request: Any,
+    request: Any,
+    raw_request: Any,
+) -> AsyncGenerator[str, None]:
+    """AROUND hook on `_generate_completion_stream` and `_generate_chat_stream`: add a chunk with the sets."""
+    collector = _ask(adapted_request)
+    events = original(self, adapted_request, request, raw_request)
+    return events if collector is None else _with_sets(events, collector)
+
+
+def collect_sets(
+    original: Callable[..., AsyncGenerator[Any, None]], self: Any, obj: Any, request: Any = None
+) -> AsyncGenerator[Any, None]:
+    """AROUND hook on `TokenizerManager.generate_request`: collect the sets of an OpenAI call."""
+    answers = original(self, obj, request)
+    collector = getattr(obj, _COLLECTOR, None)
+    return answers if collector is None else _collect(answers, collector)
+
+
+def _ask(adapted_request: Any) -> _Collector | None:
+    """Put a call's fields on SGLang's request. Return None if the call asks for no sets."""
+    call = current_call.get()
+    if call is None or call.fields is None:
+        return None
+    for name, value in call.fields.items():
+        setattr(adapted_request, name, value)
+    call.fields = None
+    # This does not add OpenAI's own log-probs to the answer: only the request's `logprobs` does.
+    adapted_request.return_logprob = True
+    setattr(adapted_request, AT_END, True)
+    collector = _Collector(adapted_request)
+    setattr(adapted_request, _COLLECTOR, collector)
+    return collector
+
+
+async def _collect(answers: AsyncGenerator[Any, None], collector: _Collector) -> AsyncGenerator[Any, None]:
+    from fastapi import HTTPException
+
+    async with aclosing(answers):
+        is_first = True
+        try:
+            async for answer in answers:
+                is_first = False
+                for index, sample in enumerate(answer) if isinstance(answer, list) else [(0, answer)]:
+                    collector.add(sample.get("index", index), sample)
+                yield answer
+        except ValueError as error:
+            # SGLang's OpenAI routes make a 400 of any ValueError.
+            collector.status = int(getattr(error, "status_code", 0))
+            if is_first and collector.status:
+                raise HTTPException(collector.status, str(error)) from error
+            raise
+
+
+async def _with_sets(events: AsyncGenerator[str, None], collector: _Collector) -> AsyncGenerator[str, None]:
+    """Yield the events of a stream, with the sets before the last one.
+
+    If there are no sets, yield an error event instead, unless one was sent already.
+    """
+    template: dict[str, Any] = {}
+    is_answered = False
+    async with aclosing(events):
+        async for event in events:
+            if event.startswith('data: {"error"'):
+                is_answered = True
+                event = _with_status(event, collector.status)
+            elif event.startswith("data: [DONE]"):
+                if not is_answered:
+                    yield _last_event(template, collector)
+                is_answered = True
+            elif not template:
+                template = json.loads(event.removeprefix("data: "))
+            yield event
+    if not is_answered:
+        yield _last_event(template, collector)
+
+
+def _with_status(error_event: str, status: int) -> str:
+    if not status:
+        return error_event
+    content = json.loads(error_event.removeprefix("data: "))
+    content["error"]["code"] = status
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def _last_event(template: Mapping[str, Any], collector: _Collector) -> str:
+    import orjson
+
+    try:
+        content = {**template, "choices": [], "usage": None, "sglext": collector.sglext()}
+    except RuntimeError as problem:
+        status = collector.status or 500
+        kind = responses.get(status, "InternalServerError").replace(" ", "")
+        error = {"object": "error", "message": str(problem), "type": kind, "code": status}
+        content = {"error": {**error, "param": None}}
+    return f"data: {orjson.dumps(content).decode()}\n\n"

@@ -1,0 +1,85 @@
+"""The state of one HTTP process, which its hooks share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
+from sglang_topp_patches.http.model_limit_checks import ModelLimits
+from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.refused_configurations import server_problems
+
+__all__ = ["HTTP_SERVER", "HttpProcess", "mark_guarded", "note_model", "note_server_args"]
+
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+"""The module that holds the application of SGLang's HTTP server, in a process that has it."""
+
+
+@dataclass
+class HttpProcess:
+    """The state of one HTTP process.
+
+    Attributes:
+        in_flight: counts the candidates that the process holds.
+        prefill_server: keeps sets for decode servers.
+        server_args: SGLang's `ServerArgs`; None before they are known.
+        model: the served model's limits; None before they are known.
+        scheduler_states: each scheduler's report, as of the last `GET /server_info`; None for a scheduler
+            without the patch set.
+    """
+
+    in_flight: InFlight
+    prefill_server: PrefillServer
+    server_args: Any = None
+    model: ModelLimits | None = None
+    scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
+
+    def problems(self) -> tuple[str, ...]:
+        """Return every reason why this process refuses candidate sets; empty if it serves them."""
+        return (*server_problems(self.server_args), *self.route_problems())
+
+    def route_problems(self) -> tuple[str, ...]:
+        """Return why a route may ignore a request for candidate sets; empty if none does."""
+        module = sys.modules.get(HTTP_SERVER)
+        # A process without a tokenizer manager may have imported the module, and serves nothing.
+        if self.server_args is None or module is None:
+            return ()
+        if getattr(module.app.state, "sglang_topp_guarded", False):
+            return ()
+        return ("SGLang's HTTP server began to serve before its routes could be guarded",)
+
+    def check_request(self, get: Callable[[str], Any]) -> None:
+        """Check a request for candidate sets against the served model.
+
+        Args:
+            get: returns a field of the request before SGLang normalized it, or None.
+
+        Raises:
+            InvalidInputError: names the field, what was got, and what is expected.
+        """
+        if self.model is None:
+            raise InvalidInputError("the model's sizes are not known in this process; nothing can be checked")
+        self.model.check_request(get)
+
+
+def note_server_args(
+    process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
+) -> None:
+    """AFTER hook on `TokenizerManager.__init__`: keep the server's arguments."""
+    process.server_args = server_args
+
+
+def note_model(
+    process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
+) -> None:
+    """AFTER hook on `TokenizerManager.__init__`: keep the model's limits."""
+    process.model = ModelLimits.of(self, server_args)
+
+
+def mark_guarded(app: Any) -> None:
+    """Note that every route of an application refuses requests for sets that it would ignore."""
+    app.state.sglang_topp_guarded = True

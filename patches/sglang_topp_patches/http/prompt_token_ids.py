@@ -1,0 +1,48 @@
+"""Add `return_prompt_token_ids`, the token ids of a prompt, to SGLang 0.5.12, which lacks the field."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+__all__ = ["FIELD", "get_item", "note", "note_batch", "write"]
+
+FIELD = "return_prompt_token_ids"
+_IDS = "_sglang_topp_prompt_ids"
+
+
+def get_item(item: Any, self: Any, i: int) -> Any:
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy the field to the parts of a batch."""
+    setattr(item, FIELD, getattr(self, FIELD))
+    return item
+
+
+def note(self: Any, tokenized_obj: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook on `TokenizerManager._send_one_request`: keep the ids of one prompt."""
+    state = self.rid_to_state[tokenized_obj.rid]
+    if getattr(state.obj, FIELD, False):  # a request for embeddings has no such field
+        setattr(state, _IDS, list(tokenized_obj.input_ids))
+
+
+def note_batch(self: Any, tokenized_objs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook on `TokenizerManager._send_batch_request`: keep the ids of each prompt."""
+    for tokenized_obj in tokenized_objs:
+        note(self, tokenized_obj)
+
+
+def write(
+    chunks: AsyncGenerator[dict[str, Any], None], self: Any, obj: Any, *args: Any, **kwargs: Any
+) -> AsyncGenerator[dict[str, Any], None]:
+    """AFTER hook on `TokenizerManager._wait_one_response`: add the ids to each chunk."""
+    ids = getattr(self.rid_to_state[obj.rid], _IDS, None)
+    return chunks if ids is None else _with_ids(chunks, ids)
+
+
+async def _with_ids(
+    chunks: AsyncGenerator[dict[str, Any], None], ids: list[int]
+) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(chunks):
+        async for out in chunks:
+            out["prompt_token_ids"] = ids
+            yield out

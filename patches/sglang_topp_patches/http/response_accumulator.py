@@ -1,0 +1,175 @@
+"""Accumulate the sets that the HTTP process receives for one sample, and check that each token has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+
+from sglang_topp_patches.disaggregation.prefill_set_store import FirstToken
+from sglang_topp_patches.errors import CallEndedError
+from sglang_topp_patches.http.route_policy import Call
+from sglang_topp_patches.http.weight_spans import WeightSpans
+from sglang_topp_patches.memory.budget import Account, InFlight
+from sglang_topp_patches.scheduler_messages import Entry, Span
+
+__all__ = ["ResponseAccumulator"]
+
+
+class ResponseAccumulator:
+    """The sets that were received for one sample and may still be sent.
+
+    Attributes:
+        num_tokens: the number of visible tokens.
+        first_token_id: the first of them; None before.
+        generated: the set of each token; None if it has none, or if the set was sent for the last time.
+        prompt: the set of each scored prompt position; None at the first.
+        weight_spans: the weights that each token, and the prompt's positions, came from.
+        problem: why a token has no set; empty while all have one.
+        refusal: the scheduler's entry that refuses more sets; the request has to end.
+        lacks_first: the first token is visible, and its set is still on the server that drew it.
+        is_aborted: the sample was aborted because a position has no set.
+    """
+
+    def __init__(self, cost: int) -> None:
+        """Make an empty accumulator; one candidate counts `cost` in the budget."""
+        self.num_tokens = 0
+        self.first_token_id: int | None = None
+        self.generated: list[Span | None] = []
+        self.prompt: list[Span | None] = []
+        self.weight_spans = WeightSpans()
+        self.problem = ""
+        self.refusal: Entry | None = None
+        self.lacks_first = False
+        self.is_aborted = False
+        self._cost = cost
+        self._candidates = self._positions = 0
+        self._call: Call | None = None
+        self._account: Account | None = None
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[Entry | None],
+        prompt_rows: Sequence[Span | Entry | None],
+    ) -> None:
+        """Add new tokens with an entry for each of them, and the prompt's rows when they come."""
+        if self.first_token_id is None and token_ids:
+            self.first_token_id = token_ids[0]
+        self.num_tokens += len(token_ids)
+        refusals = [each for each in (*entries, *prompt_rows) if isinstance(each, Entry) and each.is_refusal]
+        if refusals:
+            self.refusal = refusals[0]
+            self._free()
+        if self.refusal is not None:
+            return
+        for entry in entries:
+            if entry is not None and entry.handed_over:
+                self.lacks_first = True
+            elif entry is None or entry.candidates is None:
+                cause = entry.problem if entry else "the scheduler sent none"
+                self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
+            self.generated.append(entry.candidates if entry else None)
+            self.weight_spans.add(entry.weight_version if entry else "")
+        rows = []
+        for row in prompt_rows:
+            if isinstance(row, Entry):
+                self.weight_spans.prompt = row.weight_version
+            else:
+                rows.append(row)
+        if rows:
+            # A row is the distribution of the next token. So the first position has none, and the first
+            # generated token was drawn from the last row.
+            self.prompt = [None, *rows[:-1]]
+        new = [*(entry.candidates for entry in entries if entry), *rows]
+        self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
+
+    def add_first_token(self, first: FirstToken) -> None:
+        """Add the sets of the first token and of the prompt, which the prefill server made."""
+        self.lacks_first = False
+        if first.entry.is_refusal:
+            self.refusal = first.entry
+            self._free()
+        elif first.entry.candidates is None:
+            self.problem = f"no candidate set at position 0: {first.entry.problem}"
+        else:
+            self.generated[0] = first.entry.candidates
+            self.prompt = list(first.prompt)
+            self.weight_spans.name_first(first.entry.weight_version)
+            self._count(first.num_candidates, len(first.prompt))
+
+    def first_entry(self, problem: str) -> tuple[Entry, tuple[Span | None, ...]]:
+        """Return the first token's entry and the prompt's sets, for the decode server that continues.
+
+        Args:
+            problem: why some token or prompt position has no set, or nothing.
+        """
+        if self.refusal is not None:
+            return self.refusal, ()
+        if problem:
+            return Entry(None, problem), ()
+        version = self.weight_spans.meta_info(1)["weight_version"]
+        return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
+
+    def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
+        """Count the sets that are held for the HTTP call. `abort` stops the sample in the scheduler if the
+        call ends."""
+        if call is not None and self._call is None:
+            self._call, self._account = call, call.open_account(in_flight)
+            call.at_end(self._free)
+            call.at_end(abort)
+            candidates, positions = self._candidates, self._positions
+            self._candidates = self._positions = 0
+            self._count(candidates, positions)
+
+    def check_call(self) -> None:
+        """Raise CallEndedError if the call was ended: its sets are gone."""
+        if self._call is not None and self._call.problem:
+            raise CallEndedError(f"candidate sets: {self._call.problem}")
+
+    def forget(self, start: int, stop: int) -> None:
+        """Free the sets of these positions, which were sent for the last time."""
+        gone = [span for span in self.generated[start:stop] if span]
+        self.generated[start:stop] = [None] * (stop - start)
+        self._count(-sum(len(span[0]) // 4 for span in gone), -len(gone))
+
+    def _count(self, candidates: int, positions: int) -> None:
+        self._candidates += candidates
+        self._positions += positions
+        if self._call is not None and self._account is not None:
+            if self._call.problem:
+                self._free()
+            else:
+                self._account.add(candidates * self._cost, positions)
+
+    def _free(self) -> None:
+        self.generated = [None] * len(self.generated)
+        self.prompt = [None] * len(self.prompt)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the sample can only end as an error."""
+        return self.refusal is not None or bool(self.problem) or None in self.prompt[1:]
+
+    @property
+    def status(self) -> int:
+        """The HTTP status of the error that a problem becomes."""
+        return self.refusal.status if self.refusal else HTTPStatus.INTERNAL_SERVER_ERROR
+
+    def check(self, num_prompt: int | None) -> str:
+        """Return why some visible token has no set, or nothing.
+
+        Args:
+            num_prompt: the number of prompt positions that need a set too; None if the server that scored
+                them has checked that.
+        """
+        if self.refusal is not None:
+            return self.refusal.problem
+        if self.problem:
+            return self.problem
+        if len(self.generated) != self.num_tokens:
+            return f"{len(self.generated)} candidate sets for {self.num_tokens} generated tokens"
+        if num_prompt is not None and len(self.prompt) != num_prompt:
+            return f"{len(self.prompt)} candidate sets for {num_prompt} prompt tokens"
+        if None in self.prompt[1:]:
+            return f"no candidate set at prompt position {self.prompt.index(None, 1)}"
+        return ""

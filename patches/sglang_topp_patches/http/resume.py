@@ -1,0 +1,252 @@
+"""Continue the answer of an interrupted request: the field `resumed_tokens`.
+
+The field is the number of prompt tokens, counted from the end, that belong to the answer. 0 means that none
+do, and that the answer may be resumed later. Stop strings and the text then begin at those tokens, as if
+there had been no interruption. An aborted answer has every token up to the abort:
+
+- The token that the last pass drew is checked first. If it ends the answer, the answer is finished. SGLang
+  alone would report it as aborted, and a caller would continue past its end.
+- The answer of a retracted request that waits is sent with all of its tokens. SGLang alone would send only
+  the tokens that it had streamed.
+
+The field reaches the scheduler inside `sampling_params.custom_params`, and is repeated in `meta_info`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sglang_topp.engine_contract.resume_rules import RESUMED, find_resume_problem
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.scheduler_messages import FIELDS, KEY, custom_params
+
+__all__ = [
+    "begin_text",
+    "check_fields",
+    "finish_or_abort",
+    "hold_back_stop_string",
+    "note_in_meta_info",
+    "send_all_tokens",
+    "send_while_paused",
+    "spread",
+    "tail_str",
+]
+
+
+def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts: int) -> list[int | None]:
+    """Check `resumed_tokens`, and return its value for each prompt; None for a prompt without it.
+
+    Args:
+        process: the HTTP process.
+        field: returns a field of the request before SGLang normalized it, or None.
+        num_prompts: the number of prompts.
+
+    Raises:
+        InvalidInputError: names the field, what was got, and what is expected.
+    """
+    given = field(RESUMED)
+    counts = given if isinstance(given, list) else [given] * num_prompts
+    if len(counts) != num_prompts:
+        raise InvalidInputError(
+            f"{RESUMED}: got {len(counts)} values for {num_prompts} prompts, expected one per prompt"
+        )
+    if all(count is None for count in counts):
+        return counts
+    for count in counts:
+        if count is not None and (type(count) is not int or count < 0):
+            raise InvalidInputError(
+                f"{RESUMED}: got {count!r}, expected a whole number of 0 or more, or null"
+            )
+    if problems := (*filter(None, [refused(Feature.RESUMED)]), *process.problems()):
+        raise InvalidInputError(f"{RESUMED}: answers are not resumed here: {'; '.join(problems)}")
+    if any(counts):
+        _check_prompts(field, counts)
+    return counts
+
+
+def _check_prompts(field: Callable[[str], Any], counts: Sequence[int | None]) -> None:
+    ids = field("input_ids")
+    is_many = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+    prompts = ids if is_many else [ids]
+    params = field("sampling_params")
+    for i, count in enumerate(counts):
+        if not count:
+            continue
+        prompt = prompts[i] if i < len(prompts) else None
+        if not isinstance(prompt, list) or count > len(prompt):
+            got = f"{len(prompt)} token ids" if isinstance(prompt, list) else "no token ids"
+            raise InvalidInputError(
+                f"{RESUMED}: got {count} with a prompt of {got}; expected input_ids that end with the tokens"
+                " to continue from"
+            )
+        each = params[i] if isinstance(params, list) and i < len(params) else params
+        if isinstance(each, Mapping) and (problem := find_resume_problem(_without_ours(each))):
+            raise InvalidInputError(f"sampling_params.{problem}")
+
+
+def _without_ours(params: Mapping[str, Any]) -> dict[str, Any]:
+    custom = params.get("custom_params")
+    if isinstance(custom, Mapping):
+        custom = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY, RESUMED)}
+    return {**params, "custom_params": custom}
+
+
+def spread(process: HttpProcess, self: Any, field: Callable[[str], Any]) -> None:
+    """Pass the field to the scheduler, for each prompt of a normalized request.
+
+    Args:
+        process: the HTTP process.
+        self: the `GenerateReqInput`.
+        field: returns a field as it was before SGLang normalized the request.
+
+    Raises:
+        InvalidInputError: as `check_fields`.
+    """
+    if field(RESUMED) is None:
+        return
+    counts = check_fields(process, field, self.batch_size)
+    if self.is_single:
+        setattr(self, RESUMED, counts[0])
+        self.sampling_params = _to_scheduler(self.sampling_params, counts[0])
+        return
+    # With n > 1 SGLang repeats the whole list of prompts.
+    repeated = [counts[i % self.batch_size] for i in range(len(self.sampling_params))]
+    setattr(self, RESUMED, repeated)
+    self.sampling_params = [
+        _to_scheduler(params, count) for params, count in zip(self.sampling_params, repeated, strict=True)
+    ]
+
+
+def _to_scheduler(params: Mapping[str, Any], count: int | None) -> Mapping[str, Any]:
+    if count is None:
+        return params
+    custom = params.get("custom_params") or {}
+    if not isinstance(custom, Mapping):
+        raise InvalidInputError(f"sampling_params.custom_params: got {custom!r}, expected an object")
+    return {**params, "custom_params": {**custom, RESUMED: count}}
+
+
+def note_in_meta_info(
+    result: None, self: Any, meta_info: dict[str, Any], state: Any, *_: Any, **__: Any
+) -> None:
+    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: confirm the field to the caller."""
+    if (count := vars(state.obj).get(RESUMED)) is not None:
+        meta_info[RESUMED] = count
+
+
+# -- in the scheduler ---------------------------------------------------------------------------------
+
+
+def _num_resumed(req: Any) -> int | None:
+    """Return `resumed_tokens` of a scheduler's request; None without it.
+
+    A value that bypassed the checks is capped at the prompt's length.
+    """
+    count = custom_params(req).get(RESUMED)
+    if type(count) is not int or count < 0:
+        return None
+    return min(count, len(req.origin_input_ids_unpadded))
+
+
+def finish_or_abort(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND hook on `Req.update_finish_state`: finish an aborted answer if its last token ends it."""
+    abort = self.to_finish
+    if abort is None or self.finished() or _num_resumed(self) is None or not _is_requested(abort):
+        original(self, *args, **kwargs)
+        return
+    self.to_finish = None
+    original(self, *args, **kwargs)
+    if not self.finished():
+        self.finished_reason = abort
+
+
+def _is_requested(reason: Any) -> bool:
+    """Return whether a caller requested the abort. A refusal has a status."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return isinstance(reason, FINISH_ABORT) and reason.status_code is None
+
+
+def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -> None:
+    """AROUND hook on `Scheduler.send_abort_output`: end a waiting request with all of its tokens."""
+    if _num_resumed(req) is None or not len(req.output_ids) or abort_req.finished_reason:
+        original(self, abort_req, req)
+        return
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.finished_reason = FINISH_ABORT()
+    self.output_streamer.stream_output([req], req.return_logprob)
+
+
+def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
+    """AFTER hook on `Scheduler.abort_request`: send aborted requests at once during an `in_place` pause.
+
+    SGLang ends an aborted request and frees its KV cache in the next pass, which runs only after the pause.
+    The hook sends the answer now. The next pass then sends nothing, because `finished_output` is set.
+    """
+    if not self._engine_paused:
+        return
+    for req in self.collect_inflight_reqs():
+        abort = req.to_finish
+        if not _is_requested(abort) or req.finished() or req.finished_output:
+            continue
+        if _num_resumed(req) is None or not len(req.output_ids):
+            continue
+        req.finished_reason = abort
+        self.output_streamer.stream_output([req], req.return_logprob)
+        req.finished_reason = req.finished_len = None
+
+
+def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1) -> str:
+    """AROUND hook on `Req.tail_str`: search the resumed tokens for stop strings too."""
+    params = self.sampling_params
+    if (not params.stop_strs and not params.stop_regex_strs) or not (count := _num_resumed(self)):
+        return original(self, new_accepted_len)
+    # The number of tokens that SGLang searches if the answer has as many.
+    num_tokens = max(params.stop_str_max_len, params.stop_regex_max_len) + 1 + max(new_accepted_len - 1, 0)
+    missing = min(num_tokens - len(self.output_ids), count)
+    if missing <= 0:
+        return original(self, new_accepted_len)
+    ids = [*self.origin_input_ids_unpadded[-missing:], *self.output_ids]
+    text: str = self.tokenizer.decode(ids)
+    return text
+
+
+def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
+    """AROUND hook on `Req.check_match_stop_str_prefix`: say whether the text's end may begin a stop string.
+
+    An incomplete character decodes to U+FFFD, which begins no stop string. So SGLang alone would send the
+    text before it, and could not withdraw that text once the stop string is complete.
+    """
+    if original(self):
+        return True
+    if not self.sampling_params.stop_strs or _num_resumed(self) is None:
+        return False
+    text = self.tail_str()
+    whole = text.rstrip("\ufffd")
+    return whole != text and any(
+        whole.endswith(stop[:length])
+        for stop in self.sampling_params.stop_strs
+        for length in range(1, len(stop))
+    )
+
+
+def begin_text(original: Callable[[Any], tuple[Any, int]], self: Any) -> tuple[Any, int]:
+    """AROUND hook on `Req.init_incremental_detokenize`: begin the text at the resumed tokens.
+
+    The interruption may have split a character between two tokens.
+    """
+    is_first = self.surr_offset is None or self.read_offset is None
+    decode_ids, offset = original(self)
+    if not is_first or not (count := _num_resumed(self)):
+        return decode_ids, offset
+    from sglang.srt.managers.schedule_batch import INIT_INCREMENTAL_DETOKENIZATION_OFFSET
+
+    self.read_offset -= count
+    self.surr_offset = max(self.read_offset - INIT_INCREMENTAL_DETOKENIZATION_OFFSET, 0)
+    prompt = self.origin_input_ids_unpadded
+    self.surr_and_decode_ids = prompt[self.surr_offset :] + self.output_ids_through_stop
+    return self.surr_and_decode_ids, self.read_offset - self.surr_offset

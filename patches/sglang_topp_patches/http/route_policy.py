@@ -1,0 +1,403 @@
+"""List the routes of SGLang's HTTP server that serve candidate sets, and refuse requests on the others.
+
+SGLang ignores fields that it does not know. `Guard` runs before the routes. A route that cannot answer with
+candidate sets refuses a body that asks for them, instead of answering without them. The guard also keeps the
+budget account of each served call until its answer has been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang_topp.engine_contract.resume_rules import RESUMED
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess, mark_guarded
+from sglang_topp_patches.memory.budget import Account, InFlight
+from sglang_topp_patches.refused_configurations import server_problems
+from sglang_topp_patches.scheduler_messages import BASE64, FIELDS, NUCLEUS
+
+__all__ = [
+    "NO_PROMPT",
+    "OPENAI",
+    "REFUSED",
+    "SERVED",
+    "Call",
+    "Guard",
+    "current_call",
+    "guard",
+    "guard_served_app",
+    "misplaced",
+    "path_without_sets",
+    "read_body",
+    "refuse_grpc",
+    "refuse_grpc_openai",
+]
+
+_CONTAINERS = ("sampling_params", "custom_params", "extra_body", "options", "parameters", "instances")
+_GENERATE = "/generate"
+_VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")
+
+OPENAI = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
+"""OpenAI routes that answer with candidate sets, in `sglext`."""
+
+SERVED: Mapping[str, tuple[str, ...]] = {
+    _GENERATE: ("", "sampling_params.custom_params."),
+    _VERTEX: ("parameters.", "parameters.sampling_params.custom_params."),
+    **dict.fromkeys(OPENAI, ("", "custom_params.")),
+}
+"""Routes that answer with candidate sets, and the places in the body where they take the fields."""
+
+REFUSED = frozenset(
+    {
+        *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/score", "/v1/decisions"),
+        *("/v1/systemone", "/v1/embeddings"),
+        *("/v1/classify", "/v1/rerank", "/v1/audio/transcriptions", "/encode", "/classify"),
+        *("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"),
+        os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
+        os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
+    }
+)
+"""Routes that take text and answer without sets. A body that asks for them gets a 400."""
+
+NO_PROMPT = frozenset(
+    {
+        *("/", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/redoc", "/metrics", "/ping", "/ready"),
+        *(
+            "/health",
+            "/health_generate",
+            "/v1/loads",
+            "/v1/realtime",
+            "/v1/models",
+            "/v1/models/{model:path}",
+        ),
+        *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/set_internal_state"),
+        *("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/abort_request"),
+        *("/pause_generation", "/continue_generation", "/open_session", "/close_session", "/flush_cache"),
+        *("/parse_function_call", "/separate_reasoning", "/configure_logging", "/dumper/{method}"),
+        *("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"),
+        *("/update_weights_from_ipc", "/update_weight_version", "/begin_weight_update", "/end_weight_update"),
+        *("/init_weights_update_group", "/destroy_weights_update_group", "/get_weights_by_name"),
+        *("/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance"),
+        *("/get_remote_instance_transfer_engine_info", "/remote_instance_transfer_engine_info"),
+        *("/weights_checker", "/release_memory_occupation", "/resume_memory_occupation", "/slow_down"),
+        *("/load_lora_adapter", "/load_lora_adapter_from_tensors", "/unload_lora_adapter", "/freeze_gc"),
+        *("/hicache/storage-backend", "/hicache/storage-backend/clear", "/get_hicache_l3_cache_layout"),
+        *("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/pd_role_switch"),
+        *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
+        # Gone since 0.5.19.
+        *("/weight_version", "/get_weight_version", "/get_load", "/clear_hicache_storage_backend"),
+        *("/start_profile", "/stop_profile", "/set_trace_level", "/start_expert_distribution_record"),
+        *("/stop_expert_distribution_record", "/dump_expert_distribution_record"),
+        os.environ.get("SGLANG_OLLAMA_TAGS_ROUTE", "/api/tags"),
+        os.environ.get("SGLANG_OLLAMA_SHOW_ROUTE", "/api/show"),
+    }
+)
+"""Routes that take no prompt. Their bodies are not checked."""
+
+_ASKING = (*FIELDS, RESUMED)
+_TOO_DEEP = "a body nested too deep to be read"
+# A reader that does not take a piece within this time is disconnected.
+_PIECE_BYTES = 1 << 20
+_PIECE_TIMEOUT_S = 120.0
+_TRANSPORT = "sglang_topp_transport"
+# An attribute of the application's state. SGLang's HTTP workers make the application before `HttpProcess`.
+_PROCESS = "sglang_topp_process"
+
+current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
+"""The HTTP call of the current task."""
+
+path_without_sets: ContextVar[str] = ContextVar("sglang_topp_path_without_sets", default="")
+"""The path of the current task's route, if its answer cannot hold sets; else empty."""
+
+
+class Call:
+    """One call of a served route, until its answer has been sent.
+
+    Attributes:
+        path: the route.
+        account: counts the candidates of all samples; None before a sample has sets.
+        problem: why the call was ended early; empty if it was not.
+        fields: our fields at the top level of an OpenAI body, until `openai` takes them; else None.
+    """
+
+    def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        self.problem = ""
+        self.fields = fields
+        self.account: Account | None = None
+        self._at_end: list[Callable[[], None]] = []
+
+    def open_account(self, in_flight: InFlight) -> Account:
+        """Return the call's account. Open it for the first sample with sets."""
+        if self.account is None:
+            self.account = in_flight.open(self._end)
+        return self.account
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` if this call is ended early."""
+        self._at_end.append(callback)
+
+    def close(self) -> None:
+        """Free what the call holds, once its answer has been sent or cannot be sent.
+
+        The call and its samples refer to each other. The garbage collector, which seldom runs in a server,
+        would free them much later.
+        """
+        self._at_end.clear()
+        if self.account is not None:
+            self.account.close()
+
+    def _end(self, reason: str) -> None:
+        self.problem = reason
+        while self._at_end:
+            self._at_end.pop()()
+
+
+class Guard:
+    """The innermost ASGI middleware: it runs after authentication and decompression, before the routes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection: serve, refuse, or pass on the request."""
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
+            return await self._app(scope, receive, send)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == _GENERATE:
+            # `request_fields` checks the parsed body, so it is not parsed twice.
+            return await self._serve(Call(path), scope, receive, send)
+        if path in NO_PROMPT:
+            return await self._app(scope, receive, send)
+        body, receive = await read_body(receive)
+        asked = _asked_at(body)
+        if unserved := [place for place in asked if not _is_served(path, place)]:
+            place = unserved[0]
+            return await _refusal(path, _cannot(path, place), place)(scope, receive, send)
+        if path in OPENAI and asked:
+            if problem := _openai_problem(asked):
+                return await _refusal(path, f"{asked[0]}: {problem}", asked[0])(scope, receive, send)
+            return await self._serve(Call(path, _top_level(body)), scope, receive, send)
+        if path in SERVED and path not in OPENAI:
+            return await self._serve(Call(path), scope, receive, send)
+        token = path_without_sets.set(path)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            path_without_sets.reset(token)
+
+    async def _serve(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        token = current_call.set(call)
+        try:
+            await self._app(scope, receive, _in_pieces(send, call, scope.get(_TRANSPORT)))
+        finally:
+            current_call.reset(token)
+            call.close()
+
+
+def refuse_grpc(self: Any, *, req_dict: Mapping[str, Any], **kwargs: Any) -> None:
+    """BEFORE hook on `RuntimeHandle.submit_request`: refuse requests for sets, which gRPC cannot return."""
+    for place in _places(req_dict, ""):
+        raise InvalidInputError(_cannot("gRPC", place))
+
+
+def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: bytes, *args: Any) -> None:
+    """BEFORE hook on `RuntimeHandle._submit_openai`: refuse requests for sets on OpenAI routes over gRPC."""
+    for place in _asked_at(json_body):
+        raise InvalidInputError(_cannot("gRPC", place))
+
+
+def guard(app: Any) -> None:
+    """Install `Guard` before the routes of SGLang's application, before it starts to serve."""
+    if not any(middleware.cls is Guard for middleware in app.user_middleware):
+        app.user_middleware.append(Middleware(Guard))
+        build = app.build_middleware_stack
+        app.build_middleware_stack = lambda: _note_transport(build())
+    mark_guarded(app)
+
+
+def _note_transport(app: ASGIApp) -> ASGIApp:
+    """Store each connection's transport in its scope.
+
+    uvicorn's `send` has the transport, and the other middleware wraps that `send`.
+    """
+
+    async def noting(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_TRANSPORT] = getattr(getattr(send, "__self__", None), "transport", None)
+        await app(scope, receive, send)
+
+    return noting
+
+
+def guard_served_app(process: HttpProcess, result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `TokenizerManager.__init__`: install `Guard`, in a process that has the application."""
+    module = sys.modules.get(HTTP_SERVER)
+    if module is None:
+        return
+    setattr(module.app.state, _PROCESS, process)
+    if module.app.middleware_stack is None:
+        guard(module.app)
+
+
+def _is_served(path: str, place: str) -> bool:
+    prefixes = SERVED.get(path, ())
+    if place.endswith(RESUMED):
+        return path not in OPENAI and place in [f"{prefix}{RESUMED}" for prefix in prefixes[:1]]
+    if place.endswith(NUCLEUS) and path in OPENAI:
+        return False  # OpenAI's log-probs would not be renormalized
+    return any(place == f"{prefix}{field}" for prefix in prefixes for field in FIELDS)
+
+
+def _cannot(path: str, place: str) -> str:
+    what = "resume an answer" if place.endswith(RESUMED) else "return candidate sets"
+    return f"{place}: {path} cannot {what}; send the request to /generate"
+
+
+async def read_body(receive: Receive) -> tuple[bytes, Receive]:
+    """Read the whole body. Return it, and a `receive` that replays it."""
+    messages: list[Message] = []
+    while True:
+        messages.append(await receive())
+        if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body", False):
+            break
+    body = b"".join(message.get("body", b"") for message in messages)
+    messages.reverse()
+
+    async def again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return body, again
+
+
+def misplaced(body: Any) -> str | None:
+    """Return the problem of a field that the current route ignores at its place, or None without a problem.
+
+    For SGLang's Vertex route, `body` is the request that the route builds from its own body.
+    """
+    call = current_call.get()
+    path = _GENERATE if call is None else call.path
+    try:
+        place = next((place for place in _places(body, "") if not _is_served(path, place)), None)
+    except RecursionError:
+        return _TOO_DEEP
+    if place is None:
+        return None
+    inside = "" if place.endswith(RESUMED) else " or in sampling_params.custom_params"
+    return f"{place}: {path} ignores the field there; expected it at the top level{inside}"
+
+
+def _asked_at(body: bytes) -> list[str]:
+    """Return the dotted places in a body that ask for sets or resume an answer."""
+    # A field's name may be escaped.
+    if b"\\u" not in body and not any(field.encode() in body for field in _ASKING):
+        return []
+    try:
+        return list(_places(json.loads(body), ""))
+    except RecursionError:
+        return [_TOO_DEEP]
+    except ValueError:
+        # Not JSON: a form (audio), or a body that the route itself refuses.
+        return [field for field in _ASKING if b'name="%s"' % field.encode() in body]
+
+
+def _places(value: Any, prefix: str) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _places(item, prefix)
+    elif isinstance(value, dict):
+        yield from (f"{prefix}{field}" for field in FIELDS if value.get(field) not in (None, False, 0))
+        if value.get(RESUMED) is not None:  # 0 means that the answer may be resumed later
+            yield f"{prefix}{RESUMED}"
+        for name in _CONTAINERS:
+            if isinstance(value.get(name), dict | list):
+                yield from _places(value[name], f"{prefix}{name}.")
+
+
+def _top_level(body: bytes) -> dict[str, Any]:
+    """Return our fields at the top level of a body that has any of them."""
+    parsed = json.loads(body)
+    return {field: parsed[field] for field in FIELDS if field in parsed}
+
+
+def _openai_problem(asked: list[str]) -> str:
+    """Return why an OpenAI call cannot be answered with sets, or nothing."""
+    if problems := _server_problems():
+        return f"candidate sets are not served here: {'; '.join(problems)}"
+    if all(place.endswith(BASE64) for place in asked):
+        return "sets the form of candidate sets, and the request asks for none; ask for them, or leave it out"
+    return ""
+
+
+def _server_problems() -> tuple[str, ...]:
+    """Return why the HTTP server of this process refuses candidate sets; empty if it serves them."""
+    module = sys.modules.get(HTTP_SERVER)
+    process: HttpProcess | None = None if module is None else getattr(module.app.state, _PROCESS, None)
+    return server_problems(None) if process is None else process.problems()
+
+
+def _refusal(path: str, message: str, place: str) -> Response:
+    """Return a 400 in the error format of the route: Anthropic's, OpenAI's, or SGLang's."""
+    if path.startswith("/v1/messages"):
+        content: dict[str, Any] = {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": message},
+        }
+    elif path.startswith("/v1/") or path == "/invocations":
+        content = {
+            "object": "error",
+            "message": message,
+            "type": "BadRequestError",
+            "param": place,
+            "code": 400,
+        }
+    else:
+        content = {"error": message}
+    return JSONResponse(content, 400)
+
+
+def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> Send:
+    """Return a `send` that waits for the reader, and disconnects a reader that stalls.
+
+    A large body is sent in pieces. Each piece is sent after the reader has taken the one before. An empty
+    piece ends the body, so that the call's account closes only after the reader has taken everything.
+
+    Args:
+        send: the server's `send`.
+        call: the call that may hold sets.
+        transport: the connection's transport. None with a server other than uvicorn: a stalled connection
+            then closes only after the reader has taken the last piece.
+    """
+
+    async def send_within_limit(account: Account, body: bytes, *, more_body: bool) -> None:
+        try:
+            async with asyncio.timeout(_PIECE_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": body, "more_body": more_body})
+        except TimeoutError:
+            if transport is not None:
+                transport.abort()  # `close` would wait until the reader has taken what is buffered
+            account.end(f"the reader took nothing for {_PIECE_TIMEOUT_S:g} s")
+            raise ConnectionError(call.problem) from None
+
+    async def send_in_pieces(message: Message) -> None:
+        body = message.get("body", b"")
+        if message["type"] == "http.response.start" and message["status"] < 400 and call.fields is not None:
+            raise RuntimeError("the answer to a request for candidate sets was made without them")
+        account = call.account
+        if message["type"] != "http.response.body" or account is None or not account.candidates:
+            return await send(message)
+        for start in range(0, len(body), _PIECE_BYTES):
+            await send_within_limit(account, body[start : start + _PIECE_BYTES], more_body=True)
+        if not message.get("more_body", False):
+            await send_within_limit(account, b"", more_body=False)
+
+    return send_in_pieces

@@ -1,0 +1,76 @@
+"""Report the status of the patch set in `GET /server_info`, for this process and every scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from sglang_topp_patches import refused_configurations
+from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.compat.seam_check import status
+from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.memory.budget import budget
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess, StagingCounts
+from sglang_topp_patches.scheduler_messages import KEY
+
+__all__ = ["add_status", "note_scheduler_states", "report_state"]
+
+
+async def note_scheduler_states(
+    process: HttpProcess, original: Callable[[Any], Awaitable[list[Any]]], self: Any
+) -> list[Any]:
+    """AROUND hook on `TokenizerManager.get_internal_state`: keep the states of the schedulers.
+
+    SGLang awaits it for `GET /server_info`.
+    """
+    states = await original(self)
+    process.scheduler_states = [state.get(KEY) for state in states]
+    return states
+
+
+def add_status(
+    process: HttpProcess, result: dict[str, Any], server_args: Any, scheduler_info: Any
+) -> dict[str, Any]:
+    """AFTER hook on `build_server_info`: add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
+
+    The sidecar checks requests against the limits and the model's sizes in it.
+    """
+    report = status().to_dict()
+    problems = [*refused_configurations.server_problems(server_args), *process.route_problems()]
+    for rank, state in enumerate(process.scheduler_states):
+        if state is None:
+            problems.append(f"scheduler {rank} runs without the patch set")
+        else:
+            problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
+    result[KEY] = {
+        **report,
+        "active": not problems,
+        "problems": problems,
+        "notes": list(refused_configurations.environment_notes()),
+        "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
+        "staging": _staging(process.scheduler_states),
+        "model": None if process.model is None else process.model.to_record(),
+        # An unsupported release may not have the switch.
+        "sanitizes_logits": report["active"] and internals().sanitizes_logits(),
+    }
+    return result
+
+
+def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int]:
+    """Return how often rows did not fit their staging area, summed over the schedulers."""
+    there = [state["staging"] for state in scheduler_states if state and "staging" in state]
+    return {name: sum(each[name] for each in there) for name in StagingCounts().to_dict()}
+
+
+def report_state(process: SchedulerProcess, result: Any, self: Any, recv_req: Any) -> Any:
+    """AFTER hook on `Scheduler.get_internal_state`: add the scheduler's own status, under the same key."""
+    report = status().to_dict()
+    problems = list(refused_configurations.server_problems(self.server_args))
+    result.internal_state[KEY] = {
+        **report,
+        "active": not problems,
+        "problems": problems,
+        "candidates_in_flight": process.in_flight.total,
+        "staging": process.staging.to_dict(),
+    }
+    return result

@@ -1,0 +1,87 @@
+"""Answer the fields of slime's trainer: the nucleus of each token, and log-probs renormalized over it.
+
+slime sets `return_top_p_token_ids` in `sampling_params.custom_params` if its `--rollout-top-p` is not 1. It
+reads two arrays of `meta_info`, base64 of little-endian int32::
+
+    top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
+    top_p_token_offsets   start index of each position, then the end of the last one: T + 1 entries
+
+Each log-prob of `output_token_logprobs` is then renormalized over that set. slime ships a patch of SGLang's
+sampler for this (`sglang-top_p.patch`). Here the fields are another form of our sets at p = `top_p`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang_topp.candidates.csr_operations import log_sum_exp, offsets_of
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.formats.field_parsing import INT32, b64text
+from sglang_topp_patches.refused_configurations import nucleus_problem
+from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
+
+__all__ = ["check_request", "nucleus_threshold", "write_nuclei"]
+
+# SGLang reports these over the whole vocabulary, beside log-probs that are renormalized.
+_OTHER_LOGPROBS = ("top_logprobs_num", "token_ids_logprob")
+
+
+def nucleus_threshold(sampling_params: Any) -> float:
+    """Return the threshold of a prompt's sets: its `top_p`.
+
+    Args:
+        sampling_params: the prompt's, as the caller sent them. The scheduler checks the final ones
+            (`scheduler.refuse_unchecked_requests`), because a server may have defaults of its own.
+
+    Raises:
+        InvalidInputError: the sampler draws from something else than the nucleus of `top_p`.
+    """
+    params = sampling_params if isinstance(sampling_params, Mapping) else {}
+    top_p = 1.0 if params.get("top_p") is None else params["top_p"]
+    if isinstance(top_p, bool) or not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise InvalidInputError(f"sampling_params.top_p: got {top_p!r}, expected a number p with 0 < p <= 1")
+    names = ("temperature", "top_k", "min_p")
+    if problem := nucleus_problem(**{name: params.get(name) for name in names}):
+        raise InvalidInputError(f"sampling_params.{problem}")
+    return float(top_p)
+
+
+def check_request(field: Callable[[str], Any]) -> None:
+    """Refuse a request that also asks for log-probs which would not be renormalized.
+
+    Args:
+        field: returns a field of the request before SGLang normalized it, or None.
+
+    Raises:
+        InvalidInputError: names the field.
+    """
+    for name in _OTHER_LOGPROBS:
+        value = field(name)
+        if any(value) if isinstance(value, list) else value:
+            raise InvalidInputError(
+                f"{name}: got {value!r} with {NUCLEUS}; expected none, because these log-probs would be over"
+                " the whole vocabulary, and those of output_token_logprobs are renormalized"
+            )
+
+
+def write_nuclei(meta_info: dict[str, Any], positions: Positions) -> None:
+    """Write the two arrays, and renormalize the log-probs of the generated tokens.
+
+    Args:
+        meta_info: of one chunk, or of the answer. Its `output_token_logprobs` is replaced.
+        positions: the sets of the same tokens. Each row has its highest log-prob first.
+
+    Raises:
+        ValueError: SGLang reports fewer log-probs than there are sets.
+    """
+    offsets = offsets_of(positions.lengths)
+    logprob_sums = log_sum_exp(positions.logprobs, offsets).tolist()
+    # With `max_new_tokens` 0, SGLang may list a log-prob although there is no token.
+    reported = meta_info.get("output_token_logprobs", [])[: len(logprob_sums)]
+    meta_info["output_token_logprobs"] = [
+        (logprob - logprob_sum, *rest)
+        for (logprob, *rest), logprob_sum in zip(reported, logprob_sums, strict=True)
+    ]
+    meta_info["top_p_token_ids"] = b64text(positions.token_ids, INT32)
+    meta_info["top_p_token_offsets"] = b64text(offsets, INT32)

@@ -1,0 +1,367 @@
+"""Hook SGLang's tokenizer manager: put the sets from the scheduler into the answer's `meta_info`.
+
+1. `receive_entries` removes the entries from the scheduler's message before `_handle_batch_output` reads it.
+2. `write_meta_info` adds a request's entries to its accumulator, and records which positions the next chunk
+   contains. `_handle_batch_output` calls it. SGLang also calls it for a request that is aborted in the queue.
+3. `write_sets` writes the sets of those positions into the chunk when it is sent.
+
+A request that asked for sets and lacks one for a visible token ends as an error (finish reason `abort`,
+status 500). A missing set never passes for a request without sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from http import HTTPStatus
+from itertools import islice
+from typing import Any
+
+from sglang_topp import formats
+from sglang_topp_patches.compat.releases import Feature, internals, refused
+from sglang_topp_patches.disaggregation import fetch_prefill_sets
+from sglang_topp_patches.errors import CallEndedError
+from sglang_topp_patches.http import slime_fields
+from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
+from sglang_topp_patches.http.route_policy import current_call
+from sglang_topp_patches.memory.budget import LIST_FORM_COST
+from sglang_topp_patches.scheduler_messages import (
+    AT_END,
+    BASE64,
+    DISTRIBUTION,
+    KEY,
+    NUCLEUS,
+    PROMPT_KEY,
+    SAMPLER,
+    SETS,
+    SOURCE,
+    Entry,
+    Positions,
+    asking_field,
+    from_sampler,
+    join,
+)
+
+__all__ = [
+    "answer_with_status",
+    "merge_chunks",
+    "receive_entries",
+    "write_last_chunk",
+    "write_meta_info",
+    "write_sets",
+    "write_sets_of",
+]
+
+_ARRIVED = "_sglang_topp_arrived"
+_ACCUMULATOR = "_sglang_topp_accumulator"
+# SGLang's lists with an entry for each token, which it extends until the answer has ended.
+_PER_TOKEN = (
+    *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
+    *("output_token_sampling_mask", "output_token_sampling_logprobs"),
+)
+
+
+def receive_entries(self: Any, recv_obj: Any) -> None:
+    """BEFORE hook on `TokenizerManager._handle_batch_output`: take our keys out of the message.
+
+    SGLang then gets the message that it would have received without the patch set.
+    """
+    nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
+    info = internals().take_customized_info(recv_obj)
+    entries, prompt_rows = info.pop(KEY, nothing), info.pop(PROMPT_KEY, nothing)
+    if entries is not nothing or prompt_rows is not nothing:
+        recv_obj.customized_info = info or None
+    ours = zip(getattr(recv_obj, "output_ids", nothing), entries, prompt_rows, strict=True)
+    # One event loop handles one message at a time.
+    setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
+
+
+def write_meta_info(
+    process: HttpProcess,
+    result: None,
+    self: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    top_logprobs_num: int,
+    token_ids_logprob: Any,
+    return_text_in_logprobs: bool,
+    **kwargs: Any,
+) -> None:
+    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: accumulate a request's entries."""
+    finished = meta_info["finish_reason"] is not None
+    get = vars(state.obj).get
+    field, base64 = asking_field(get), get(BASE64)
+    at_end = get(AT_END, False)
+    if at_end and finished and not field:
+        meta_info[SETS] = None
+    if not field and not base64:
+        return
+    stream = getattr(state.obj, "stream", False) and not at_end
+    is_shown = stream or finished
+    # An incremental chunk holds the positions since the last one; everything else is cumulative.
+    start = state.last_output_offset if stream and internals().streams_increments(self) else 0
+    if base64 and top_logprobs_num and is_shown and not at_end:
+        _write_top_k(meta_info, state, start)
+    if not field:
+        return
+
+    accumulator = _accumulator(state)
+    accumulator.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), (), ())))
+    if accumulator.has_failed and not finished:
+        accumulator.is_aborted = True
+        self.abort_request(state.obj.rid)
+    if not is_shown:
+        return
+    # The source "sampler" gives the prompt no sets, because prompt tokens were not sampled. The scored
+    # positions are counted by SGLang's log-probs. Those of generated tokens are not: with `max_new_tokens` 0
+    # SGLang may report one.
+    num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
+    problem = accumulator.check(num_prompt)
+    if finished:
+        first_entry = partial(accumulator.first_entry, problem)
+        token_id = accumulator.first_token_id
+        process.prefill_server.keep(self.server_args, state.obj, token_id, first_entry)
+    if problem:
+        if finished:
+            _fail(meta_info, f"{field}: {problem}", accumulator)
+        else:
+            meta_info[KEY] = None  # not to be shown
+        return
+    meta_info[KEY] = [start, accumulator.num_tokens]
+
+
+def write_sets(
+    process: HttpProcess,
+    original: Callable[..., AsyncGenerator[dict[str, Any], None]],
+    self: Any,
+    *,
+    obj: Any,
+    state: Any,
+    request: Any = None,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
+
+    A reader that is slower than the engine gets only some of the chunks. The others cost nothing.
+    """
+    chunks = original(self, obj=obj, state=state, request=request)
+    if not asking_field(vars(obj).get):
+        return chunks
+    return _with_sets(process, chunks, self, state)
+
+
+def answer_with_status(
+    chunks: AsyncGenerator[dict[str, Any], None], self: Any, *, obj: Any, **kwargs: Any
+) -> AsyncGenerator[dict[str, Any], None]:
+    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: give errors their status.
+
+    SGLang gives only some errors their status there.
+    """
+    return _with_status(chunks, obj) if asking_field(vars(obj).get) else chunks
+
+
+def write_sets_of(
+    process: HttpProcess,
+    original: Callable[..., AsyncGenerator[dict[str, Any], None]],
+    self: Any,
+    obj: Any,
+    request: Any = None,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """AROUND hook on `TokenizerManager._wait_one_response` before 0.5.19: `write_sets` and
+    `answer_with_status`."""
+    chunks = original(self, obj, request)
+    if not asking_field(vars(obj).get):
+        return chunks
+    return _with_status(_with_sets(process, chunks, self, self.rid_to_state[obj.rid]), obj)
+
+
+async def _with_status(
+    chunks: AsyncGenerator[dict[str, Any], None], obj: Any
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Answer every error with its own status. SGLang itself answers some of them with a 200."""
+    from fastapi import HTTPException
+
+    async with aclosing(chunks):
+        try:
+            async for out in chunks:
+                reason = out["meta_info"].get("finish_reason") or {}
+                status = reason.get("status_code") if reason.get("type") == "abort" else None
+                if status is not None and not getattr(obj, "stream", False):
+                    raise HTTPException(int(status), reason.get("message"))
+                yield out
+        except CallEndedError as error:
+            if getattr(obj, "stream", False):
+                raise
+            raise HTTPException(error.status_code, str(error)) from error
+
+
+async def _with_sets(
+    process: HttpProcess, chunks: AsyncGenerator[dict[str, Any], None], self: Any, state: Any
+) -> AsyncGenerator[dict[str, Any], None]:
+    accumulator = _accumulator(state)
+    abort = partial(self.abort_request, state.obj.rid)
+    accumulator.attach(current_call.get(), process.in_flight, abort)
+    asking = fetch_prefill_sets.open_question(self.server_args, state.obj)
+    async with aclosing(chunks), asking as question:
+        async for out in chunks:
+            accumulator.check_call()
+            meta_info = out["meta_info"]
+            reason = meta_info.get("finish_reason")
+            if meta_info.get(KEY) is not None:
+                if accumulator.lacks_first:
+                    token_id = accumulator.first_token_id
+                    accumulator.add_first_token(
+                        await fetch_prefill_sets.fetch_first_token(question, state, token_id)
+                    )
+                    accumulator.check_call()
+                if problem := accumulator.check(None):
+                    abort()
+                    field = asking_field(vars(state.obj).get)
+                    raise CallEndedError(f"{field}: {problem}", accumulator.status)
+                _write_sets(self, out, state, accumulator)
+            elif reason is None and not getattr(state.obj, AT_END, False):
+                # Drop a chunk whose set is missing: it looks like an answer to a request without sets. The
+                # error comes in a later chunk.
+                continue
+            elif reason is not None and reason.get("type") != "abort":
+                raise RuntimeError(
+                    "SGLang answered a request for candidate sets without the hook that records them"
+                )
+            yield out
+
+
+def _write_sets(self: Any, out: dict[str, Any], state: Any, accumulator: ResponseAccumulator) -> None:
+    meta_info, obj = out["meta_info"], state.obj
+    start, stop = meta_info.pop(KEY)
+    at_end = getattr(obj, AT_END, False)
+    is_incremental = getattr(obj, "stream", False) and internals().streams_increments(self) and not at_end
+    if not is_incremental:
+        # Copies, as long as the chunk's tokens: SGLang extends its own lists while a caller holds them.
+        if "output_ids" in out:
+            out["output_ids"] = out["output_ids"][:stop]
+        for name in _PER_TOKEN:
+            if isinstance(meta_info.get(name), list):
+                meta_info[name] = meta_info[name][: max(stop, 1)]
+    positions = join(islice(accumulator.generated, start, stop))
+    if getattr(obj, NUCLEUS, False):
+        slime_fields.write_nuclei(meta_info, positions)
+    else:
+        _write_our_fields(self, meta_info, state, accumulator, stop, positions)
+    if is_incremental:
+        accumulator.forget(start, stop)
+
+
+def _write_our_fields(
+    self: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    accumulator: ResponseAccumulator,
+    stop: int,
+    generated: Positions,
+) -> None:
+    obj = state.obj
+    at_end = getattr(obj, AT_END, False)
+    target = meta_info.setdefault(SETS, {"output_ids": state.output_ids[:stop]}) if at_end else meta_info
+    target[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
+    if (stop or accumulator.prompt) and not refused(Feature.WEIGHT_VERSIONS):
+        target.update(accumulator.weight_spans.meta_info(stop))
+    sides: list[tuple[formats.Side, Positions]] = [("output", generated)]
+    if accumulator.prompt:
+        sides.append(("input", join(accumulator.prompt)))
+    for side, positions in sides:
+        if getattr(obj, BASE64, False):
+            fields = formats.encode_top_p(side, positions.token_ids, positions.logprobs, positions.lengths)
+        else:
+            with_text = obj.return_text_in_logprobs and not internals().skips_tokenizer(self)
+            fields = _list_form(self, side, positions, with_text)
+        target.update(fields)
+
+
+def _accumulator(state: Any) -> ResponseAccumulator:
+    cost = 1 if getattr(state.obj, BASE64, False) else LIST_FORM_COST
+    accumulator: ResponseAccumulator = state.__dict__.setdefault(_ACCUMULATOR, ResponseAccumulator(cost))
+    return accumulator
+
+
+def merge_chunks(
+    result: dict[str, Any], self: Any, out_list: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """AFTER hook on `TokenizerManager._coalesce_streaming_chunks`: keep all sets of merged chunks."""
+    if "meta_info" in result:
+        parts = [chunk["meta_info"] for chunk in out_list]
+        result["meta_info"].update(formats.merge_stream_chunks(parts))
+        # If sets are written at the end, only the last chunk has them.
+        if any(KEY in part for part in parts[:-1]):
+            if all(part.get(KEY) for part in parts):
+                result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
+            elif KEY in result["meta_info"]:
+                result["meta_info"][KEY] = None
+    return result
+
+
+def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
+    """AROUND hook on `TokenizerManager._handle_abort_req`: correct the last chunk of a waiting request.
+
+    A request that waits again after a pause may have been streamed in part. Before 0.5.20, or if chunks are
+    incremental, SGLang's last chunk then has all of the text and the log-probs, and only the last token. With
+    this hook, the chunk has all tokens, or nothing if chunks are incremental.
+    """
+    state = self.rid_to_state.get(recv_obj.rid)
+    original(self, recv_obj)
+    if state is None or not asking_field(vars(state.obj).get):
+        return
+    if not getattr(state.obj, "stream", False):
+        return
+    out = state.out_list[-1]
+    if internals().streams_increments(self):
+        from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
+
+        out |= {"text": "", "output_ids": []}
+        _slice_streaming_output_meta_info(out["meta_info"], len(state.output_ids))
+    else:
+        out["output_ids"] = list(state.output_ids)
+
+
+def _list_form(self: Any, side: formats.Side, positions: Positions, with_text: bool) -> dict[str, Any]:
+    triples = iter(
+        self.detokenize_logprob_tokens(positions.logprobs.tolist(), positions.token_ids.tolist(), with_text)
+    )
+    return {
+        f"{side}_top_p_logprobs": [
+            None if length < 0 else list(islice(triples, length)) for length in positions.lengths
+        ]
+    }
+
+
+def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
+    """Replace SGLang's fixed-k lists by arrays. Its own flat form stays."""
+    sides: tuple[tuple[formats.Side, int], ...] = (("input", 0), ("output", start))
+    for side, first in sides:
+        if meta_info.pop(f"{side}_top_logprobs", None) is not None:
+            values = getattr(state, f"{side}_top_logprobs_val")[first:]
+            meta_info.update(
+                formats.encode_top_k(side, values, getattr(state, f"{side}_top_logprobs_idx")[first:])
+            )
+
+
+def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumulator) -> None:
+    reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
+    if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
+        # The request was aborted for another reason, which comes first.
+        if reason.get("status_code") is None:  # it may show tokens
+            both = "; ".join(filter(None, (reason.get("message"), message)))
+            meta_info["finish_reason"] = {**reason, "message": both}
+        return
+    meta_info["finish_reason"] = {
+        "type": "abort",
+        "message": message,
+        "status_code": refusal.status if refusal else HTTPStatus.INTERNAL_SERVER_ERROR,
+        "err_type": _error_type(refusal),
+    }
+
+
+def _error_type(refusal: Entry | None) -> str:
+    if refusal is None:
+        return "InternalServerError"
+    return "ServiceUnavailable" if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE else "BudgetExceeded"

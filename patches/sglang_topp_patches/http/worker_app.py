@@ -1,0 +1,44 @@
+"""Provide the application that SGLang's HTTP workers import, with the patch set installed.
+
+With `--tokenizer-worker-num` above 1, SGLang spawns workers that load no plugins. They import their
+application by name (`SGLANG_HTTP_SERVER_APP_PATH`). `plugin.register`, which runs in the launcher, makes
+them import this module instead. It loads the plugins and returns the configured application.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from typing import Any
+
+__all__ = ["install"]
+
+_PATH = "SGLANG_HTTP_SERVER_APP_PATH"
+_ORIGINAL = "SGLANG_TOPP_HTTP_SERVER_APP_PATH"
+_DEFAULT = "sglang.srt.entrypoints.http_server:app"
+
+
+def install() -> None:
+    """Make HTTP workers import this module instead of the configured application."""
+    ours = f"{__name__}:app"
+    configured = os.environ.get(_PATH, _DEFAULT)
+    if configured != ours:
+        os.environ[_ORIGINAL] = configured
+        os.environ[_PATH] = ours
+
+
+def __getattr__(name: str) -> Any:
+    """Return `app` for a worker.
+
+    The application is made on demand, because the launcher imports this module too.
+    """
+    if name != "app":
+        raise AttributeError(name)
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_topp_patches.http import route_policy
+
+    load_plugins()
+    application = pkgutil.resolve_name(os.environ.get(_ORIGINAL, _DEFAULT))
+    route_policy.guard(application)
+    return application

@@ -1,0 +1,1 @@
+"""Memory bounds of the patched processes."""

@@ -1,0 +1,229 @@
+"""Limit the candidates that one sample, and all requests in flight, may hold in this process.
+
+A set at p = 1 is the whole vocabulary: a megabyte for one token. Sets are never cut to fit. A request that
+exceeds a limit ends with an error that names the limit and what would fit, and its sets are freed.
+
+Every process counts the sets that pass through it. The scheduler counts the sets of a sample until they are
+sent. The HTTP process counts the sets of a call until its answer is sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from weakref import WeakSet
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
+
+__all__ = [
+    "LIST_FORM_COST",
+    "Account",
+    "Budget",
+    "InFlight",
+    "budget",
+    "budget_problem",
+    "per_sample_refusal",
+    "prompt_refusal",
+]
+
+LIST_FORM_COST = 16
+"""How many candidates one candidate in JSON lists counts as: Python objects and text take that much more
+memory."""
+
+_PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
+_IN_FLIGHT = "SGLANG_TOPP_MAX_CANDIDATES_IN_FLIGHT"
+_STAGED = "SGLANG_TOPP_STAGED_CANDIDATES_PER_ROW"
+_DEFAULT_PER_SAMPLE = 1 << 25
+_DEFAULT_STAGED = 256
+# Raw, joined, in base64, and as the body of an answer, a candidate takes some 40 bytes at the worst moment.
+# So all requests in flight take at most a sixth of the memory.
+_BYTES_PER_CANDIDATE = 256
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits in candidates. A candidate is one token at one position: 8 bytes, or `LIST_FORM_COST` times
+    that.
+
+    Attributes:
+        max_candidates_per_sample: of one sample and its prompt. The default is 2^25, which is 358 MB of
+            base64.
+        max_candidates_in_flight: of all samples in flight in one process. The default is one for every 256
+            bytes of memory of the machine or container.
+        staged_candidates_per_row: the size of a GPU's staging area for the sets of a pass, per row. It limits
+            nothing: rows that do not fit are taken again, which waits for the device (`scheduler.staging`).
+    """
+
+    max_candidates_per_sample: int
+    max_candidates_in_flight: int
+    staged_candidates_per_row: int = _DEFAULT_STAGED
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], memory_bytes: int) -> Budget:
+        """Read the limits from an environment.
+
+        Raises:
+            InvalidInputError: a limit is not a positive integer.
+        """
+        in_flight = _count(environment, _IN_FLIGHT, memory_bytes // _BYTES_PER_CANDIDATE)
+        return cls(
+            _count(environment, _PER_SAMPLE, min(_DEFAULT_PER_SAMPLE, in_flight)),
+            in_flight,
+            _count(environment, _STAGED, _DEFAULT_STAGED),
+        )
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the limits as `GET /server_info` shows them."""
+        return asdict(self)
+
+
+@cache
+def budget() -> Budget:
+    """Return this process's limits. They are all 0 if the environment's cannot be read."""
+    try:
+        return Budget.of(os.environ, _memory_bytes())
+    except InvalidInputError:
+        return Budget(0, 0, 0)
+
+
+def budget_problem() -> str:
+    """Return why the environment's limits cannot be read, or an empty string."""
+    try:
+        Budget.of(os.environ, 0)
+    except InvalidInputError as error:
+        return str(error)
+    return ""
+
+
+class InFlight:
+    """The candidates of all accounts of a process. Beyond the limit, the largest account with an owner ends.
+
+    Args:
+        limit: how many candidates all accounts together may hold.
+        trimmer: returns the memory of large accounts to the OS.
+    """
+
+    def __init__(self, limit: int, trimmer: HeapTrimmer | None = None) -> None:
+        self.limit = limit
+        self.trimmer = trimmer or HeapTrimmer()
+        self.total = 0
+        self._accounts: WeakSet[Account] = WeakSet()
+
+    def open(self, end: Callable[[str], None] | None) -> Account:
+        """Open an account.
+
+        Args:
+            end: ends the account's owner, given the reason. It is called at most once. None for memory that
+                belongs to no owner in particular.
+        """
+        account = Account(self, end)
+        self._accounts.add(account)
+        return account
+
+    def end_largest(self) -> None:
+        """End the open account with the most candidates, of those that have an owner."""
+        largest = max(
+            (account for account in self._accounts if account.has_owner and not account.is_closed),
+            key=lambda account: account.candidates,
+            default=None,
+        )
+        if largest is not None:
+            largest.end(
+                f"the requests in flight hold {self.total} candidates, more than the {self.limit} that fit"
+                f" ({_IN_FLIGHT}), and this one the most of them: {largest.candidates} at"
+                f" {largest.positions} positions; send it again later, with fewer tokens or smaller sets"
+            )
+
+
+class Account:
+    """The candidates of one owner. It closes with its last reference at the latest."""
+
+    def __init__(self, in_flight: InFlight, end: Callable[[str], None] | None) -> None:
+        self._in_flight, self._end = in_flight, end
+        self.candidates = self.positions = 0
+        self.is_closed = False
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether the account has an owner that can be ended."""
+        return self._end is not None
+
+    def add(self, candidates: int, positions: int = 1) -> None:
+        """Count more candidates. Beyond the limit, this ends the largest account, which may be this one."""
+        if self.is_closed:
+            return
+        self.candidates += candidates
+        self.positions += positions
+        self._in_flight.total += candidates
+        if self._in_flight.total > self._in_flight.limit:
+            self._in_flight.end_largest()
+
+    def end(self, reason: str) -> None:
+        """Close the account and end its owner, unless it is closed."""
+        if not self.is_closed:
+            self.close()
+            if self._end is not None:
+                self._end(reason)
+
+    def close(self) -> None:
+        """Stop counting. A second call does nothing."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._in_flight.total -= self.candidates
+            if self.candidates * 8 >= LARGE_BYTES:
+                self._in_flight.trimmer.trim_soon()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
+    """Return why one sample may not hold so much, or an empty string."""
+    limit = limits.max_candidates_per_sample
+    if candidates <= limit:
+        return ""
+    fitting = limit * positions // candidates
+    return (
+        f"got {candidates} candidates at {positions} positions, expected at most {limit} for one sample"
+        f" ({_PER_SAMPLE}; a candidate in JSON lists counts {LIST_FORM_COST}); at this size {fitting}"
+        " positions fit: ask for fewer tokens, smaller sets or return_logprobs_in_base64"
+    )
+
+
+def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
+    """Return why the sets of a prompt are refused: beside all others, or by themselves."""
+    limit, name = (
+        (limits.max_candidates_in_flight, _IN_FLIGHT)
+        if is_busy
+        else (limits.max_candidates_per_sample, _PER_SAMPLE)
+    )
+    return (
+        f"the sets of the prompt's positions, with all that is held beside them, are beyond {limit}"
+        f" candidates ({name}); ask for fewer positions (logprob_start_len) or smaller sets"
+    )
+
+
+def _count(environment: Mapping[str, str], name: str, default: int) -> int:
+    given = environment.get(name)
+    if given is None:
+        return default
+    if not (
+        given.strip().isascii() and given.strip().isdigit() and 0 < len(given.strip()) < 19 and int(given)
+    ):
+        raise InvalidInputError(f"{name}: got {given[:60]!r}, expected a positive integer, of candidates")
+    return int(given)
+
+
+def _memory_bytes() -> int:
+    """Return the memory of this machine, or the limit of its container."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return min(physical, int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return physical

@@ -1,0 +1,234 @@
+"""Decide whether this server can serve exact candidate sets, and give the reasons if it cannot.
+
+The reasons come from the patch set itself (`compat.seam_check`), the server's arguments, and the environment.
+The HTTP process adds a reason if its routes are not guarded (`http.process_state`), and a request can add its
+own (`request_problem`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang_topp_patches.compat.releases import Feature, internals, refused
+from sglang_topp_patches.compat.seam_check import status
+from sglang_topp_patches.scheduler_messages import NUCLEUS, SAMPLER, SOURCE
+
+__all__ = [
+    "environment_notes",
+    "environment_problems",
+    "nucleus_problem",
+    "request_problem",
+    "server_problems",
+    "source_problems",
+    "verification_problem",
+]
+
+_TRUE = ("1", "true", "yes", "y", "on", "t")
+
+# We have read the filters of these backends. SGLang captures their result for its own mask.
+_SAMPLING_BACKENDS = ("flashinfer", "pytorch")
+
+
+def server_problems(server_args: Any) -> tuple[str, ...]:
+    """Return every reason why this server refuses candidate sets; empty if it serves them.
+
+    Args:
+        server_args: SGLang's `ServerArgs`; None before they are known.
+    """
+    return (*status().problems, *_mode_problems(server_args))
+
+
+def request_problem(temperature: Any) -> str:
+    """Return why a request at this temperature cannot have exact sets here, or nothing.
+
+    Values that are no numbers are left to SGLang.
+    """
+    if temperature not in (None, 0, 1) and _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        return f"temperature: got {temperature!r}, expected 1: {_ORIGINAL_LOGPROB}"
+    return ""
+
+
+def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
+    """Return why a request is not drawn from the nucleus of its `top_p`, or nothing.
+
+    Values that are no numbers are left to SGLang.
+    """
+    if isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW:
+        return f"temperature: got {temperature!r}, expected more than 0: {_NUCLEUS_ONLY}"
+    if top_k not in (None, *_NO_TOP_K):
+        return f"top_k: got {top_k!r}, expected -1: {_other_filters()}"
+    if min_p:
+        return f"min_p: got {min_p!r}, expected 0: {_other_filters()}"
+    return ""
+
+
+_GREEDY_BELOW = 1e-6  # SGLang replaces such a temperature by a top_k of 1
+_NO_TOP_K = (-1, 1 << 30)  # what callers write, and what SGLang makes of it
+_NUCLEUS_ONLY = f"{NUCLEUS} returns the nucleus of top_p alone"
+
+
+def _other_filters() -> str:
+    if reason := refused(Feature.SAMPLER_SOURCE):
+        return f"{_NUCLEUS_ONLY}, and sets of other filters are not served here: {reason}"
+    return f"{_NUCLEUS_ONLY}; {SOURCE} '{SAMPLER}' returns sets of other filters, in its own fields"
+
+
+_ORIGINAL_LOGPROB = (
+    "with SGLANG_RETURN_ORIGINAL_LOGPROB the log-probs are those before temperature, another distribution"
+    " than the one that is sampled from"
+)
+
+
+def source_problems() -> tuple[str, ...]:
+    """Return why this server cannot tell which tokens its sampler could draw; empty if it can."""
+    if reason := refused(Feature.SAMPLER_SOURCE):
+        return (reason,)
+    try:
+        backend, on_policy = internals().sampling()
+    except ValueError as error:  # SGLang has not set its configuration in this process
+        return (f"the sampling backend is not known here: {error}",)
+    reasons = []
+    if backend not in _SAMPLING_BACKENDS:
+        reasons.append(
+            f"the filters of the sampling backend {backend!r} are not known exactly; those of"
+            f" {' and '.join(_SAMPLING_BACKENDS)} are (--sampling-backend)"
+        )
+    if on_policy:
+        reasons.append(
+            "with --rl-on-policy-target the reported log-probs are rounded, and not those that are drawn from"
+        )
+    return tuple(reasons)
+
+
+def environment_problems() -> tuple[str, ...]:
+    """Return why this process's environment rules candidate sets out; empty if it does not."""
+    return tuple(f"{name}: {reason}; unset it" for name, reason in _ENVIRONMENT.items() if _is_set(name))
+
+
+_ENVIRONMENT = {
+    "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
+    # SGLang reads it where it computes a prompt's logits (0.5.21 to 0.5.23) and in `eagle_sample` (0.5.19).
+    # Our sets are read after the pass, when another graph may have overwritten that memory.
+    "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
+        "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
+    ),
+}
+
+
+def environment_notes() -> tuple[str, ...]:
+    """Return what this process's environment rules out for some requests."""
+    if _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        return (f"requests at a temperature other than 1 are refused: {_ORIGINAL_LOGPROB}",)
+    return ()
+
+
+def _mode_problems(server_args: Any) -> tuple[str, ...]:
+    """Return why these server arguments and this environment rule candidate sets out."""
+    reasons = {
+        "diffusion decoding (--dllm-algorithm): tokens are not drawn one by one": (
+            getattr(server_args, "dllm_algorithm", None)
+        ),
+        **_speculation_reasons(server_args),
+        **_disaggregation_reasons(server_args),
+        "watermarking (--watermark-config): tokens are not drawn from the distribution that is reported": (
+            getattr(server_args, "watermark_config", None)
+        ),
+    }
+    used = {
+        Feature.PIPELINE: getattr(server_args, "pp_size", 1) > 1,
+        Feature.DISAGGREGATION: getattr(server_args, "disaggregation_mode", None) not in (None, "null"),
+        Feature.HTTP_WORKERS: getattr(server_args, "tokenizer_worker_num", 1) > 1,
+        Feature.SPECULATIVE: bool(getattr(server_args, "speculative_algorithm", None)),
+        Feature.REJECTION_SAMPLING: getattr(server_args, "speculative_use_rejection_sampling", False),
+    }
+    of_release = tuple(
+        f"{feature}: {reason}"
+        for feature, is_used in used.items()
+        if is_used and (reason := refused(feature))
+    )
+    of_mode = tuple(reason for reason, applies in reasons.items() if applies)
+    return environment_problems() + of_release + of_mode
+
+
+def _speculation_reasons(server_args: Any) -> dict[str, Any]:
+    """Return the reasons of servers that verify drafts, and whether each applies."""
+    algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
+    if not algorithm:
+        return {}
+    thresholds = [getattr(server_args, f"speculative_accept_threshold_{name}", 1.0) for name in _ACCEPT]
+    option = f"--speculative-algorithm {algorithm}"
+    return {
+        f"{option}: {_OTHER_VERIFICATION.get(algorithm)}": algorithm in _OTHER_VERIFICATION,
+        f"{option} with --speculative-accept-threshold-single or -acc below 1: accepted drafts are not drawn"
+        " from the target's distribution": min(thresholds) < 1,
+        f"{option} with SGLANG_SIMULATE_ACC_LEN: SGLang invents which drafts it accepts": (
+            _simulates_acceptance()
+        ),
+        f"{option} with --pp-size: was never tried": getattr(server_args, "pp_size", 1) > 1,
+        f"{option} with --disaggregation-mode: was never tried": (
+            getattr(server_args, "disaggregation_mode", None) not in (None, "null")
+        ),
+        f"{option} on this accelerator: its sampling kernel was not checked": _has_unknown_kernel(),
+    }
+
+
+_ACCEPT = ("single", "acc")
+_OTHER_VERIFICATION = {
+    "DFLASH": "it draws by functions of its own, whose probabilities are not captured",
+    "DSPARK": "it draws by functions of its own, partly inside of CUDA graphs, and they are not captured",
+    "UNO": "SGLang returns no log-probs with it",
+}
+
+
+def _simulates_acceptance() -> bool:
+    try:
+        return float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", "-1")) > 0
+    except ValueError:
+        return True
+
+
+def _has_unknown_kernel() -> bool:
+    from sglang.srt.utils import is_musa, is_npu
+
+    return bool(is_npu() or is_musa())
+
+
+def verification_problem(server_args: Any, top_k: int) -> str:
+    """Return why verification does not sample a request with this `top_k`, or nothing."""
+    algorithm = getattr(server_args, "speculative_algorithm", None)
+    if not algorithm or top_k == 1:
+        return ""
+    from sglang.srt.utils import is_cpu, is_hip, is_xpu
+
+    if not (is_cpu() or is_hip() or is_xpu()):
+        return ""
+    return (
+        f"--speculative-algorithm {algorithm} accepts the most likely tokens on this device, whatever the"
+        " temperature, or draws by a kernel that was not checked; only greedy requests have exact sets"
+    )
+
+
+def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
+    """Return the reasons of servers that only prefill or only decode, and whether each applies."""
+    role = getattr(server_args, "disaggregation_mode", "null")
+    if role in (None, "null"):
+        return {}
+    mode = f"disaggregated prefill and decode (--disaggregation-mode {role})"
+    return {
+        f"{mode} with --enable-pd-role-switch: the first token's set would be asked of the wrong role": (
+            getattr(server_args, "enable_pd_role_switch", False)
+        ),
+        f"{mode} with --disaggregation-transfer-backend fake: nothing drew the first token": (
+            getattr(server_args, "disaggregation_transfer_backend", "") == "fake"
+        ),
+        f"{mode} with --pp-size: was never tried": getattr(server_args, "pp_size", 1) > 1,
+        f"{mode} with --tokenizer-worker-num: the first token's set is not kept where it is asked for": (
+            role == "prefill" and getattr(server_args, "tokenizer_worker_num", 1) > 1
+        ),
+    }
+
+
+def _is_set(name: str) -> bool:
+    """Return whether a flag of the environment is set, as SGLang reads it."""
+    return os.environ.get(name, "").strip().lower() in _TRUE

@@ -1,0 +1,1 @@
+"""Hook SGLang's scheduler processes, which take candidate sets from log-probs."""

@@ -1,0 +1,122 @@
+"""Cache namespaces: a scored prompt shares the prefix cache only with prompts scored by the same weights.
+
+A weight push with `flush_cache=false` keeps the prefix cache. A push while requests are in flight needs this
+setting. KV of the old weights then stays in the cache, and requests in flight add more of it. A scored prompt
+(one that asks for sets) must not read such KV. So until the cache is flushed, it gets a cache namespace of
+the current weights, in SGLang's `extra_key`. Prompts that are scored with the same weights still share
+prefixes.
+
+`weights_of` returns the weights that a request's prefill began with. If a later pass has other weights,
+`prompt_sets` ends the request, because later chunks attend to the KV of earlier ones.
+
+This module counts pushes and does not compare weight versions. A push may have no version, and the scheduler
+of an older SGLang does not receive it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params
+
+__all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]
+
+# SGLang's prefix caches that separate namespaces and live as long as the scheduler's process.
+_KEYED_CACHES = frozenset(
+    {
+        *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),
+        *("HiRadixCache", "HiMambaRadixCache", "ChunkCache", "SWAChunkCache", "PureSWAChunkCache"),
+    }
+)
+# A scheduler with one of these attributes set reads KV from outside its process.
+_OUTSIDE = ("enable_hicache_storage", "enable_unified_cache_external_linker")
+_WEIGHTS = "sglang_topp_weights"
+_EXTRA_KEY = "sglang_topp_extra_key"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a pass.
+
+    Attributes:
+        push: the number of pushes before the pass.
+        version: the weight version of the last push; empty if the scheduler does not receive it.
+    """
+
+    push: int
+    version: str
+
+
+class PrefixCache:
+    """The weights whose KV a scheduler's prefix cache holds.
+
+    Attributes:
+        pushes: the number of weight pushes.
+        is_of_one_push: whether all cached KV was computed with the current weights.
+    """
+
+    def __init__(self) -> None:
+        self.pushes = 0
+        self.is_of_one_push = True
+
+    def note_push(self, updater: Any, *args: Any, **kwargs: Any) -> None:
+        """BEFORE hook on the functions that change the weights: count a push.
+
+        A push that fails counts too, because it may have changed some weights.
+        """
+        # Wait for an accelerator that still runs the last pass, which uses the old weights.
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self.pushes += 1
+        self.is_of_one_push = False
+
+    def note_flush(self, is_flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """AFTER hook on `Scheduler.flush_cache`, which does nothing while a request holds KV."""
+        if is_flushed:
+            self.is_of_one_push = True
+
+    def current_weights(self) -> Weights:
+        """Return the weights that a pass launched now runs with."""
+        return Weights(self.pushes, internals().weight_version())
+
+    def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
+        """BEFORE hook on `Req.init_next_round_input`, which looks up a cached prefix if it gets `tree_cache`.
+
+        SGLang passes `tree_cache` whenever it tries to admit a waiting or retracted request, and omits it for
+        the next chunk of a prompt. Every rank must choose the same namespace, because their caches mirror
+        each other.
+        """
+        if tree_cache is None or not scores_prompt(req):
+            return
+        setattr(req, _WEIGHTS, self.current_weights())
+        if not hasattr(req, _EXTRA_KEY):
+            setattr(req, _EXTRA_KEY, req.extra_key)
+        given = getattr(req, _EXTRA_KEY)
+        req.extra_key = given if self.is_of_one_push else f"{given or ''}|sglang_topp weights {self.pushes}"
+
+
+def weights_of(req: Any) -> Weights | None:
+    """Return the weights that a scored prompt's prefill began with; None before it began."""
+    return getattr(req, _WEIGHTS, None)
+
+
+def scores_prompt(req: Any) -> bool:
+    """Return whether a request asks for the sets of prompt positions."""
+    return bool(custom_params(req).get(THRESHOLD) and 0 <= req.logprob_start_len < len(req.origin_input_ids))
+
+
+def outside_kv_problem(scheduler: Any) -> str:
+    """Return why a scored prompt may read KV of other weights despite the count of pushes, or nothing."""
+    for name in _OUTSIDE:
+        if getattr(scheduler, name, False):
+            return f"{name}: KV that is stored outside of the engine may come from other weights"
+    cache = scheduler.tree_cache
+    # A cache that keeps streaming sessions wraps another cache.
+    kind = type(getattr(cache, "inner", cache)).__name__
+    if kind not in _KEYED_CACHES:
+        return f"the prefix cache {kind} may hold KV of other weights"
+    return ""

@@ -1,0 +1,59 @@
+"""Hold the candidate sets of some rows of a pass in flat tensors, on the device or on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+
+from sglang_topp_patches.scheduler_messages import Span, span
+
+__all__ = ["ExtractedSets"]
+
+
+@dataclass(frozen=True)
+class ExtractedSets:
+    """The sets of some rows, on one device.
+
+    Attributes:
+        token_ids: int32 [n].
+        logprobs: float32 [n].
+        offsets: int64 [rows + 1].
+        problems: why a row has no set, by row.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    offsets: torch.Tensor
+    problems: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self.offsets) - 1
+
+    def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> ExtractedSets:
+        """Copy every tensor. On a GPU the copies may still be under way."""
+        return ExtractedSets(
+            copy_tensor(self.token_ids), copy_tensor(self.logprobs), copy_tensor(self.offsets), self.problems
+        )
+
+    def with_problems(self, problems: Mapping[int, str]) -> ExtractedSets:
+        """Add rows that have no exact set."""
+        return replace(self, problems={**self.problems, **problems})
+
+    def settled(self) -> ExtractedSets:
+        """Return the same sets: they are whole."""
+        return self
+
+    def on_host(self) -> ExtractedSets:
+        """Return the same sets. The tensors must be on the host by now."""
+        return self
+
+    def spans(self) -> list[Span]:
+        """Return one span per row. The tensors must be on the host by now."""
+        token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
+        bounds = self.offsets.tolist()
+        return [span(token_ids[low:high], logprobs[low:high]) for low, high in pairwise(bounds)]

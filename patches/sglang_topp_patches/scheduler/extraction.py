@@ -1,0 +1,121 @@
+"""Take candidate sets from log-probs on the device.
+
+`extract` applies the threshold rule. `extract_support` takes the tokens that the sampler could draw. On a GPU
+neither waits (`staging`); on a CPU the sets are complete when they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from sglang_topp import nucleus
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.scheduler import staging
+from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+
+__all__ = ["Sets", "extract", "extract_support"]
+
+Sets: TypeAlias = ExtractedSets | staging.StagedSets
+"""The sets of some rows: complete, or on their way to the host."""
+
+
+def extract(
+    process: SchedulerProcess,
+    logprobs: torch.Tensor,
+    thresholds: Sequence[float],
+    sampled_ids: torch.Tensor,
+    *,
+    lowest: float | None = None,
+    is_taken: torch.Tensor | None = None,
+) -> Sets:
+    """Take the sets of the rows whose threshold is not 0. A row that cannot be exact fails alone.
+
+    Args:
+        process: the scheduler process, which counts staged rows.
+        logprobs: float [B, V], natural log-probs. On a GPU they may be read again later: until then, only
+            their dtype's lowest value may be written to them, over -inf.
+        thresholds: B thresholds; 0 gives an empty set.
+        sampled_ids: integer [B], members of their sets.
+        lowest: log-probs at or below it stand for probability 0. None is the dtype's lowest value.
+        is_taken: bool [B] on the device of `logprobs`, which rows get a set at all; by default, all do.
+    """
+    if staging.is_staged(logprobs):
+        return staging.by_threshold(process, logprobs, thresholds, sampled_ids, lowest, is_taken)
+    logprobs = _with_zeros(logprobs, lowest)
+    problems: dict[int, str] = {}
+    thresholds = list(thresholds)
+    if is_taken is not None:
+        thresholds = [p if taken else 0.0 for p, taken in zip(thresholds, is_taken.tolist(), strict=True)]
+    try:
+        return ExtractedSets(*nucleus.top_p_candidates(logprobs, thresholds, sampled_ids))
+    except InvalidInputError:
+        pass
+    for row in range(len(thresholds)):
+        one = slice(row, row + 1)
+        try:
+            nucleus.top_p_candidates(logprobs[one], thresholds[one], sampled_ids[one])
+        except InvalidInputError as error:
+            problems[row] = str(error)
+            thresholds[row] = 0.0
+    return ExtractedSets(*nucleus.top_p_candidates(logprobs, thresholds, sampled_ids), problems)
+
+
+def extract_support(
+    process: SchedulerProcess,
+    logprobs: torch.Tensor,
+    rows: torch.Tensor,
+    is_drawn: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    sampled_ids: torch.Tensor,
+    *,
+    lowest: float | None = None,
+) -> Sets:
+    """Take the sets of `nucleus.support_candidates`. A row that cannot be exact fails alone.
+
+    Args:
+        process: as for `extract`.
+        logprobs: float [B, V], as for `extract`.
+        rows: int64 [R], the rows of the weights, rising.
+        is_drawn: bool [R, W], which weights are above 0.
+        token_ids: int32 [R, W], the tokens of the weights, highest weight first. None where W is V.
+        sampled_ids: integer [B].
+        lowest: as for `extract`.
+    """
+    if staging.is_staged(logprobs):
+        return staging.by_weights(process, logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)
+    logprobs, sampled_ids = _with_zeros(logprobs[rows], lowest), sampled_ids[rows]
+    if token_ids is not None:
+        # The weights above 0 stand first, so the rest of the vocabulary need not be read again.
+        width = max(1, int(is_drawn.sum(1).amax()))
+        is_drawn, token_ids = is_drawn[:, :width], token_ids[:, :width]
+    problems: dict[int, str] = {}
+
+    def of(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids = None if token_ids is None else token_ids[rows]
+        return nucleus.support_candidates(logprobs[rows], is_drawn[rows], ids, sampled_ids=sampled_ids[rows])
+
+    try:
+        return ExtractedSets(*of(slice(None)))
+    except InvalidInputError:
+        pass
+    parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for row in range(len(logprobs)):
+        try:
+            parts.append(of(slice(row, row + 1)))
+        except InvalidInputError as error:
+            problems[row] = str(error)
+            none = logprobs.new_empty(0, dtype=torch.float32)
+            parts.append((none.int(), none, torch.zeros(2, dtype=torch.int64, device=logprobs.device)))
+    ids, values, offsets = zip(*parts, strict=True)
+    sizes = torch.cat([each.diff() for each in offsets])
+    return ExtractedSets(
+        torch.cat(ids), torch.cat(values), torch.nn.functional.pad(sizes.cumsum(0), (1, 0)), problems
+    )
+
+
+def _with_zeros(logprobs: torch.Tensor, lowest: float | None) -> torch.Tensor:
+    return logprobs if lowest is None else logprobs.masked_fill(logprobs <= lowest, -torch.inf)

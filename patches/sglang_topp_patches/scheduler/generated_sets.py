@@ -1,0 +1,196 @@
+"""Take the sets of the generated tokens, in the scheduler processes.
+
+`ModelRunner.sample` runs around the function that has both the log-probs that SGLang reports and the sampled
+tokens. The sets travel to the host with SGLang's results. `consume` adds them to their requests once the
+tokens are committed, when SGLang has resolved overlap, retraction, and stops.
+
+Meanwhile, `sampler_support` captures the tokens that the sampler could draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.scheduler import sampler_support, staging
+from sglang_topp_patches.scheduler.extraction import Sets, extract
+from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
+from sglang_topp_patches.scheduler.request_budget import close_account, is_refused
+from sglang_topp_patches.scheduler.requested_rows import RequestedRows, forward_pass_of
+from sglang_topp_patches.scheduler.token_entries import add_entries, lowest_logprob
+from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Span
+
+__all__ = ["GeneratedSets", "attach_logprobs", "compute_logprobs", "free_sent_entries", "sample"]
+
+
+def sample(
+    original: Callable[..., torch.Tensor], self: Any, logits_output: Any, forward_batch: Any
+) -> torch.Tensor:
+    """Take a pass's sets and attach them to its output: AROUND hook on `ModelRunner.sample`."""
+    logits = logits_output.next_token_logits
+    if logits is not None and staging.is_staged(logits):
+        staging.warm_up(logits.shape[1], logits.dtype, logits.device)
+    internals().begin_pass(logits_output)
+    forward_pass = forward_pass_of(forward_batch.top_logprobs_nums)
+    if forward_pass is None:
+        return original(self, logits_output, forward_batch)
+    rows = forward_pass.rows
+    drawing = sampler_support.Drawing(rows.drawn, rows.greedy) if rows.drawn else None
+    capture = sampler_support.Capture(forward_pass, drawing)
+    with sampler_support.capturing(capture):
+        next_token_ids = original(self, logits_output, forward_batch)
+    if not rows.answers:
+        return next_token_ids
+    prompt = () if forward_pass.prompt is None else (forward_pass.prompt,)
+    version = internals().weight_version()
+    generated = GeneratedSets(rows, capture.sets, version, capture.drawn)
+    internals().attach(logits_output, PassSets((*prompt, generated)))
+    return next_token_ids
+
+
+def compute_logprobs(
+    original: Callable[..., Any],
+    self: Any,
+    logprobs: torch.Tensor,
+    top_logprobs_nums: list[int],
+    token_ids_logprobs: list[Any],
+    batch_next_token_ids: torch.Tensor,
+) -> Any:
+    """Take the sets of a pass: AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
+
+    The original clamps -inf in place, which would show in the sets. So they are taken before.
+    """
+    _take(logprobs, batch_next_token_ids)
+    return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
+
+
+def attach_logprobs(
+    original: Callable[..., None],
+    self: Any,
+    logits_output: Any,
+    logprobs: torch.Tensor,
+    top_logprobs_nums: list[int],
+    token_ids_logprobs: list[Any],
+    sampling_info: Any,
+    batch_next_token_ids: torch.Tensor,
+) -> None:
+    """Take the sets of a pass before 0.5.16: AROUND hook on `Sampler._attach_logprobs_to_output`."""
+    _take(logprobs, batch_next_token_ids)
+    original(
+        self,
+        logits_output,
+        logprobs,
+        top_logprobs_nums,
+        token_ids_logprobs,
+        sampling_info,
+        batch_next_token_ids,
+    )
+
+
+def _take(logprobs: torch.Tensor, sampled_ids: torch.Tensor) -> None:
+    capture = sampler_support.current_capture()
+    if capture is None or not capture.forward_pass.rows.answers:
+        return
+    process, thresholds = capture.forward_pass.process, capture.forward_pass.rows.thresholds
+    thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # padding rows
+    lowest = lowest_logprob()
+    if any(thresholds):
+        capture.sets = extract(process, logprobs, thresholds, sampled_ids, lowest=lowest)
+    if capture.drawing is not None:
+        capture.drawn = capture.drawing.sets(process, logprobs, sampled_ids, lowest=lowest)
+
+
+@dataclass(frozen=True)
+class GeneratedSets:
+    """The sets of the tokens that one forward pass generated, on the device and then on the host.
+
+    Attributes:
+        rows: the rows as they were when the pass was built.
+        sets: by the threshold rule, one per row; None if no row asks by threshold.
+        weight_version: the weights that the pass ran with.
+        drawn: what the sampler could draw, one for each of `rows.drawn`; None if there are none.
+    """
+
+    rows: RequestedRows
+    sets: Sets | None
+    weight_version: str
+    drawn: Sets | None = None
+
+    def settled(self) -> GeneratedSets:
+        """Return the output with complete sets on the device. Waits for them."""
+        return replace(
+            self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
+        )
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
+        """Issue the copies. SGLang waits for them before it calls `consume`."""
+        return replace(
+            self,
+            sets=self.sets and self.sets.map(copy_tensor),
+            drawn=self.drawn and self.drawn.map(copy_tensor),
+        )
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Append one entry to `customized_info` of every request with a newly visible token.
+
+        A set that does not belong to its token (a row that moved, a token that was replaced after sampling, a
+        position that was skipped) becomes an entry with a problem. It ends the request as an error.
+        """
+        spans, problems = self._by_row()
+        for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
+            if commit is None or not self.rows.asks(row) or is_refused(req):
+                continue
+            problem = problems.get(row) or self._problem(row, req.rid, commit.token_ids, spans)
+            candidates = None if problem else spans[row]
+            add_entries(req, commit.output_index, [(candidates, problem)], self.weight_version)
+
+    def _by_row(self) -> tuple[dict[int, Span], dict[int, str]]:
+        """Return the sets by row, and why a row has none."""
+        spans: dict[int, Span] = {}
+        problems: dict[int, str] = {}
+        by_rule = ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn))
+        for sets, rows in by_rule:
+            if sets is None:
+                continue
+            found = sets.on_host()
+            spans.update(zip(rows, found.spans(), strict=False))
+            problems.update({rows[i]: problem for i, problem in found.problems.items() if i < len(rows)})
+        return spans, problems
+
+    def _problem(
+        self, row: int, request_id: str, token_ids: tuple[int, ...], spans: Mapping[int, Span]
+    ) -> str:
+        if row not in spans:
+            return "SGLang sampled without reporting log-probs"
+        if request_id != self.rows.request_ids[row]:
+            return f"row {row} was sampled for request {self.rows.request_ids[row]}"
+        if len(token_ids) != 1:
+            return f"{len(token_ids)} tokens became visible in one step"
+        if token_ids[0] not in np.frombuffer(spans[row][0], np.int32):
+            return f"token {token_ids[0]} replaced the sampled one after its set was taken"
+        return ""
+
+
+def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
+
+    SGLang sends the values from `send_token_offset` on. It keeps all of them as long as it keeps the request.
+    """
+    for req in reqs:
+        if req.finished_output:
+            close_account(req)
+        info = req.customized_info
+        if not info:
+            continue
+        entries = info.get(KEY, [])
+        last = min(req.send_token_offset, len(entries)) - 1
+        while last >= 0 and entries[last] is not None:
+            entries[last] = None
+            last -= 1
+        if req.finished_output or (req.stream and req.send_token_offset):
+            info.pop(PROMPT_KEY, None)

@@ -1,0 +1,112 @@
+"""Send the sets of a pass from the last pipeline stage, which samples, to the first, which answers.
+
+SGLang passes the results of a pass from stage to stage as a dictionary. It sends tensors as such, and pickles
+everything else. So the sets travel as tensors, and what is known of the rows is pickled.
+
+The first stage counts the sets against the budget, because it holds them until they are sent. A request that
+exceeds it is aborted on all stages. The last stage takes its sets in the few passes until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sglang_topp.malloc_trim import LARGE_BYTES
+from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.scheduler_messages import KEY
+
+__all__ = ["PassPart", "PassSets", "add_to_stage_output", "take_from_stage_output"]
+
+
+class PassPart(Protocol):
+    """The sets of one pass for its prompts or its generated tokens, on the device or on the host."""
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:
+        """Copy every tensor, in a fixed order."""
+
+    def settled(self) -> PassPart:
+        """Return the output with complete sets on the device. Waits for them."""
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Add the sets to their requests."""
+
+
+@dataclass(frozen=True)
+class PassSets:
+    """All sets of one pass: SGLang's `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput` in one.
+
+    Attributes:
+        parts: the prompts' part, if any were scored, before the generated tokens' part.
+    """
+
+    parts: tuple[PassPart, ...]
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassSets:
+        """Issue the copies. SGLang waits for them before it calls `consume`."""
+        return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
+
+    def settled(self) -> PassSets:
+        """Return the output with complete sets on the device. Waits for them."""
+        return PassSets(tuple(part.settled() for part in self.parts))
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Add all sets to their requests."""
+        for part in self.parts:
+            part.consume(batch, commits)
+
+
+def add_to_stage_output(
+    in_flight: InFlight, original: Callable[..., None], tensors: MutableMapping[str, Any], output: Any
+) -> None:
+    """Send a pass's sets from the last stage: AROUND hook on `add_auxiliary_output_to_pp_tensors`."""
+    from sglang.srt.runtime_context import get_parallel
+
+    outputs = getattr(output, "outputs", (output,))
+    others = None
+    for other in outputs:
+        if not isinstance(other, PassSets):
+            others = internals().append(others, other)
+    original(tensors, others)
+
+    flat: list[torch.Tensor] = []
+
+    def take_out(tensor: torch.Tensor) -> Any:
+        flat.append(tensor)
+        return len(flat) - 1
+
+    # Only this stage can take the sets again that did not fit their staging area.
+    ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
+    if not ours:
+        return
+    tensors[KEY] = (ours, [len(tensor) for tensor in flat])
+    for place, tensor in enumerate(flat):
+        tensors[f"{KEY}.{place}"] = _indivisible(tensor, get_parallel().attn_tp_size)
+    if sum(tensor.nbytes for tensor in flat) >= LARGE_BYTES:
+        in_flight.trimmer.trim_soon()
+
+
+def take_from_stage_output(
+    original: Callable[..., Any], tensors: MutableMapping[str, Any], observer: Any
+) -> Any:
+    """Receive a pass's sets in the first stage: AROUND hook on `pop_auxiliary_output_from_pp_tensors`."""
+    ours, lengths = tensors.pop(KEY, ((), ()))
+    flat = [tensors.pop(f"{KEY}.{place}")[:length] for place, length in enumerate(lengths)]
+    output = original(tensors, observer)
+    for each in ours:
+        output = internals().append(output, each.copy_to_host(flat.__getitem__))
+    return output
+
+
+def _indivisible(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Make a tensor longer by one if its length is a multiple of the number of tensor-parallel ranks.
+
+    SGLang would have each rank send its share of such a tensor, but only the rank that answers has sets.
+    """
+    if num_ranks == 1 or len(tensor) == 0 or len(tensor) % num_ranks:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(1)])

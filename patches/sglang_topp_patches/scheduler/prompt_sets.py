@@ -1,0 +1,349 @@
+"""Prompt sets: extract the sets of prompt positions (`logprob_start_len`), in the scheduler processes.
+
+SGLang scores a prompt from logits that it computes chunk by chunk, and the hooks see each chunk. Row `k` is
+the distribution of the token after position `k`. With chunked prefill, the rows of one request come from
+several passes. If weights are pushed between two passes of a request, it ends as an error.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.memory.budget import InFlight, budget
+from sglang_topp_patches.scheduler.cache_namespace import Weights, weights_of
+from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
+from sglang_topp_patches.scheduler.extraction import Sets, extract
+from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
+from sglang_topp_patches.scheduler.request_budget import (
+    charge,
+    end_without_set,
+    is_refused,
+    refuse,
+    refuse_prompt,
+)
+from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pass_of
+from sglang_topp_patches.scheduler.staging import StagedSets
+from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, Span
+
+# The limit on log-probs from which sets are extracted at once.
+_VALUES_AT_ONCE = 1 << 25
+_MAX_UNSETTLED_CHUNKS = 2
+_OBSERVER = "sglang_topp_observer"
+
+__all__ = [
+    "PassExtraction",
+    "PromptSets",
+    "compute_logprobs_only",
+    "forget_rows",
+    "forward",
+    "observe_logits",
+    "process_by_chunk",
+    "process_whole",
+]
+
+
+def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    """AROUND hook on `InputLogprobProcessor.forward`: observe its logits. SGLang calls it with keywords."""
+    indices = kwargs["input_logprob_indices"]
+    observer = _observer_of(self, kwargs["logits_metadata"], indices)
+    if observer is None:
+        return original(self, **kwargs)
+    get_logits = kwargs["get_logits_fn"]
+
+    def get_logits_observed(states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        logits: torch.Tensor = get_logits(states, *args, **options)
+        observer.add(logits)
+        return logits
+
+    result = original(self, **{**kwargs, "get_logits_fn": get_logits_observed})
+    observer.finish()
+    return result
+
+
+def process_whole(
+    original: Callable[..., Any], self: Any, input_logits: torch.Tensor, logits_metadata: Any
+) -> Any:
+    """AROUND hook on `LogitsProcessor.process_input_logprobs`: observe the logits of all scored rows."""
+    rows = torch.arange(len(input_logits), device=input_logits.device)
+    observer = _observer_of(self, logits_metadata, rows)
+    if observer is not None:
+        observer.add(input_logits)
+        observer.finish()
+    return original(self, input_logits, logits_metadata)
+
+
+def process_by_chunk(
+    original: Callable[..., Any],
+    self: Any,
+    pruned_states: torch.Tensor,
+    sample_indices: torch.Tensor,
+    input_logprob_indices: torch.Tensor,
+    token_to_seq_idx: list[int],
+    lm_head: Any,
+    logits_metadata: Any,
+) -> Any:
+    """AROUND hook on `LogitsProcessor.process_input_logprobs_by_chunk`: observe the logits of each chunk."""
+    observer = _observer_of(self, logits_metadata, input_logprob_indices)
+    setattr(self, _OBSERVER, observer)
+    try:
+        result = original(
+            self,
+            pruned_states,
+            sample_indices,
+            input_logprob_indices,
+            token_to_seq_idx,
+            lm_head,
+            logits_metadata,
+        )
+    finally:
+        setattr(self, _OBSERVER, None)
+    if observer is not None:
+        observer.finish()
+    return result
+
+
+def observe_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `LogitsProcessor._get_logits`: pass the logits to the observer."""
+    if (observer := getattr(self, _OBSERVER, None)) is not None:
+        observer.add(result)
+
+
+class _Observer:
+    """Extracts the sets of a pass's scored rows from the logits as SGLang computes them."""
+
+    def __init__(
+        self, processor: Any, metadata: Any, forward_pass: ForwardPass, indices: torch.Tensor
+    ) -> None:
+        self._processor, self._pass = processor, forward_pass
+        self._indices, self._scored = indices, internals().scored_rows(metadata, indices)
+        self._next_ids = metadata.extend_input_logprob_token_ids_gpu
+        self._counts = metadata.extend_logprob_pruned_lens_cpu
+        in_flight, thresholds = forward_pass.process.in_flight, forward_pass.rows.thresholds
+        self._extraction = PassExtraction(in_flight, thresholds, self._counts)
+        self._position = 0
+
+    def add(self, logits: torch.Tensor) -> None:
+        """Extract the sets of the next rows of the pass.
+
+        Args:
+            logits: float [rows, V], of scored rows and of others.
+        """
+        extraction, position = self._extraction, self._position
+        self._position += len(logits)
+        first, last = bisect_left(self._scored, position), bisect_left(self._scored, self._position)
+        at_once = max(1, _VALUES_AT_ONCE // logits.shape[1])
+        for start in range(first, last, at_once):
+            stop = min(start + at_once, last)
+            thresholds = extraction.thresholds[start:stop].tolist()
+            if any(thresholds):
+                scored = logits[self._indices[start:stop] - position]
+                logprobs = internals().input_logprobs(self._processor, scored)
+                extraction.add(extract(self._pass.process, logprobs, thresholds, self._next_ids[start:stop]))
+            else:
+                extraction.add(_no_sets(stop - start, logits.device))
+
+    def finish(self) -> None:
+        """Store the sets in the `ForwardPass`."""
+        rows, extraction = self._pass.rows, self._extraction
+        self._pass.prompt = PromptSets(
+            rows.request_ids,
+            rows.thresholds,
+            tuple(self._counts),
+            tuple(extraction.chunks),
+            self._pass.process.prefix_cache.current_weights(),
+            extraction.refused,
+        )
+
+
+def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Observer | None:
+    """Return an observer, or None if no row asks for sets by a threshold.
+
+    With the sampler as source, prompts have no sets.
+    """
+    forward_pass = forward_pass_of(metadata.top_logprobs_nums)
+    if forward_pass is None or not any(forward_pass.rows.thresholds):
+        return None
+    return _Observer(processor, metadata, forward_pass, indices)
+
+
+class PassExtraction:
+    """The sets that a pass has extracted so far.
+
+    Extraction stops for a prompt that exceeds the budget. At p = 1, the rows of one pass may hold more than
+    any device can.
+
+    Attributes:
+        thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
+        chunks: the sets, in order.
+        refused: the requests that get an error instead of sets, by their index in the pass. The value is True
+            if all requests together exceed the budget, and False if one request does.
+    """
+
+    def __init__(self, in_flight: InFlight, thresholds: Sequence[float], counts: Sequence[int]) -> None:
+        self._in_flight = in_flight
+        self._owners = np.repeat(np.arange(len(counts)), counts)
+        self._candidates = np.zeros(len(counts), np.int64)
+        self.thresholds = np.repeat(np.array(thresholds, np.float64), counts)
+        self.chunks: list[Sets] = []
+        self.refused: dict[int, bool] = {}
+        self._num_rows = self._num_settled = 0
+
+    def add(self, chunk: Sets) -> None:
+        """Append the sets of the next rows.
+
+        Staged sets keep their log-probs until they are settled, so at most two chunks stay unsettled. A
+        prompt of up to two chunks never waits for the device. A longer prompt waits for one chunk while the
+        device computes the next. Chunks that stay unsettled are counted when they are consumed.
+        """
+        self.chunks.append(chunk)
+        while self._num_settled < len(self.chunks):
+            oldest = self.chunks[self._num_settled]
+            if isinstance(oldest, StagedSets):
+                if len(self.chunks) - self._num_settled <= _MAX_UNSETTLED_CHUNKS:
+                    return
+                oldest = oldest.settled()
+            self.chunks[self._num_settled] = self._counted(oldest)
+            self._num_settled += 1
+
+    def _counted(self, chunk: ExtractedSets) -> ExtractedSets:
+        num_rows = chunk.num_rows
+        if len(chunk.token_ids):
+            sizes = chunk.offsets.diff().cpu().numpy()
+            np.add.at(self._candidates, self._owners[self._num_rows :][:num_rows], sizes)
+            for owner in np.flatnonzero(self._candidates > budget().max_candidates_per_sample):
+                self._refuse(int(owner), is_busy=False)
+            while self._held() > self._in_flight.limit - self._in_flight.total:
+                kept = [owner for owner in range(len(self._candidates)) if owner not in self.refused]
+                self._refuse(max(kept, key=lambda owner: self._candidates[owner]), is_busy=True)
+            if self._candidates.sum() > _VALUES_AT_ONCE:
+                # The budget is the host's, and the device may have less memory.
+                chunk = chunk.map(lambda tensor: tensor.cpu())
+        self._num_rows += num_rows
+        return chunk
+
+    def _held(self) -> int:
+        return sum(int(n) for owner, n in enumerate(self._candidates) if owner not in self.refused)
+
+    def _refuse(self, owner: int, *, is_busy: bool) -> None:
+        self.refused.setdefault(owner, is_busy)
+        self.thresholds[self._owners == owner] = 0
+
+
+def compute_logprobs_only(
+    original: Callable[..., None], self: Any, logits_output: Any, forward_batch: Any
+) -> None:
+    """AROUND hook on `ModelRunner.compute_logprobs_only`: attach the sets of a pass that only scores prompts.
+
+    SGLang calls it in place of `sample` if `max_new_tokens` is 0.
+    """
+    internals().begin_pass(logits_output)
+    original(self, logits_output, forward_batch)
+    forward_pass = forward_pass_of(forward_batch.top_logprobs_nums)
+    if forward_pass is not None and forward_pass.prompt is not None:
+        internals().attach(logits_output, PassSets((forward_pass.prompt,)))
+
+
+def forget_rows(result: None, self: Any) -> None:
+    """AFTER hook on `Req.reset_for_retract`: free the rows of a partly scored prompt, as SGLang does.
+
+    Once a token is visible, the prompt has all of its rows and keeps them. A prompt of embeddings is the
+    exception: SGLang generates its answer again from the start, and keeps the log-probs of the first attempt.
+    """
+    if not self.customized_info or is_refused(self):
+        return
+    if not self.customized_info.get(KEY):
+        rows = list(self.customized_info.pop(PROMPT_KEY, ()))[1:]
+        charge(self, -_num_candidates(rows), -len(rows))
+    elif self.input_embeds is not None:
+        refuse(
+            self,
+            "the engine ran out of memory and generated the answer to input_embeds again from the start, but"
+            " kept the log-probs of the first attempt; send the request again",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """The sets of the prompt rows of one pass, on the device and then on the host.
+
+    Attributes:
+        request_ids: the requests of the pass.
+        thresholds: the threshold of each request; 0 if it asks for no sets.
+        counts: the number of scored rows of each request.
+        chunks: the sets of all scored rows, in order.
+        weights: the weights that the pass ran with.
+        refused: see `PassExtraction`.
+    """
+
+    request_ids: tuple[str, ...]
+    thresholds: tuple[float, ...]
+    counts: tuple[int, ...]
+    chunks: tuple[Sets, ...]
+    weights: Weights
+    refused: Mapping[int, bool] = field(default_factory=dict)
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
+        """Issue the copies; `consume` runs after SGLang has waited for them."""
+        return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
+
+    def settled(self) -> PromptSets:
+        """Return the same sets, complete on the device. This waits for the device."""
+        return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Append the rows to their requests' `customized_info`."""
+        spans: list[Span | None] = []
+        for chunk in (each.on_host() for each in self.chunks):
+            spans += [None if row in chunk.problems else each for row, each in enumerate(chunk.spans())]
+        start = 0
+        for row, (req, request_id, p, count) in enumerate(
+            zip(batch.reqs, self.request_ids, self.thresholds, self.counts, strict=False)
+        ):
+            own = spans[start : start + count]
+            start += count
+            # SGLang will score a request again from its start if it was retracted since the pass began.
+            if not p or not own or req.rid != request_id or req.is_retracted or is_refused(req):
+                continue
+            if row in self.refused:
+                refuse_prompt(req, is_busy=self.refused[row])
+                continue
+            info = req.customized_info = req.customized_info or {}
+            # After a retraction, SGLang scores the prompt again. The request has its rows already.
+            if info.get(KEY):
+                continue
+            # Even if no row was scored before the push, later chunks attend to the KV of earlier ones.
+            if (began := weights_of(req)) != self.weights:
+                versions = (began and began.version, self.weights.version)
+                names = "" if len({*versions}) == 1 else f", {versions[0]!r} and then {versions[1]!r}"
+                refuse(
+                    req,
+                    f"weights were pushed while the prompt was scored{names}; send the request again",
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                )
+                continue
+            there = info.setdefault(PROMPT_KEY, internals().prompt_rows())
+            if not there:
+                there.append(Entry(None, weight_version=self.weights.version))
+            there.extend(own)
+            if None in own:
+                end_without_set(req)
+                continue
+            charge(req, _num_candidates(own), len(own))
+
+
+def _num_candidates(spans: Sequence[Span | None]) -> int:
+    return sum(len(each[0]) // 4 for each in spans if each is not None)
+
+
+def _no_sets(count: int, device: torch.device) -> ExtractedSets:
+    empty = torch.empty(0, device=device)
+    return ExtractedSets(empty.int(), empty, torch.zeros(count + 1, dtype=torch.int64, device=device))

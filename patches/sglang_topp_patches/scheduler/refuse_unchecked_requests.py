@@ -1,0 +1,83 @@
+"""Refuse requests for sets that reach the scheduler without the checks of `http.request_fields`.
+
+An HTTP server without the patch set (SGLang's Rust server, a gRPC server, a worker without the plugin) passes
+`custom_params` on unchecked. It would answer 200 without the sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_topp_patches.refused_configurations import (
+    nucleus_problem,
+    request_problem,
+    server_problems,
+    source_problems,
+    verification_problem,
+)
+from sglang_topp_patches.scheduler.cache_namespace import outside_kv_problem, scores_prompt
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+from sglang_topp_patches.scheduler.request_budget import admit
+from sglang_topp_patches.scheduler_messages import (
+    FIELDS,
+    KEY,
+    NUCLEUS,
+    SOURCE,
+    THRESHOLD,
+    asking_field,
+    custom_params,
+)
+
+__all__ = ["check_request"]
+
+
+def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse a request that cannot have sets: BEFORE hook on `Scheduler._add_request_to_queue`.
+
+    The sampling parameters are final only here: SGLang fills in the model's defaults after the HTTP checks.
+    """
+    custom = custom_params(req)
+    field = asking_field(custom.get)
+    if not field:
+        return
+    admit(req, process.in_flight)
+    if req.to_finish is not None:
+        return
+    params = req.sampling_params
+    problem = (
+        request_problem(params.temperature)
+        or verification_problem(self.server_args, params.top_k)
+        or _prompt_problem(self, req)
+        or _nucleus_problem(params, custom)
+    )
+    if KEY not in custom:
+        causes = server_problems(self.server_args)
+        problem = "; ".join(causes) or "it came by a way that cannot carry candidate sets; ask POST /generate"
+    elif field == SOURCE and (causes := source_problems()):
+        problem = "; ".join(causes)
+    if problem:
+        for name in FIELDS:
+            custom.pop(name, None)
+        req.set_finish_with_abort(f"{field}: candidate sets are not served here: {problem}")
+
+
+def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
+    """Return why the sets of slime's field are not those of the final sampling parameters, or nothing."""
+    if not custom.get(NUCLEUS):
+        return ""
+    if params.top_p != custom.get(THRESHOLD):
+        return f"top_p: this server's default is {params.top_p}; write sampling_params.top_p into the request"
+    return nucleus_problem(params.temperature, params.top_k, params.min_p)
+
+
+def _prompt_problem(scheduler: Any, req: Any) -> str:
+    """Return why the sets of a request's prompt cannot be exact, or nothing."""
+    if not scores_prompt(req):
+        return ""
+    asked = f"logprob_start_len: got {req.logprob_start_len}"
+    # SGLang ignores the field there.
+    if getattr(getattr(req, "session", None), "streaming", False):
+        return f"{asked} in a streaming session, where SGLang scores no prompt"
+    problem = outside_kv_problem(scheduler)
+    return problem and f"{asked}, and {problem}"

@@ -1,0 +1,135 @@
+"""Count the candidates of each request in the scheduler, and end a request that exceeds a limit.
+
+A request opens an account with its first set. The account closes once the request's output is sent, when the
+request is aborted while it waits, and at the latest with the request.
+
+Only the HTTP process can end a request: all tensor-parallel ranks must end it in the same step, but only one
+of them knows that a limit was exceeded. So the scheduler takes no more sets for the request, and sends its
+next token with the reason.
+"""
+
+from __future__ import annotations
+
+import weakref
+from http import HTTPStatus
+from typing import Any
+
+from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.memory.budget import Account, InFlight, budget, per_sample_refusal, prompt_refusal
+from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, custom_params
+
+__all__ = [
+    "admit",
+    "charge",
+    "close_account",
+    "close_accounts_of_aborted",
+    "end_without_set",
+    "is_refused",
+    "refuse",
+    "refuse_prompt",
+]
+
+_IN_FLIGHT = "sglang_topp_in_flight"
+_ACCOUNT = "sglang_topp_account"
+_REFUSED = "sglang_topp_refused"
+
+
+def admit(req: Any, in_flight: InFlight) -> None:
+    """Have `charge` count the candidates of a request among those of the process.
+
+    Custom parameters may refer to their own request. This makes the reference weak, as SGLang does since
+    0.5.23. Before, an aborted request kept its sets and its account until a full garbage collection.
+    """
+    setattr(req, _IN_FLIGHT, in_flight)
+    custom = custom_params(req)
+    if custom.get("__req__") is req:
+        custom["__req__"] = weakref.proxy(req)
+
+
+def charge(req: Any, candidates: int, positions: int = 1) -> None:
+    """Count new candidates of a request. A request that exceeds a limit is refused.
+
+    Args:
+        req: SGLang's `Req`, which was admitted. The account of a finished one closes at once, because its
+            sets are about to be sent.
+        candidates: how many are new; negative where sets are dropped.
+        positions: how many positions they belong to.
+    """
+    account: Account | None = getattr(req, _ACCOUNT, None)
+    if account is None:
+        reference = weakref.ref(req)
+        in_flight: InFlight = getattr(req, _IN_FLIGHT)
+        account = in_flight.open(lambda reason: _refuse_if_alive(reference(), reason))
+        setattr(req, _ACCOUNT, account)
+    account.add(candidates * custom_params(req).get(KEY, 1), positions)
+    if problem := per_sample_refusal(budget(), account.candidates, account.positions):
+        refuse(req, problem, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    if req.finished():
+        account.close()
+
+
+def close_account(req: Any) -> None:
+    """Stop counting a request whose output is sent."""
+    account: Account | None = getattr(req, _ACCOUNT, None)
+    if account is not None:
+        account.close()
+
+
+def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
+    """Close the accounts of aborted requests that wait: BEFORE hook on `Scheduler.abort_request`.
+
+    SGLang drops them without output. It may refer to them until two more passes have run.
+    """
+    decode_queue = getattr(self, "disagg_decode_prealloc_queue", None)
+    for req in (*self.waiting_queue, *getattr(decode_queue, "retracted_queue", ())):
+        if recv_req.abort_all or req.rid.startswith(recv_req.rid):
+            close_account(req)
+
+
+def is_refused(req: Any) -> bool:
+    """Return whether a request gets no more sets, and is about to end."""
+    return getattr(req, _REFUSED, False)
+
+
+def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
+    """Drop a request's sets, take no more of them, and have the HTTP process end it with an error.
+
+    Args:
+        req: SGLang's `Req`.
+        reason: the error's message, a sentence.
+        status: the error's HTTP status; not 500, which an entry without a set has.
+    """
+    refusal = Entry(None, reason, status)
+    end_without_set(req)
+    info = req.customized_info = req.customized_info or {}
+    # SGLang sends entries from `send_token_offset` on, so one must stand where the next token's entry goes.
+    # The prompt's rows are sent with the first token, if they have not been sent yet.
+    info[KEY] = [refusal] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
+    rows = internals().prompt_rows()
+    rows += [refusal] * max(1, len(info.get(PROMPT_KEY, ())))
+    info[PROMPT_KEY] = rows
+
+
+def refuse_prompt(req: Any, *, is_busy: bool) -> None:
+    """Refuse a request because the sets of its prompt exceed a limit.
+
+    Args:
+        req: SGLang's `Req`.
+        is_busy: whether all requests together exceed their limit, rather than this one its own.
+    """
+    status = HTTPStatus.TOO_MANY_REQUESTS if is_busy else HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    refuse(req, prompt_refusal(budget(), is_busy=is_busy), status)
+
+
+def end_without_set(req: Any) -> None:
+    """Take no more sets for a request, and send its next token at once, with the entry that tells why."""
+    setattr(req, _REFUSED, True)
+    close_account(req)
+    # Otherwise SGLang sends a request that is not streamed after every 50 tokens.
+    req.stream = True
+    req.sampling_params.stream_interval = 1
+
+
+def _refuse_if_alive(req: Any, reason: str) -> None:
+    if req is not None:
+        refuse(req, reason, HTTPStatus.TOO_MANY_REQUESTS)

@@ -1,0 +1,105 @@
+"""Requested rows: note which rows of a forward pass ask for candidate sets, where SGLang builds the pass.
+
+SGLang copies a `ForwardBatch` field by field on its way to the model, so the note is an attribute of a field:
+`top_logprobs_nums`, a list that also reaches the code that scores the prompt. If SGLang rebuilds that list,
+the note is lost, no sets are taken, and the requests end as errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+from sglang_topp_patches.scheduler.request_budget import is_refused
+from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params, from_sampler
+
+__all__ = [
+    "ForwardPass",
+    "RequestedRows",
+    "TopLogprobsNums",
+    "forward_pass_of",
+    "note_requested_rows",
+    "requested_rows",
+]
+
+
+@dataclass(frozen=True)
+class RequestedRows:
+    """The rows of one forward pass, and what each asks for.
+
+    Attributes:
+        request_ids: each row's request.
+        thresholds: each row's threshold, 0 where its request does not ask by threshold.
+        drawn: rows whose sets are what the sampler could draw.
+        greedy: rows that are drawn greedily.
+        answers: whether this process's results reach the client. The other ranks only mirror them: they need
+            to know how to sample as this one does, and nothing else.
+    """
+
+    request_ids: tuple[str, ...]
+    thresholds: tuple[float, ...]
+    drawn: tuple[int, ...] = ()
+    greedy: frozenset[int] = frozenset()
+    answers: bool = True
+
+    def asks(self, row: int) -> bool:
+        """Return whether this row's request asks for sets."""
+        return row < len(self.thresholds) and (self.thresholds[row] > 0 or row in self.drawn)
+
+
+@dataclass
+class ForwardPass:
+    """One forward pass in which a row asks for sets.
+
+    Attributes:
+        process: the state of this scheduler process.
+        rows: the rows of the pass.
+        prompt: the sets of the prompt's positions, once the pass has scored them.
+    """
+
+    process: SchedulerProcess
+    rows: RequestedRows
+    prompt: Any = None
+
+
+class TopLogprobsNums(list[int]):
+    """SGLang's `top_logprobs_nums`, with the pass that it belongs to."""
+
+    forward_pass: ForwardPass
+
+
+def note_requested_rows(
+    process: SchedulerProcess, forward_batch: Any, cls: type[Any], batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Note which rows ask: AFTER hook on `ForwardBatch.init_new`, which has the requests in row order."""
+    rows = requested_rows(batch)
+    if rows is not None:
+        nums = TopLogprobsNums(forward_batch.top_logprobs_nums)
+        nums.forward_pass = ForwardPass(process, rows)
+        internals().carry(nums, batch, forward_batch)
+    return forward_batch
+
+
+def requested_rows(batch: Any) -> RequestedRows | None:
+    """Return which requests of SGLang's `ScheduleBatch` ask for sets, or None if none does."""
+    if not batch.return_logprob:
+        return None
+    answers = internals().answers_requests()
+    thresholds = tuple(_threshold(req) if answers and not is_refused(req) else 0.0 for req in batch.reqs)
+    drawn = tuple(row for row, req in enumerate(batch.reqs) if from_sampler(custom_params(req).get))
+    if not any(thresholds) and not drawn:
+        return None
+    # SGLang has replaced temperature 0 by a top_k of 1.
+    greedy = frozenset(row for row, req in enumerate(batch.reqs) if req.sampling_params.top_k == 1)
+    return RequestedRows(tuple(req.rid for req in batch.reqs), thresholds, drawn, greedy, answers)
+
+
+def forward_pass_of(top_logprobs_nums: list[int] | None) -> ForwardPass | None:
+    """Return the pass that a `top_logprobs_nums` belongs to, or None if no row asks for sets."""
+    return getattr(top_logprobs_nums, "forward_pass", None)
+
+
+def _threshold(req: Any) -> float:
+    return custom_params(req).get(THRESHOLD) or 0.0

@@ -1,0 +1,195 @@
+"""Capture the tokens that SGLang's sampler could draw, with their weights, in the scheduler.
+
+SGLang's sampler returns the weights that are left after its filters, but only for requests with its own
+`return_sampling_mask`. The hook makes it do so for requests for sets too, and keeps the weights. They come
+from the call that draws the token, so a set follows the filters, their order, and the tie rule of the
+sampling backend in use.
+
+All ranks sample this way, even those that answer no client, because all must draw the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_topp.nucleus.host_to_device import to_device
+from sglang_topp_patches.scheduler.extraction import Sets, extract_support
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+from sglang_topp_patches.scheduler.requested_rows import ForwardPass
+
+__all__ = [
+    "Capture",
+    "Drawing",
+    "capturing",
+    "current_capture",
+    "sample_from_probs",
+    "sample_of_the_highest",
+]
+
+
+@dataclass
+class Drawing:
+    """One sampling of a batch, and the weights of the rows that ask.
+
+    Attributes:
+        rows: the rows that ask, rising.
+        greedy: those of them that are drawn greedily. Their set is their token.
+        weights: float [R, W] after the sampling, one row for each of `rows`. None while SGLang draws without
+            probabilities, which it does where a whole batch is greedy.
+        token_ids: int32 [R, W], the tokens of the weights, highest weight first. None where W is the
+            vocabulary.
+    """
+
+    rows: tuple[int, ...]
+    greedy: frozenset[int]
+    weights: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
+
+    def sets(
+        self,
+        process: SchedulerProcess,
+        logprobs: torch.Tensor,
+        sampled_ids: torch.Tensor,
+        *,
+        lowest: float | None = None,
+    ) -> Sets:
+        """Take the sets of `rows`, in their order.
+
+        Args:
+            process: as for `extract`.
+            logprobs: float [B, V].
+            sampled_ids: integer [B].
+            lowest: as for `extract`.
+        """
+        rows = _to_device(self.rows, logprobs.device)
+        if self.weights is not None:
+            greedy = _to_device([row in self.greedy for row in self.rows], logprobs.device)
+            # A copy, because a CUDA graph writes to the weights again.
+            is_drawn = (self.weights > 0) & ~greedy[:, None]
+            ids = self.token_ids
+            return extract_support(process, logprobs, rows, is_drawn, ids, sampled_ids, lowest=lowest)
+        nothing = torch.zeros((len(self.rows), 1), dtype=torch.bool, device=logprobs.device)
+        tokens = sampled_ids[rows][:, None].int()
+        found = extract_support(process, logprobs, rows, nothing, tokens, sampled_ids, lowest=lowest)
+        unknown = [i for i, row in enumerate(self.rows) if row not in self.greedy]
+        return found.with_problems(
+            dict.fromkeys(unknown, "SGLang sampled in a way that does not show what it could have drawn")
+        )
+
+
+def _to_device(values: Sequence[int] | Sequence[bool], device: torch.device) -> torch.Tensor:
+    return to_device(np.asarray(values), device)
+
+
+@dataclass
+class Capture:
+    """The sets that the hooks within one sampling of a batch take.
+
+    Attributes:
+        forward_pass: the pass whose batch is sampled.
+        drawing: the sampler's weights, if a row asks for what the sampler could draw.
+        sets: the sets by the threshold rule.
+        drawn: the sets of what the sampler could draw.
+    """
+
+    forward_pass: ForwardPass
+    drawing: Drawing | None = None
+    sets: Sets | None = None
+    drawn: Sets | None = None
+
+
+# `Sampler` and `OutputLogprobProcessor` do not get the pass that they work for.
+_capture: ContextVar[Capture | None] = ContextVar("sglang_topp_capture", default=None)
+
+
+@contextmanager
+def capturing(capture: Capture) -> Iterator[None]:
+    """Have the hooks fill `capture` within the block."""
+    token = _capture.set(capture)
+    try:
+        yield
+    finally:
+        _capture.reset(token)
+
+
+def current_capture() -> Capture | None:
+    """Return what is being filled, or None outside of a sampling whose rows ask."""
+    return _capture.get()
+
+
+def sample_from_probs(
+    original: Callable[..., tuple[torch.Tensor, Any]],
+    self: Any,
+    probs: torch.Tensor,
+    sampling_info: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Capture the weights of the rows that ask: AROUND hook on `Sampler._sample_from_probs`."""
+    capture = current_capture()
+    drawing = capture.drawing if capture else None
+    if drawing is None:
+        return original(self, probs, sampling_info, *args, **kwargs)
+    native = sampling_info.sampling_mask_batch_indices
+    ours = _to_device(drawing.rows, probs.device)
+    # With both, ask for the whole batch: SGLang then copies none of its rows.
+    asked = ours if native is None else torch.arange(len(probs), device=probs.device)
+    sampling_info.sampling_mask_batch_indices = asked
+    try:
+        sampled_ids, captured = original(self, probs, sampling_info, *args, **kwargs)
+    finally:
+        sampling_info.sampling_mask_batch_indices = native
+    drawing.weights, drawing.token_ids = captured.weights, captured.token_ids
+    if native is None:
+        return sampled_ids, None
+    drawing.weights = captured.weights[ours]
+    drawing.token_ids = None if captured.token_ids is None else captured.token_ids[ours]
+    fields = ("weights", "token_ids", "selected_weight")
+    own = {name: None if (each := getattr(captured, name)) is None else each[native] for name in fields}
+    return sampled_ids, captured._replace(**own, batch_rows=native)
+
+
+def sample_of_the_highest(
+    original: Callable[..., Any],
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    *args: Any,
+    return_filtered_probs: bool = False,
+    max_top_k: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Rank no more tokens than top_k keeps: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
+
+    SGLang sorts whole rows to return its weights. Where every row has a top_k, no token beyond the largest
+    one can be drawn, and SGLang without the weights ranks only that many. This hook does the same. With a
+    seed, SGLang always sorts whole rows.
+    """
+    seed = kwargs.get("sampling_seed", args[3] if len(args) > 3 else None)
+    is_wide = max_top_k is None or max_top_k >= probs.shape[-1]
+    capture = current_capture()
+    is_captured = capture is not None and capture.drawing is not None
+    if not is_captured or not return_filtered_probs or seed is not None or is_wide:
+        return original(
+            probs,
+            top_ks,
+            *args,
+            return_filtered_probs=return_filtered_probs,
+            max_top_k=max_top_k,
+            **kwargs,
+        )
+    assert max_top_k is not None
+    highest, names = probs.topk(max_top_k, dim=-1, sorted=True)
+    drawn, weights, columns, selected_weight = original(
+        highest, top_ks, *args, return_filtered_probs=True, max_top_k=None, **kwargs
+    )
+    names = names.to(torch.int32)
+    token_ids = names.gather(1, columns.long())
+    sampled_ids = names.gather(1, drawn.long()[:, None]).squeeze(1)
+    return sampled_ids, weights, token_ids, selected_weight

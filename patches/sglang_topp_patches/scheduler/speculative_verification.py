@@ -1,0 +1,293 @@
+"""Take the sets of the tokens that speculative verification accepts, in the scheduler processes.
+
+A verification draws several tokens for each request: the accepted drafts, and one more. Each is drawn from
+the target's own distribution at its node of the request's tree. `sample` runs around SGLang's `eagle_sample`.
+It keeps what the sampling kernel drew from, and what `eagle_sample` returned. `compute_logprobs` runs around
+the function that reports the log-probs of the accepted tokens, and takes the sets.
+
+How many tokens a request accepted is known on the device only. So every request that asks has as many slots
+as its tree is deep. Slots beyond the accepted tokens point to the root of the tree, and get no set.
+
+Shape legend: B requests, R of them that ask, A slots of a request, S = R * A, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_topp.nucleus.host_to_device import to_device
+from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.scheduler.extraction import Sets, extract, extract_support
+from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+from sglang_topp_patches.scheduler.request_budget import is_refused
+from sglang_topp_patches.scheduler.requested_rows import RequestedRows, requested_rows
+from sglang_topp_patches.scheduler.token_entries import add_entries, lowest_logprob
+from sglang_topp_patches.scheduler_messages import Span
+
+__all__ = ["VerifiedSets", "compute_logprobs", "sample"]
+
+_FIELD = "sglang_topp_verification"
+
+
+def sample(
+    original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Note what a verification draws, and from what: AROUND hook on `eagle_sample`."""
+    internals().begin_pass(logits_output)
+    setattr(logits_output, _FIELD, None)
+    rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
+    if rows is None or not rows.answers:
+        return original(verify_input, batch, logits_output, *args, **kwargs)
+    verification = _Verification(rows)
+    with _kernels_replaced_by(verification.draw):
+        result = original(verify_input, batch, logits_output, *args, **kwargs)
+    verification.result = result
+    setattr(logits_output, _FIELD, verification)
+    return result
+
+
+def compute_logprobs(
+    process: SchedulerProcess,
+    original: Callable[..., None],
+    batch: Any,
+    logits_output: Any,
+    predict: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Take the sets of a verification: AROUND hook on `compute_spec_logprobs`, `compute_spec_v2_logprobs`.
+
+    Other algorithms call these functions too, with tokens that `eagle_sample` did not draw. Such tokens get
+    no sets, and their requests end as errors.
+    """
+    original(batch, logits_output, predict, *args, **kwargs)
+    verification: _Verification | None = getattr(logits_output, _FIELD, None)
+    if verification is None or verification.result[0] is not predict:
+        return
+    setattr(logits_output, _FIELD, None)
+    sets = verification.sets(process, logits_output.next_token_logits, batch.sampling_info)
+    internals().attach(logits_output, PassSets((sets,)))
+
+
+@contextmanager
+def _kernels_replaced_by(draw: Callable[..., Any]) -> Iterator[None]:
+    """Call `draw(kernel, ...)` where SGLang calls a sampling kernel, which it looks up for each call."""
+    with ExitStack() as stack:
+        for module, name in internals().verification_kernels():
+            kernel = getattr(module, name, None)
+            if kernel is not None:  # otherwise SGLang has none here, and calls none
+                setattr(module, name, partial(draw, kernel))
+                stack.callback(setattr, module, name, kernel)
+        yield
+
+
+class _Verification:
+    """One verification of a batch whose requests ask for sets.
+
+    Attributes:
+        rows: the requests.
+        asking: those that ask, rising.
+        result: what `eagle_sample` returned: the tokens int32 [nodes], how many each request accepted int32
+            [B], and their nodes int32 [B, A], padded with -1.
+        is_drawn: bool [R' * A, V], what the kernel could draw for the R' requests of `rows.drawn`. None if
+            SGLang called no kernel.
+        is_inside: bool [S], whether each drawn token had a probability. None likewise.
+    """
+
+    def __init__(self, rows: RequestedRows) -> None:
+        self.rows = rows
+        self.asking = tuple(row for row in range(len(rows.thresholds)) if rows.asks(row))
+        self.result: Any = None
+        self.is_drawn: Tensor | None = None
+        self.is_inside: Tensor | None = None
+
+    def draw(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call SGLang's kernel, and keep the support of what it drew from."""
+        result = kernel(*args, **kwargs)
+        probs_NV = kwargs["target_probs"].flatten(0, 1)
+        nodes_RA = self._nodes(kwargs["accept_index"], self.asking)
+        nodes_S = nodes_RA.flatten()
+        self.is_inside = probs_NV[nodes_S, kwargs["predicts"][nodes_S].long()] > 0
+        if self.rows.drawn:
+            drawn = nodes_RA[_to_device([self.asking.index(row) for row in self.rows.drawn], nodes_RA.device)]
+            self.is_drawn = probs_NV[drawn.flatten()] > 0
+        return result
+
+    def sets(self, process: SchedulerProcess, logits_NV: Tensor, sampling_info: Any) -> VerifiedSets:
+        """Take the sets from the logits that SGLang reports log-probs of, in its order of operations."""
+        predict, accept_lens, accept_index = self.result
+        device, width = logits_NV.device, accept_index.shape[1]
+        nodes_S = self._nodes(accept_index, self.asking).flatten()
+        lens_R = accept_lens[_to_device(self.asking, device)]
+        is_taken_S = (torch.arange(width, device=device) < lens_R[:, None]).flatten()
+        logits_SV, tokens_S = logits_NV[nodes_S], predict[nodes_S]
+        if not sampling_info.is_all_greedy:
+            temperatures = sampling_info.temperatures[_to_device(self.asking, device)]
+            logits_SV = logits_SV / temperatures.repeat_interleave(width, dim=0)
+        logprobs_SV = torch.log_softmax(logits_SV, dim=-1)
+        lowest = lowest_logprob()
+        thresholds = [self.rows.thresholds[row] for row in self.asking for _ in range(width)]
+        sets = drawn = None
+        if any(thresholds):
+            sets = extract(process, logprobs_SV, thresholds, tokens_S, lowest=lowest, is_taken=is_taken_S)
+        if self.rows.drawn:
+            drawn = self._drawn(process, logprobs_SV, tokens_S, is_taken_S, width, lowest)
+        return VerifiedSets(
+            self.rows,
+            self.asking,
+            width,
+            internals().weight_version(),
+            sets,
+            drawn,
+            tokens_S.int(),
+            lens_R.int(),
+            self.is_inside,
+        )
+
+    def _drawn(
+        self,
+        process: SchedulerProcess,
+        logprobs_SV: Tensor,
+        tokens_S: Tensor,
+        is_taken_S: Tensor,
+        width: int,
+        lowest: float | None,
+    ) -> Sets:
+        """Take the sets of what the kernel could draw, one for each slot of `rows.drawn`."""
+        device = logprobs_SV.device
+        slots = [self.asking.index(row) * width + slot for row in self.rows.drawn for slot in range(width)]
+        at = _to_device(slots, device)
+        is_greedy = [row in self.rows.greedy for row in self.rows.drawn for _ in range(width)]
+        if self.is_drawn is not None:
+            is_wanted = is_taken_S[at] & ~_to_device(is_greedy, device)
+            is_drawn = self.is_drawn & is_wanted[:, None]
+            return extract_support(process, logprobs_SV, at, is_drawn, None, tokens_S, lowest=lowest)
+        nothing = torch.zeros((len(slots), 1), dtype=torch.bool, device=device)
+        tokens = tokens_S[at][:, None].int()
+        return extract_support(process, logprobs_SV, at, nothing, tokens, tokens_S, lowest=lowest)
+
+    @staticmethod
+    def _nodes(accept_index_BA: Tensor, asking: Sequence[int]) -> Tensor:
+        """Return the accepted nodes of the requests that ask, int64 [R, A], padded with their roots."""
+        nodes_RA = accept_index_BA[_to_device(asking, accept_index_BA.device)].long()
+        return torch.where(nodes_RA < 0, nodes_RA[:, :1], nodes_RA)
+
+
+def _to_device(values: Sequence[int] | Sequence[bool], device: torch.device) -> Tensor:
+    return to_device(np.asarray(values), device)
+
+
+@dataclass(frozen=True)
+class VerifiedSets:
+    """The sets of the tokens that one verification accepted, on the device and then on the host.
+
+    Attributes:
+        rows: the requests as they were when the verification ran.
+        asking: those that ask, rising.
+        width: A, the slots of a request.
+        weight_version: the weights that the verification ran with.
+        sets: by the threshold rule, one for each of S slots; None if no request asks by threshold.
+        drawn: what the kernel could draw, one for each slot of `rows.drawn`; None if there are none.
+        token_ids: int32 [S], the tokens that the verification returned.
+        accept_lens: int32 [R], how many of its slots each request accepted.
+        is_inside: bool [S], whether each token had a probability where it was drawn. None if nothing was
+            drawn: the verification was greedy.
+    """
+
+    rows: RequestedRows
+    asking: tuple[int, ...]
+    width: int
+    weight_version: str
+    sets: Sets | None
+    drawn: Sets | None
+    token_ids: Tensor
+    accept_lens: Tensor
+    is_inside: Tensor | None
+
+    def settled(self) -> VerifiedSets:
+        """Return the output with complete sets on the device. Waits for them."""
+        return replace(
+            self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
+        )
+
+    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> VerifiedSets:
+        """Issue the copies. SGLang waits for them before it calls `consume`."""
+        return replace(
+            self,
+            sets=self.sets and self.sets.map(copy_tensor),
+            drawn=self.drawn and self.drawn.map(copy_tensor),
+            token_ids=copy_tensor(self.token_ids),
+            accept_lens=copy_tensor(self.accept_lens),
+            is_inside=None if self.is_inside is None else copy_tensor(self.is_inside),
+        )
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Append one entry to `customized_info` for each newly visible token of a request that asks.
+
+        SGLang may commit fewer tokens than were accepted: a stop ends the request before, or a grammar. The
+        tokens that it did commit must be those that were drawn, from the first on.
+        """
+        by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
+        found = self._by_slot()
+        verified, lens = self.token_ids.tolist(), self.accept_lens.tolist()
+        for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
+            if commit is None or row not in by_place or is_refused(req):
+                continue
+            place = by_place[row]
+            slots = range(place * self.width, place * self.width + lens[place])
+            moved = ""
+            if req.rid != self.rows.request_ids[row]:
+                moved = f"row {row} was verified for request {self.rows.request_ids[row]}"
+            entries: list[tuple[Span | None, str]] = []
+            for slot, token_id in zip(slots, commit.token_ids, strict=False):
+                span, problem = found[slot]
+                problem = moved or problem
+                if not problem and token_id != verified[slot]:
+                    problem = f"token {token_id} became visible, and verification drew {verified[slot]}"
+                entries.append((None if problem else span, problem))
+            missing = len(commit.token_ids) - len(entries)
+            entries += [(None, "a token became visible without being verified")] * missing
+            add_entries(req, commit.output_index, entries, self.weight_version)
+
+    def _by_slot(self) -> list[tuple[Span | None, str]]:
+        """Return each slot's set, or why it has none."""
+        count = len(self.asking) * self.width
+        found: list[tuple[Span | None, str]] = [(None, "SGLang verified without reporting log-probs")] * count
+        width, drawn = self.width, self.rows.drawn
+        starts = [self.asking.index(row) * width for row in drawn]
+        of_drawn = [start + slot for start in starts for slot in range(width)]
+        by_threshold = [slot for slot in range(count) if self.rows.thresholds[self.asking[slot // width]]]
+        for sets, slots, places in (
+            (self.sets, by_threshold, by_threshold),
+            (self.drawn, of_drawn, range(len(of_drawn))),
+        ):
+            if sets is None:
+                continue
+            on_host = sets.on_host()
+            spans = on_host.spans()
+            for slot, place in zip(slots, places, strict=True):
+                problem = on_host.problems.get(place, "")
+                found[slot] = (None if problem else spans[place], problem)
+        for slot in range(count):
+            if problem := self._drawing_problem(slot):
+                found[slot] = (None, problem)
+        return found
+
+    def _drawing_problem(self, slot: int) -> str:
+        """Return why the drawn token does not belong to what it was drawn from, or nothing."""
+        if self.is_inside is not None:
+            token_id = int(self.token_ids[slot])
+            inside = bool(self.is_inside[slot])
+            return "" if inside else f"verification drew token {token_id}, which is outside of its support"
+        if self.asking[slot // self.width] in self.rows.greedy:
+            return ""
+        return "SGLang verified in a way that does not show what it drew from"

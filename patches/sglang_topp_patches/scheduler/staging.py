@@ -1,0 +1,266 @@
+"""Staging: take the sets of a GPU pass without waiting for the device, through a staging area.
+
+No value is read back between the sampling of a pass and SGLang's own copy of its results to the host. The
+sets go into a staging area of fixed size, which SGLang's copy includes. When the scheduler consumes the
+pass, the sizes are known. Rows that did not fit are then taken again from their log-probs, which waits for
+the device.
+
+The log-probs of the rows that ask for sets are kept until the scheduler consumes the pass. They count against
+the budget. Their values stay valid until then, for three reasons:
+
+1. SGLang waits for the event behind its copies, so all earlier work on the sampling stream is done.
+2. If rows are extracted again, the host waits for that before it frees the tensors.
+3. SGLang only replaces -inf by the dtype's lowest value, which means the same here.
+
+The sampler's weights are copied, because the next replay of a CUDA graph overwrites them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang_topp.nucleus.host_to_device import to_device
+from sglang_topp_patches.memory.budget import InFlight, budget
+from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+
+if TYPE_CHECKING:
+    from sglang_topp.nucleus.gpu_extraction import StagingArea
+
+__all__ = ["StagedSets", "by_threshold", "by_weights", "is_staged", "warm_up"]
+
+_LEAST_ROWS = 16  # a small batch has room for the large sets of some of its rows
+_BYTES_PER_CANDIDATE = 8
+
+
+def is_staged(logprobs: torch.Tensor) -> bool:
+    """Return whether sets of these log-probs are staged: on a GPU, and in Triton's interpreter."""
+    return (logprobs.is_cuda or _is_interpreted()) and _has_triton()
+
+
+@cache
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+_TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], ExtractedSets]
+
+
+class _Kept:
+    """The tensors that sets can be taken from again, until they are freed.
+
+    Attributes:
+        process: the scheduler process, which counts their memory.
+        sampled_ids: int64 [R], the sampled tokens.
+        vocab: the vocabulary's size.
+        lowest: log-probs at or below it stand for probability 0; None is the dtype's lowest value.
+        take_again: takes the sets of some of the R rows, on the device. Waits for their sizes.
+    """
+
+    def __init__(
+        self,
+        process: SchedulerProcess,
+        sampled_ids: torch.Tensor,
+        vocab: int,
+        lowest: float | None,
+        take_again: _TakeAgain,
+        num_bytes: int,
+    ) -> None:
+        self.process, self.sampled_ids, self.vocab, self.lowest = process, sampled_ids, vocab, lowest
+        self.take_again: _TakeAgain | None = take_again
+        self._account = process.in_flight.open(None)
+        self._account.add(num_bytes // _BYTES_PER_CANDIDATE, 0)
+
+    def free(self) -> None:
+        """Drop the tensors. SGLang may hold on to a consumed pass until the next one."""
+        self.take_again = None
+        self._account.close()
+
+
+def by_threshold(
+    process: SchedulerProcess,
+    logprobs: torch.Tensor,
+    thresholds: Sequence[float],
+    sampled_ids: torch.Tensor,
+    lowest: float | None,
+    is_taken: torch.Tensor | None = None,
+) -> StagedSets:
+    """Do what `extraction.extract` does, without waiting."""
+    from sglang_topp.nucleus import gpu_extraction
+
+    asked = np.array(thresholds, np.float64)
+    rows = np.flatnonzero(asked)
+    if len(rows) < len(asked):
+        on_device = to_device(rows, logprobs.device)
+        logprobs, sampled_ids = logprobs[on_device], sampled_ids[on_device]
+        is_taken = None if is_taken is None else is_taken[on_device]
+    elif logprobs.stride(1) != 1:
+        logprobs = logprobs.contiguous()
+    # SGLang may replace sampled tokens in place, where a grammar or another rank decides.
+    sampled_ids, p = sampled_ids.long().clone(), asked[rows]
+
+    def take_again(which: NDArray[np.intp]) -> ExtractedSets:
+        wanted = np.zeros_like(p)
+        wanted[which] = p[which]
+        ids, values, offsets = gpu_extraction.top_p_candidates(logprobs, wanted, sampled_ids, lowest=lowest)
+        ends = to_device(np.append(which, len(p)), offsets.device)
+        return ExtractedSets(ids, values, offsets[ends])
+
+    area = gpu_extraction.stage_top_p(
+        logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
+    )
+    kept = _Kept(process, sampled_ids, logprobs.shape[1], lowest, take_again, logprobs.nbytes)
+    return StagedSets(area, kept, rows, len(asked))
+
+
+def by_weights(
+    process: SchedulerProcess,
+    logprobs: torch.Tensor,
+    rows: torch.Tensor,
+    is_drawn: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    sampled_ids: torch.Tensor,
+    lowest: float | None,
+) -> StagedSets:
+    """Do what `extraction.extract_support` does, without waiting; `sampled_ids` are those of `rows`."""
+    from sglang_topp.nucleus import gpu_extraction
+
+    num_rows, device = len(rows), logprobs.device
+    if num_rows < len(logprobs):
+        logprobs = logprobs[rows]
+    elif logprobs.stride(1) != 1:
+        logprobs = logprobs.contiguous()
+    is_drawn, sampled_ids = is_drawn.contiguous(), sampled_ids.long()
+    token_ids = None if token_ids is None else token_ids.int().contiguous()
+
+    def take_again(which: NDArray[np.intp]) -> ExtractedSets:
+        at = to_device(which, device)
+        ids = None if token_ids is None else token_ids[at]
+        return ExtractedSets(
+            *gpu_extraction.support_candidates(
+                logprobs[at], is_drawn[at], ids, sampled_ids[at], lowest=lowest
+            )
+        )
+
+    area = gpu_extraction.stage_support(
+        logprobs,
+        torch.arange(num_rows, device=device),
+        is_drawn,
+        token_ids,
+        sampled_ids,
+        capacity=_capacity(num_rows),
+        lowest=lowest,
+    )
+    num_bytes = sum(each.nbytes for each in (logprobs, is_drawn, token_ids) if each is not None)
+    kept = _Kept(process, sampled_ids, logprobs.shape[1], lowest, take_again, num_bytes)
+    return StagedSets(area, kept, np.arange(num_rows), num_rows)
+
+
+@cache
+def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernels before the first request that asks for sets; every request beside it would wait."""
+    logprobs = torch.full((1, vocab), -math.log(vocab), dtype=dtype, device=device)
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    process = SchedulerProcess(InFlight(sys.maxsize))  # its own: these sets are dropped at once
+    by_threshold(process, logprobs, [0.5], first, None)
+    for width in (1, vocab):
+        is_drawn = torch.ones((1, width), dtype=torch.bool, device=device)
+        by_weights(
+            process, logprobs, first, is_drawn, None if width == vocab else first[None].int(), first, None
+        )
+
+
+def _capacity(num_rows: int) -> int:
+    return max(num_rows, _LEAST_ROWS) * budget().staged_candidates_per_row
+
+
+@dataclass(frozen=True)
+class StagedSets:
+    """The sets of some rows, on their way to the host.
+
+    Attributes:
+        area: the staging area, with the sets of R rows.
+        kept: the tensors that the sets can be taken from again.
+        rows: which rows those are, rising; the others have empty sets.
+        num_rows: how many rows there are.
+        problems: rows that are known to have no exact set, and why.
+    """
+
+    area: StagingArea
+    kept: _Kept
+    rows: NDArray[np.intp]
+    num_rows: int
+    problems: Mapping[int, str] = field(default_factory=dict)
+
+    def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StagedSets:
+        """Copy the staging area. The copies may still be under way."""
+        return replace(self, area=self.area.map(copy_tensor))
+
+    def with_problems(self, problems: Mapping[int, str]) -> StagedSets:
+        """Add rows that have no exact set."""
+        return replace(self, problems={**self.problems, **problems})
+
+    def settled(self) -> ExtractedSets:
+        """Return the complete sets, on the device. Waits for them."""
+        device = self.area.rows.device
+        return self.map(lambda tensor: tensor.cpu()).on_host().map(lambda tensor: tensor.to(device))
+
+    def on_host(self) -> ExtractedSets:
+        """Return the sets, once. The staging area must be on the host by now.
+
+        Waits only for rows that did not fit, and frees what was kept for them.
+        """
+        read = self.area.read()
+        found = read.problems(self.kept.sampled_ids, self.kept.vocab)
+        problems = {**{int(self.rows[i]): str(problem) for i, problem in found.items()}, **self.problems}
+        ids, logprobs, offsets = read.sets()
+        counts = self.kept.process.staging
+        counts.rows_staged += int((read.rows[0] > 0).sum())
+        if len(left_out := read.left_out):
+            counts.rows_taken_again += len(left_out)
+            assert self.kept.take_again is not None
+            again = self.kept.take_again(left_out).map(lambda tensor: tensor.cpu())
+            ids, logprobs, offsets = _inserted((ids, logprobs, offsets), left_out, again)
+        self.kept.free()
+        # SGLang wrote over the -inf of a sampled token that was taken again.
+        lowest = np.finfo(np.float32).min if self.kept.lowest is None else self.kept.lowest
+        logprobs = np.where(logprobs <= lowest, np.float32(-np.inf), logprobs)
+        sizes = np.zeros(self.num_rows, np.int64)
+        sizes[self.rows] = np.diff(offsets)
+        offsets = np.concatenate([[0], sizes.cumsum()])
+        return ExtractedSets(
+            torch.from_numpy(ids), torch.from_numpy(logprobs), torch.from_numpy(offsets), problems
+        )
+
+
+_Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int64]]
+
+
+def _inserted(sets: _Flat, rows: NDArray[np.intp], again: ExtractedSets) -> _Flat:
+    """Insert the sets of `rows`, which are empty in `sets`."""
+    ids, logprobs, offsets = sets
+    sizes = np.diff(offsets)
+    added = again.offsets.diff().numpy()
+    at = np.repeat(offsets[rows], added)
+    sizes[rows] = added
+    return (
+        np.insert(ids, at, again.token_ids.numpy()),
+        np.insert(logprobs, at, again.logprobs.numpy()),
+        np.concatenate([[0], sizes.cumsum()]),
+    )

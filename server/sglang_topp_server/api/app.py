@@ -1,0 +1,227 @@
+"""The sidecar's FastAPI app: all routes, their OpenAPI schemas, and error handlers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
+from sglang_topp_client.view.html_template import content_security_policy
+from sglang_topp_server.api.auth import ApiKeyMiddleware
+from sglang_topp_server.api.endpoint_spec import ROLLOUTS, SCORES, EndpointSpec
+from sglang_topp_server.api.recent_rollouts import RecentRollouts
+from sglang_topp_server.api.sample_endpoint import SampleEndpoint
+from sglang_topp_server.api.stream_encoding import NDJSON
+from sglang_topp_server.engine.client import EngineClient
+from sglang_topp_server.errors import as_sglang_topp_error, error_body, error_headers, http_status
+from sglang_topp_server.limits.body_reader import BodyReader, DisconnectedError
+from sglang_topp_server.limits.concurrency import ConcurrencyLimit
+from sglang_topp_server.limits.memory import MemoryLimit
+from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.metrics import Metrics
+from sglang_topp_server.schemas.abort import AbortAnswer, AbortBody, parse_abort
+from sglang_topp_server.schemas.error_answer import ErrorAnswer
+from sglang_topp_server.schemas.info import EngineInfo, Info, LimitsInfo, ModelInfo, PatchInfo
+from sglang_topp_server.schemas.rollouts import RolloutsAnswer, RolloutsBody
+from sglang_topp_server.schemas.scores import ScoresAnswer, ScoresBody
+
+__all__ = ["create_app"]
+
+_ABORTS_TIMEOUT_S = 5.0
+
+
+def create_app(
+    engine: EngineClient,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    view: int = 0,
+) -> FastAPI:
+    """Return the sidecar's app for one engine.
+
+    Args:
+        engine: the engine's client. The app watches and closes it, within the event loop that serves the app.
+        limits: the request limits; None uses the defaults.
+        api_key: the bearer key that callers must send (except on `/healthz` and `/readyz`); None requires no
+            key.
+        view: how many of the last rollouts `GET /view` shows; 0 turns the route off.
+    """
+    limits = limits or Limits()
+    metrics = Metrics()
+    metrics.engine_ready.set_function(lambda: engine.status.phase == "ready")
+    concurrency = ConcurrencyLimit(limits.max_in_flight, metrics)
+    bodies, memory = BodyReader(limits), MemoryLimit(limits.max_held_bytes, metrics)
+
+    recent = RecentRollouts(view) if view else None
+
+    app = FastAPI(
+        title="sglang-topp",
+        version=version("sglang-topp"),
+        lifespan=_lifespan(engine, concurrency),
+        redirect_slashes=False,
+        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
+    )
+    app.add_middleware(ApiKeyMiddleware, key=api_key, metrics=metrics)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(SglangToppError, _known_error)
+    app.add_exception_handler(Exception, _known_error)
+
+    @app.post(
+        "/rollouts",
+        response_model=None,
+        responses={200: {"model": RolloutsAnswer, "content": _streams(ROLLOUTS, "RolloutRecord")}},
+        openapi_extra=_body(RolloutsBody),
+    )
+    async def rollouts() -> Response:
+        """Generate samples with their candidate sets.
+
+        The answer is one JSON object. With `stream`, it has one message per sample as it finishes, and a last
+        message `{"done": true, "rollouts": N}`. Messages are lines, or frames if `Accept` names that media
+        type. Disconnecting aborts the samples.
+        """
+        return SampleEndpoint(ROLLOUTS, engine, limits, bodies, concurrency, memory, metrics, recent)
+
+    @app.post(
+        "/scores",
+        response_model=None,
+        responses={200: {"model": ScoresAnswer, "content": _streams(SCORES, "ScoreRecord")}},
+        openapi_extra=_body(ScoresBody),
+    )
+    async def scores() -> Response:
+        """Return the log-probs and candidate sets of given sequences.
+
+        The answer is one JSON object. With `stream`, it has one message per sequence, as for rollouts, and a
+        last message `{"done": true, "scores": N}`. Disconnecting aborts the request.
+        """
+        return SampleEndpoint(SCORES, engine, limits, bodies, concurrency, memory, metrics)
+
+    @app.post("/abort", openapi_extra=_body(AbortBody))
+    async def abort(request: Request) -> AbortAnswer:
+        """Abort a request of `POST /rollouts`, or all requests in the engine.
+
+        The `on_abort` of each request says how its samples are treated. The answer is sent after the requests
+        have stopped.
+        """
+        try:
+            async with bodies.read(request.headers, request.receive) as body:
+                order = parse_abort(body)
+        except DisconnectedError:
+            raise BadRequestError("the body: the connection closed before its end", status=400) from None
+        await engine.abort(order.request_id)
+        return AbortAnswer()
+
+    _add_status_routes(app, engine, limits, metrics)
+    if recent is not None:
+        _add_view(app, recent)
+    return app
+
+
+def _lifespan(
+    engine: EngineClient, concurrency: ConcurrencyLimit
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return the app's lifespan: watch the engine, and close its client once the aborts are delivered."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        watch = asyncio.create_task(engine.watch())
+        yield
+        watch.cancel()
+        # After its grace period, uvicorn cancels requests without waiting, so wait here for their aborts.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORTS_TIMEOUT_S):
+                while len(concurrency):
+                    await asyncio.sleep(0.05)
+        await engine.close()
+
+    return lifespan
+
+
+def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metrics: Metrics) -> None:
+    """Add the routes that report on the sidecar: health, readiness, `/info`, and metrics."""
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """Return 200 while the process lives."""
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def readyz() -> dict[str, str]:
+        """Return 200 while the engine answers and is patched."""
+        status = engine.status
+        if status.phase != "ready":
+            raise ServerError(status.reason, status=503)
+        return {"status": "ok"}
+
+    @app.get("/info")
+    async def info() -> Info:
+        """Return the engine, the patch set, and the limits of this sidecar."""
+        status = engine.status
+        return Info(
+            version=app.version,
+            ready=status.phase == "ready",
+            reason=status.reason,
+            engine=EngineInfo(
+                model_path=status.model_path,
+                sglang_version=status.sglang_version,
+                weight_version=status.weight_version,
+                model=None if status.model is None else ModelInfo.of(status.model),
+            ),
+            patch=PatchInfo(
+                active=status.is_patched,
+                version=status.patch.get("version"),
+                seams=status.patch.get("seams"),
+                problems=status.problems,
+            ),
+            limits=LimitsInfo.of(limits),
+        )
+
+    @app.get("/metrics", response_class=Response)
+    async def prometheus() -> Response:
+        """Return the metrics in Prometheus' text format."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_view(app: FastAPI, recent: RecentRollouts) -> None:
+    @app.get("/view", response_class=HTMLResponse)
+    async def show_recent() -> Response:
+        """Return the page of `sglang-topp view` for the last rollouts."""
+        if not len(recent):
+            raise BadRequestError("GET /view: no rollout was served yet", status=404)
+        headers = {"content-security-policy": content_security_policy(), "cache-control": "no-store"}
+        return HTMLResponse(await recent.page(), headers=headers)
+
+
+def _streams(spec: EndpointSpec, record: str) -> dict[str, Any]:
+    """Return the media types of a stream, for the OpenAPI page."""
+    return {
+        NDJSON: {"schema": {"type": "string", "description": f"With stream: a {record} on each line."}},
+        spec.media_type: {"schema": {"type": "string", "format": "binary"}},
+    }
+
+
+def _body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the schema of a route's request body, for the OpenAPI page."""
+    schema = kind.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer an error that Starlette raised: an unknown path or method."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    known = BadRequestError(message, status=error.status_code)
+    return JSONResponse(error_body(known), error.status_code, headers=error.headers)
+
+
+async def _known_error(request: Request, error: Exception) -> Response:
+    known = as_sglang_topp_error(error)
+    return JSONResponse(error_body(known), http_status(known), error_headers(known))

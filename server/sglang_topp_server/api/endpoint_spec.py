@@ -1,0 +1,67 @@
+"""EndpointSpec: the parsers, checks, and names in which `POST /rollouts` and `POST /scores` differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp_client import Rollout, Score
+from sglang_topp_client.codecs import rollout_binary, score_codecs
+from sglang_topp_server.engine.request_checks import check_rollout_request, check_score_request
+from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.schemas.field_types import SampleBody
+from sglang_topp_server.schemas.rollouts import parse_rollouts
+from sglang_topp_server.schemas.scores import parse_scores
+
+__all__ = ["ROLLOUTS", "SCORES", "EndpointSpec", "place_of"]
+
+
+@dataclass(frozen=True)
+class EndpointSpec:
+    """The specification of one route.
+
+    Attributes:
+        name: the field of the results in a JSON answer, and of their number in a stream's last message.
+        one: the singular noun for a result, in messages.
+        index: the field that names the prompt of a failure.
+        media_type: the media type of a stream of frames.
+        parse: parses a body.
+        check: raises if the engine would not survive the request. Its last argument says whether the engine
+            accepts grammars.
+    """
+
+    name: str
+    one: str
+    index: str
+    media_type: str
+    parse: Callable[[bytes | bytearray, Limits], SampleBody]
+    check: Callable[[Any, Model, bool], None]
+
+
+ROLLOUTS = EndpointSpec(
+    name="rollouts",
+    one="sample",
+    index="prompt_index",
+    media_type=rollout_binary.MEDIA_TYPE,
+    parse=parse_rollouts,
+    check=lambda request, model, takes_grammars: check_rollout_request(
+        request, model, takes_grammars=takes_grammars
+    ),
+)
+SCORES = EndpointSpec(
+    name="scores",
+    one="sequence",
+    index="sequence_index",
+    media_type=score_codecs.MEDIA_TYPE,
+    parse=parse_scores,
+    check=lambda request, model, _: check_score_request(request, model),
+)
+
+
+def place_of(sample: Rollout | Score) -> tuple[int, int]:
+    """Return the prompt index and the sample index of a sample in its request."""
+    if isinstance(sample, Score):
+        return sample.sequence_index, 0
+    return sample.prompt_index, sample.sample_index

@@ -1,0 +1,52 @@
+"""The last rollouts that the sidecar served, in memory, for `GET /view`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from sglang_topp_client import Rollout, Score
+from sglang_topp_client.view.build_page import page_of_rollouts
+from sglang_topp_server.limits.memory import num_bytes_of
+
+__all__ = ["RecentRollouts"]
+
+_MAX_BYTES = 2**28
+
+
+class RecentRollouts:
+    """Keeps the last rollouts, up to a count and up to 256 MiB.
+
+    Args:
+        count: how many to keep at most.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._rollouts: deque[Rollout] = deque()
+        self._num_bytes = 0
+        self._one_page_at_a_time = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return len(self._rollouts)
+
+    def add(self, sample: Rollout | Score) -> None:
+        """Keep a rollout, and drop the oldest ones that no longer fit. A score is ignored."""
+        if not isinstance(sample, Rollout):
+            return
+        self._rollouts.append(sample)
+        self._num_bytes += num_bytes_of(sample)
+        while len(self._rollouts) > self._count or self._num_bytes > _MAX_BYTES:
+            self._num_bytes -= num_bytes_of(self._rollouts.popleft())
+
+    async def page(self) -> bytes:
+        """Return the page of the rollouts kept now.
+
+        Raises:
+            InvalidInputError: there are none yet.
+        """
+        async with self._one_page_at_a_time:
+            return await asyncio.to_thread(self._page, list(self._rollouts))
+
+    def _page(self, rollouts: list[Rollout]) -> bytes:
+        return b"".join(page_of_rollouts(rollouts, f"the last {len(rollouts)} rollouts"))

@@ -1,0 +1,287 @@
+"""SampleEndpoint: serve one `POST /rollouts` or `POST /scores`, from its headers to the end of its answer.
+
+`SampleEndpoint` is the route's response object. It reads the body and sends the answer itself. It therefore
+holds its place in flight for exactly that time, and notices a disconnect at any moment. Starlette's
+StreamingResponse would leave the generator of a broken stream to the garbage collector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sglang_topp.errors import (
+    OverloadedError,
+    RequestTimeoutError,
+    ServerError,
+    SglangToppError,
+    WireError,
+)
+from sglang_topp_client import Rollout, Score
+from sglang_topp_client.transport.trace_context import forward_trace
+from sglang_topp_server.api.chunked_response import SampleJson, rechunk
+from sglang_topp_server.api.endpoint_spec import EndpointSpec, place_of
+from sglang_topp_server.api.recent_rollouts import RecentRollouts
+from sglang_topp_server.api.stream_encoding import Encoding, JsonLines, accepted_encoding, encode
+from sglang_topp_server.engine.client import EngineClient, FailedPrompt
+from sglang_topp_server.errors import as_sglang_topp_error, error_body, error_headers, http_status
+from sglang_topp_server.limits.body_reader import BodyReader, DisconnectedError
+from sglang_topp_server.limits.concurrency import ConcurrencyLimit
+from sglang_topp_server.limits.memory import MemoryLimit, MemoryShare, num_bytes_of
+from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.metrics import Metrics
+from sglang_topp_server.schemas.field_types import SampleBody
+
+__all__ = ["SampleEndpoint"]
+
+# Checking a body this long, or encoding a sample this large, takes milliseconds. Other connections should not
+# wait for that.
+_OFF_LOOP_BYTES = 1 << 18
+_LAST_MESSAGE_TIMEOUT_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class SampleEndpoint(Response):
+    """The handler of one request.
+
+    Args:
+        spec: the route's specification.
+        engine: generates the samples.
+        limits: the request limits.
+        bodies: reads the body.
+        concurrency: limits the requests in flight.
+        memory: limits the bytes of samples that wait for their callers.
+        metrics: counts the request.
+        recent: keeps the rollouts for `GET /view`; or None.
+    """
+
+    def __init__(
+        self,
+        spec: EndpointSpec,
+        engine: EngineClient,
+        limits: Limits,
+        bodies: BodyReader,
+        concurrency: ConcurrencyLimit,
+        memory: MemoryLimit,
+        metrics: Metrics,
+        recent: RecentRollouts | None = None,
+    ) -> None:
+        super().__init__()
+        self._spec = spec
+        self._engine, self._limits, self._metrics = engine, limits, metrics
+        self._bodies, self._concurrency, self._memory = bodies, concurrency, memory
+        self._recent = recent
+        self._encoding: Encoding = JsonLines()
+        self._is_started = self._is_stream = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request. This is the ASGI entry point."""
+        with forward_trace(Headers(scope=scope)):
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = time.monotonic()
+        self._encoding = accepted_encoding(Headers(scope=scope), self._spec.media_type)
+        is_admitted = False
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                # Check the limit before the body is read. The `with` below checks it again.
+                self._concurrency.require_place()
+                request = await self._read(Headers(scope=scope), receive)
+                with self._concurrency:
+                    model = await self._engine.require_ready()
+                    # In a thread, because checking millions of ids takes milliseconds.
+                    takes_grammars = self._engine.status.takes_grammars
+                    await asyncio.to_thread(self._spec.check, request, model, takes_grammars)
+                    is_admitted = True
+                    outcome = await self._answer(request, receive, send)
+            error: SglangToppError | None = None
+        except DisconnectedError:
+            error, outcome = None, "aborted"
+        except TimeoutError:
+            error = RequestTimeoutError(
+                f"the request took longer than this server's limit of {self._limits.timeout_s:g} s"
+            )
+        except asyncio.CancelledError:
+            error = ServerError("the sidecar is stopping", status=503)
+        except Exception as cause:
+            error = as_sglang_topp_error(cause)
+            if http_status(error) == 500:
+                _log.exception("a request failed in the sidecar itself")
+        if error is not None:
+            outcome = "failed" if is_admitted else "slow" if http_status(error) == 408 else "rejected"
+            self._metrics.count_error(error)
+        self._metrics.requests.labels(outcome).inc()
+        if error is not None:
+            await self._send_error(send, error)
+        if is_admitted or not isinstance(error, OverloadedError):
+            self._metrics.request_seconds.observe(time.monotonic() - start)
+
+    async def _read(self, headers: Headers, receive: Receive) -> SampleBody:
+        async with self._bodies.read(headers, receive) as body:
+            if len(body) < _OFF_LOOP_BYTES:
+                return self._spec.parse(body, self._limits)
+            return await asyncio.to_thread(self._spec.parse, body, self._limits)
+
+    async def _answer(self, request: SampleBody, receive: Receive, send: Send) -> str:
+        """Answer the request, and return the outcome for the metrics."""
+        answer = self._answer_stream if request.stream else self._answer_whole
+        with self._memory.share() as share:
+            task = asyncio.create_task(answer(request, share, send))
+            # After the body, the next ASGI message is the disconnect.
+            disconnect = asyncio.ensure_future(receive())
+            try:
+                ends: set[asyncio.Future[Any]] = {task, disconnect, share.excess}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if share.excess.done():
+                    raise share.excess.result()
+                if not task.done():
+                    raise DisconnectedError
+                return task.result()
+            finally:
+                task.cancel()
+                disconnect.cancel()
+                await asyncio.wait({task, disconnect})
+                if not task.cancelled():
+                    task.exception()
+
+    async def _answer_whole(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
+        """Send all samples as one JSON object, in the order of the request, or raise."""
+        records: dict[tuple[int, int], SampleJson] = {}
+        async with self._own_time_limit(request):
+            async with aclosing(self._engine.samples(request, share)) as samples:
+                async for sample in samples:
+                    if isinstance(sample, FailedPrompt):
+                        raise sample.error
+                    records[place_of(sample)] = SampleJson(sample)
+                    self._count(sample)
+                    del sample
+                    # Yield to the event loop, which many samples that finish together would block.
+                    await asyncio.sleep(0)
+            expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
+            if sorted(records) != expected:
+                raise WireError(self._spec.name, f"got {len(records)}, expected {len(expected)}")
+            opening = f'{{"{self._spec.name}":['.encode()
+            frame = len(opening + b"]}") + len(records) - 1
+            await self._start(send, "application/json", length=frame + sum(map(len, records.values())))
+            await self._send_chunks(send, _whole(opening, records, expected))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return "ok"
+
+    async def _answer_stream(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
+        """Send one message per sample, in the encoding that the caller accepts.
+
+        The status is sent with the first sample. If no prompt succeeds, it is that of the first failure.
+        Otherwise failures are messages.
+        """
+        failures: list[FailedPrompt] = []
+        num_sent = 0
+        async with self._own_time_limit(request), aclosing(self._engine.samples(request, share)) as items:
+            async for item in items:
+                if isinstance(item, FailedPrompt):
+                    failures.append(item)
+                    if self._is_started:
+                        await self._send_failure(send, item)
+                    continue
+                if not self._is_started:
+                    await self._start(send, self._encoding.media_type)
+                    for failure in failures:
+                        await self._send_failure(send, failure)
+                num_bytes = num_bytes_of(item)
+                if num_bytes < _OFF_LOOP_BYTES:
+                    sample = self._encoding.sample(item)
+                else:
+                    sample = await asyncio.to_thread(self._encoding.sample, item)
+                self._count(item)
+                del item
+                await self._send_chunks(send, sample)
+                del sample
+                share.remove(num_bytes)
+                num_sent += 1
+            if not self._is_started:
+                raise failures[0].error
+            await self._send_message(send, {"done": True, self._spec.name: num_sent})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return "partial" if failures else "ok"
+
+    def _count(self, sample: Rollout | Score) -> None:
+        self._metrics.count_sample(sample)
+        if self._recent is not None:
+            self._recent.add(sample)
+
+    @asynccontextmanager
+    async def _own_time_limit(self, request: SampleBody) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                yield
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"timeout_s: {request.timeout_s} s passed before every {self._spec.one} finished"
+            ) from None
+
+    async def _start(self, send: Send, media_type: str, length: int | None = None) -> None:
+        headers = [(b"content-type", media_type.encode())]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        self._is_started, self._is_stream = True, length is None
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _send_chunks(self, send: Send, chunks: Iterable[bytes]) -> None:
+        """Send each chunk once the reader has taken all but the previous one."""
+        for chunk in rechunk(chunks):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            # Yield to the event loop, which a fast reader would block.
+            await asyncio.sleep(0)
+
+    async def _send_message(self, send: Send, answer: dict[str, Any]) -> None:
+        await send({"type": "http.response.body", "body": self._encoding.message(answer), "more_body": True})
+
+    async def _send_failure(self, send: Send, failed: FailedPrompt) -> None:
+        self._metrics.count_error(failed.error)
+        await self._send_message(send, {**error_body(failed.error), self._spec.index: failed.prompt_index})
+
+    async def _send_error(self, send: Send, error: SglangToppError) -> None:
+        """Send the error as the response, or as the last message of a stream.
+
+        A stream without its last message is never taken as complete. A JSON response that has begun can no
+        longer report an error. The answer stays incomplete, and uvicorn closes the connection.
+        """
+        if self._is_started:
+            if self._is_stream:
+                # With a time limit, because a reader that is behind may not read this message either.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST_MESSAGE_TIMEOUT_S):
+                        await self._send_message(send, error_body(error))
+                        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        body = encode(error_body(error))
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **error_headers(error),
+        }
+        if http_status(error) == 408:
+            headers["connection"] = "close"
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": http_status(error), "headers": raw})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _whole(
+    opening: bytes, records: dict[tuple[int, int], SampleJson], order: Iterable[tuple[int, int]]
+) -> Iterable[bytes]:
+    """Yield the JSON of all records, and free each record after it was sent."""
+    for at in order:
+        yield opening
+        yield from records.pop(at)
+        opening = b","
+    yield b"]}"

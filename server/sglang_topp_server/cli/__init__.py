@@ -1,0 +1,1 @@
+"""The command `sglang-topp` and its subcommands."""

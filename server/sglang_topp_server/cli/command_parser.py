@@ -1,0 +1,52 @@
+"""The parser of one command, whose help ends with examples."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+__all__ = ["add_command"]
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    *,
+    examples: Sequence[str],
+    details: str = "",
+    notes: str = "",
+    usage: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a command, and return its parser.
+
+    Args:
+        commands: the parsers of all commands.
+        name: the command's name.
+        summary: one line for `sglang-topp --help`, for the command's own help, and for shells.
+        examples: shell commands.
+        details: sentences after the summary.
+        notes: sentences after the options.
+        usage: the usage line; by default, argparse makes it.
+    """
+    lines = "\n".join(f"  {example}" for example in examples)
+    description = f"{summary[0].upper()}{summary[1:]}."
+    if details:
+        description += f"\n\n{_fill(details)}"
+    if notes:
+        notes = f"{_fill(notes)}\n\n"
+    return commands.add_parser(
+        name,
+        help=summary,
+        usage=usage,
+        description=description,
+        epilog=f"{notes}examples:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _fill(text: str) -> str:
+    """Wrap sentences to the terminal, as argparse does for text that is not preformatted."""
+    return textwrap.fill(text, shutil.get_terminal_size().columns - 2)

@@ -1,0 +1,32 @@
+"""`sglang-topp completion`: print a script with which a shell completes the command."""
+
+from __future__ import annotations
+
+import argparse
+
+from sglang_topp_server.cli.command_parser import add_command
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command. `main` stores the parser of all commands in `root`."""
+    parser = add_command(
+        commands,
+        "completion",
+        "print a script with which bash or zsh completes this command",
+        examples=[
+            "source <(sglang-topp completion bash)                              # this shell",
+            "sglang-topp completion bash > ~/.local/share/bash-completion/completions/sglang-topp",
+            'sglang-topp completion zsh > "${fpath[1]}/_sglang-topp"',
+        ],
+    )
+    parser.add_argument("shell", choices=["bash", "zsh"], help="the shell")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(args.root, shell=args.shell))
+    return 0

@@ -1,0 +1,161 @@
+"""`sglang-topp generate`: sample prompts at a server that runs, and print or save the rollouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_server.cli.argument_types import completes_paths, count, json_object
+from sglang_topp_server.cli.command_parser import add_command
+from sglang_topp_server.cli.environment_keys import SIDECAR_KEY, read_key
+
+if TYPE_CHECKING:
+    from sglang_topp_client import Rollout
+
+__all__ = ["add_parser"]
+
+_SAMPLING = (
+    ("--temperature", float, "divides the logits"),
+    ("--top-p", float, "sample from the smallest set of tokens with this probability"),
+    ("--top-k", int, "sample from this many tokens"),
+    ("--min-p", float, "sample from tokens with at least this share of the most likely one's probability"),
+    ("--max-new-tokens", count, "maximum tokens of one sample"),
+    ("--n", count, "samples of each prompt"),
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = add_command(
+        commands,
+        "generate",
+        "sample prompts at a server, and print the candidates of each token",
+        details="The server is a sidecar or a patched SGLang. Its defaults apply to sampling"
+        " options that are left out.",
+        notes=f"The key comes from the environment: {SIDECAR_KEY} is sent to each --url. The table is"
+        " colored on terminals, unless NO_COLOR is set.",
+        examples=[
+            "sglang-topp generate --prompt 'Once upon a time' --top-logprobs-p 0.9",
+            "sglang-topp generate --prompt Hi --top-p 0.8 --top-logprobs-source sampler --max-new-tokens 32",
+            "sglang-topp generate --prompt Hi --n 4 --top-logprobs-p 0.9 --json | jq .candidates[0]",
+            "sglang-topp generate --url http://a:30010 --url http://b:30010 --prompt Hi --n 64 \\",
+            "    --top-logprobs-p 0.9 --out run.parquet && sglang-topp view run.parquet",
+        ],
+    )
+    parser.add_argument(
+        "--url",
+        action="append",
+        help="a sidecar or a patched SGLang; repeat it for several (http://127.0.0.1:30010)",
+    )
+    parser.add_argument("--prompt", action="append", required=True, help="a text; repeat it for several")
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument(
+        "--top-logprobs-p", type=float, metavar="P", help="return candidate sets of this threshold"
+    )
+    sets.add_argument(
+        "--top-logprobs-source",
+        choices=["sampler"],
+        help="return candidate sets of what the sampler could draw",
+    )
+    for name, kind, what in _SAMPLING:
+        parser.add_argument(name, type=kind, help=what)
+    parser.add_argument(
+        "--sampling-params", type=json_object, default={}, metavar="JSON", help="SGLang's other parameters"
+    )
+    completes_paths(
+        parser.add_argument(
+            "--tokenizer",
+            metavar="PATH",
+            help="a tokenizer.json or a model's directory, for the texts of tokens (the server's model,"
+            " if this machine has it)",
+        )
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object for each rollout as it finishes, with candidates as [token id, log-prob]",
+    )
+    completes_paths(
+        output.add_argument("--out", metavar="FILE", help="save the rollouts to a new Parquet file")
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from sglang_topp_client import RolloutClient, save_rollouts
+
+    urls = args.url or ["http://127.0.0.1:30010"]
+    sampling_params = _sampling_params(args)
+    sets = {"top_logprobs_p": args.top_logprobs_p, "top_logprobs_source": args.top_logprobs_source}
+    with RolloutClient(urls[0] if len(urls) == 1 else urls, api_key=read_key(SIDECAR_KEY)) as client:
+        if args.json or args.out is not None:
+            rollouts = client.stream(args.prompt, sampling_params, **sets)
+            if args.out is None:
+                for rollout in rollouts:
+                    print(json.dumps(_record(rollout), allow_nan=False), flush=True)
+            else:
+                counted = _Counted(rollouts)
+                save_rollouts(args.out, counted)
+                print(f"{args.out}: {counted.num_rollouts:,} rollouts, {counted.num_tokens:,} tokens")
+            return 0
+        # Before anything is sent, so that a missing extra or a wrong path costs no samples.
+        from sglang_topp_server.cli import rollout_table
+
+        texts = rollout_table.token_texts(args.tokenizer)
+        finished = client.generate(args.prompt, sampling_params, **sets)
+        if texts is None:
+            texts = rollout_table.server_token_texts(client.server_info(urls[0]), finished)
+        rollout_table.print_rollouts(finished, texts)
+        if texts is None:
+            print("tokens are shown by id; --tokenizer MODEL shows their texts", file=sys.stderr)
+    return 0
+
+
+def _sampling_params(args: argparse.Namespace) -> dict[str, Any]:
+    names = (option.removeprefix("--").replace("-", "_") for option, _, _ in _SAMPLING)
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if both := sorted(options.keys() & args.sampling_params.keys()):
+        raise InvalidInputError(
+            f"--sampling-params: got {both[0]}, which --{both[0].replace('_', '-')} sets too; use one of them"
+        )
+    return {**args.sampling_params, **options}
+
+
+def _record(rollout: Rollout) -> dict[str, Any]:
+    """Return the sidecar's JSON record with lists instead of base64. Log-probs of minus infinity are null."""
+    from sglang_topp_client.codecs.rollout_json import rollout_to_json
+
+    candidates = None
+    if rollout.candidates is not None:
+        candidates = [
+            [list(pair) for pair in zip(token_ids.tolist(), _finite(logprobs), strict=True)]
+            for token_ids, logprobs in rollout.candidates
+            if logprobs is not None
+        ]
+    return rollout_to_json(rollout) | {"logprobs": _finite(rollout.logprobs), "candidates": candidates}
+
+
+def _finite(logprobs: NDArray[np.float32]) -> list[float | None]:
+    return [value if value > -np.inf else None for value in logprobs.tolist()]
+
+
+class _Counted:
+    """Rollouts, counted as they are consumed."""
+
+    def __init__(self, rollouts: Iterable[Rollout]) -> None:
+        self._rollouts = rollouts
+        self.num_rollouts = self.num_tokens = 0
+
+    def __iter__(self) -> Iterator[Rollout]:
+        for rollout in self._rollouts:
+            self.num_rollouts += 1
+            self.num_tokens += len(rollout.output_ids)
+            yield rollout

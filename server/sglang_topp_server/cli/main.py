@@ -1,0 +1,100 @@
+"""The command line of `sglang-topp`: parse arguments, and run a subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from sglang_topp.errors import SglangToppError
+from sglang_topp_server.cli.commands import (
+    completion,
+    demo,
+    doctor,
+    generate,
+    rollouts,
+    serve,
+    sidecar,
+    view,
+)
+from sglang_topp_server.cli.exit_status import FAILED, INTERRUPTED, USAGE, fail
+
+__all__ = ["main"]
+
+_COMMANDS = (serve, sidecar, generate, rollouts, view, doctor, demo, completion)
+_EXTRAS = {
+    **dict.fromkeys(
+        ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core"), "server"
+    ),
+    **dict.fromkeys(("rich", "shtab"), "cli"),
+}
+_EPILOG = """\
+exit status:
+  0    success; for serve and sidecar, after SIGINT or SIGTERM
+  1    failure, described in one sentence on stderr
+  2    wrong arguments, or an extra that is not installed
+  130  interrupted (Ctrl-C)
+
+`sglang-topp COMMAND --help` shows examples.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit status; see `_EPILOG`.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    # Split here, because argparse would drop the dashes and parse SGLang's options.
+    split = given.index("--") if "--" in given else len(given)
+    parser = _parser()
+    args = parser.parse_args(given[:split])
+    args.sglang_args = given[split + 1 :]
+    if args.sglang_args and not args.takes_sglang_args:
+        parser.error("arguments after -- are SGLang's, and only `serve` starts it")
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        status = run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader of the output stopped, as `head` does. Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        if name in ("pyarrow", "tokenizers"):
+            return fail(str(error), USAGE)
+        if name not in _EXTRAS:
+            raise
+        extra = _EXTRAS[name]
+        return fail(
+            f"{name} is not installed; this needs the {extra} extra: pip install 'sglang-topp[{extra}]'",
+            USAGE,
+        )
+    except (SglangToppError, OSError) as error:
+        return fail(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-topp",
+        description="Exact top-p candidate sets from SGLang rollouts.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-topp {version('sglang-topp')}")
+    parser.set_defaults(takes_sglang_args=False, root=parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""EngineClient: the sidecar's client of its engine; it watches the status, and fetches and aborts samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp.errors import (
+    MissingCandidateSetsError,
+    PatchError,
+    ServerError,
+    SglangToppError,
+    TransportError,
+)
+from sglang_topp_client import Rollout, Score
+from sglang_topp_client.dispatch.requests_in_flight import RequestRunner
+from sglang_topp_client.requests.generate import SampleRequest, plan
+from sglang_topp_client.requests.score import ScoreRequest
+from sglang_topp_client.transport.http import ServerConfig
+from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
+from sglang_topp_server.errors import as_sglang_topp_error, from_engine_error
+from sglang_topp_server.limits.memory import MemoryShare, num_bytes_of
+from sglang_topp_server.schemas.field_types import SampleBody
+from sglang_topp_server.schemas.rollouts import RolloutsBody
+
+__all__ = ["EngineClient", "FailedPrompt"]
+
+# Every vocabulary has this token. Its meaning does not matter.
+_PROBE_PROMPT = [0]
+_PROBE_ID = "sglang-topp-probe"
+_MAX_CALLS = 4096
+# At most this many long messages are read and decoded at once. Finished samples are not counted.
+_MAX_LONG_MESSAGES = 4
+_POLL_READY_S = 10.0
+_POLL_OTHERWISE_S = 0.5
+
+
+@dataclass(frozen=True)
+class FailedPrompt:
+    """A prompt that failed: no more of its samples will come."""
+
+    prompt_index: int
+    error: SglangToppError
+
+
+class EngineClient:
+    """A client of one engine. Use and close it within one event loop.
+
+    Args:
+        base_url: the address of SGLang's HTTP server.
+        api_key: the engine's key, or None.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.status = EngineStatus("unreachable", f"the engine at {self.base_url} was not asked yet")
+        self._has_been_ready = False
+        self._looked = asyncio.Event()
+        self._in_doubt = asyncio.Event()
+        # One retry covers an idle connection that the engine closed. The caller decides how to wait out a
+        # longer outage, because retries on both sides would multiply.
+        self._runner = RequestRunner(
+            [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
+            kind="sglang",
+            max_retries=1,
+            max_long_messages=_MAX_LONG_MESSAGES,
+        )
+        self._probe = EngineProbe(self.base_url, api_key=api_key, generate_one=self._generate_one)
+
+    # -- status ------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Probe the engine periodically, and at once after a request failed; never returns."""
+        while True:
+            in_doubt = self._in_doubt.is_set()
+            self._in_doubt.clear()
+            is_healthy = self.status.phase == "ready" and not in_doubt
+            self.status = await self._probe.look(self.status, is_healthy=is_healthy)
+            if self.status.phase in ("ready", "unpatched"):
+                self._has_been_ready = self.status.phase == "ready"
+            self._looked.set()
+            await asyncio.sleep(_POLL_OTHERWISE_S)
+            if self.status.phase == "ready":
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._in_doubt.wait(), _POLL_READY_S)
+
+    async def require_ready(self) -> Model:
+        """Return the engine's model, or raise if the engine cannot take requests.
+
+        An engine that does not answer probes now may only be busy. Its requests are sent all the same.
+
+        Raises:
+            PatchError: the engine is not patched.
+            ServerError: 503, the engine has not been ready yet.
+        """
+        await self._looked.wait()
+        if self.status.phase == "unpatched":
+            raise PatchError(self.status.reason)
+        if not self._has_been_ready or self.status.model is None:
+            raise ServerError(self.status.reason, status=503)
+        return self.status.model
+
+    async def _generate_one(self, timeout_s: float) -> None:
+        """Generate one token with its candidate set, on the path of all other requests."""
+        requests = plan([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)
+        async for _ in self._runner.rollouts(requests, timeout_s=timeout_s, request_id=_PROBE_ID):
+            pass
+
+    # -- samples -----------------------------------------------------------------------------------
+
+    async def samples(
+        self, request: SampleBody, share: MemoryShare
+    ) -> AsyncGenerator[Rollout | Score | FailedPrompt, None]:
+        """Yield each sample or score as it finishes, and add it to `share`.
+
+        If a prompt fails, yield a FailedPrompt and continue with the others. Closing the iterator aborts the
+        rest in the engine, and waits for the aborts.
+        """
+        finished: asyncio.Queue[Rollout | Score | FailedPrompt | None] = asyncio.Queue()
+
+        async def one(wanted: SampleRequest) -> None:
+            try:
+                await self._one_prompt(wanted, request, share, finished)
+            except Exception as error:
+                finished.put_nowait(FailedPrompt(wanted.prompt_index, as_sglang_topp_error(error)))
+            finished.put_nowait(None)
+
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            for wanted in request.wanted:
+                tasks.append(asyncio.create_task(one(wanted)))
+                # Encoding a prompt takes a millisecond. A thousand at once would block the event loop.
+                await asyncio.sleep(0)
+            running = len(tasks)
+            while running:
+                item = await finished.get()
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+                # Free the sent sample before waiting for the next one.
+                del item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one_prompt(
+        self, wanted: SampleRequest, request: SampleBody, share: MemoryShare, finished: asyncio.Queue[Any]
+    ) -> None:
+        given = request.given.pop(wanted.prompt_index, None) if isinstance(request, RolloutsBody) else None
+        num_given = 0
+        if given is not None:
+            share.add(given)
+            num_given = num_bytes_of(given)
+        try:
+            stream = self._stream(wanted, given, request)
+            del given
+            async with aclosing(stream) as samples:
+                async for sample in samples:
+                    share.remove(num_given)
+                    share.add(sample)
+                    if isinstance(sample, Score):
+                        finished.put_nowait(replace(sample, sequence_index=wanted.prompt_index))
+                    else:
+                        finished.put_nowait(sample)
+                    del sample
+        except SglangToppError as error:
+            if isinstance(error, MissingCandidateSetsError):
+                # The engine may have been restarted without the patch set since the last probe.
+                self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
+                self._has_been_ready = False
+            if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
+                self._in_doubt.set()
+            raise from_engine_error(error) from error
+
+    def _stream(
+        self, wanted: SampleRequest, given: Rollout | None, request: SampleBody
+    ) -> AsyncGenerator[Rollout, None] | AsyncGenerator[Score, None]:
+        if isinstance(wanted, ScoreRequest):
+            return self._runner.scores([wanted], request_id=request.request_id)
+        assert isinstance(request, RolloutsBody)
+        existing = {} if given is None else {wanted.prompt_index: given}
+        return self._runner.rollouts(
+            [wanted], existing=existing, on_abort=request.on_abort, request_id=request.request_id
+        )
+
+    async def abort(self, request_id: str | None) -> None:
+        """Abort one request, or all requests in the engine. Each `on_abort` says what that caller gets.
+
+        Args:
+            request_id: the caller's name for a request of this sidecar, or the engine's id; None aborts all
+                requests.
+
+        Raises:
+            SglangToppError: the engine refused the order, or did not answer.
+        """
+        try:
+            if request_id is None:
+                await self._runner.abort_all()
+            else:
+                await self._runner.abort(request_id)
+        except SglangToppError as error:
+            raise from_engine_error(error) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._probe.close()
+        await self._runner.close()

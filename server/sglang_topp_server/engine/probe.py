@@ -1,0 +1,243 @@
+"""EngineProbe: find out whether the engine, or a gateway before several engines, is ready and patched.
+
+A probe requests `/server_info`, where the patch set reports on itself. A gateway has no such route. It passes
+the older `/get_server_info` to one worker, lists all workers at `/workers`, and answers `/health` itself. The
+probe therefore asks each listed worker directly. The first probe ends with a request for one token and its
+candidate set, which detects a gateway that silently drops our request fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import httpx
+
+from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp.errors import AuthenticationError, BadRequestError, SglangToppError, WireError
+
+__all__ = ["EngineProbe", "EngineStatus", "Phase"]
+
+Phase: TypeAlias = Literal["unreachable", "starting", "unpatched", "ready"]
+"""See `EngineStatus`."""
+
+# SGLang's /health waits 20 s for its token.
+_TIMEOUT_S = 30.0
+# Shorter, because the list may name workers that this machine does not reach.
+_WORKER_TIMEOUT_S = 10.0
+_INFO, _GATEWAYS_INFO = "/server_info", "/get_server_info"
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """The result of one probe of the engine.
+
+    Attributes:
+        phase: `unreachable`: no answer, or an error; `starting`: the engine answers but does not serve yet;
+            `unpatched`: the engine answers but returns no candidate sets; `ready`.
+        reason: a sentence for people if `phase` is not `ready`.
+        model_path, sglang_version, weight_version: reported by the engine, or by one worker of a gateway.
+        patch: the patch set's report on itself; empty without one.
+        model: the sizes against which requests are checked; None if they were never reported.
+    """
+
+    phase: Phase
+    reason: str = ""
+    model_path: str | None = None
+    sglang_version: str | None = None
+    weight_version: str | None = None
+    patch: dict[str, Any] = field(default_factory=dict)
+    model: Model | None = None
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether the engine's last report says that the patch set is active."""
+        return self.patch.get("active") is True
+
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether, by its last report, the engine survives a grammar that leaves no token to draw."""
+        return self.patch.get("sanitizes_logits") is True
+
+    @property
+    def problems(self) -> list[str]:
+        """The patch set's own reasons why it is not active."""
+        problems = self.patch.get("problems")
+        return [str(problem) for problem in problems] if isinstance(problems, list) else []
+
+
+class EngineProbe:
+    """A probe of one engine, or of a gateway.
+
+    Args:
+        base_url: the address of the engine or gateway.
+        api_key: its key, or None.
+        generate_one: generates one token with its candidate set within the given seconds, or raises an error.
+    """
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None, generate_one: Callable[[float], Awaitable[object]]
+    ) -> None:
+        self._base_url = base_url
+        self._generate_one = generate_one
+        self._info_path = _INFO
+        self._has_given_sets = False
+        self._http = httpx.AsyncClient(
+            base_url=base_url,
+            timeout=_TIMEOUT_S,
+            # The engine is near the sidecar, so a proxy from the environment is not used.
+            trust_env=False,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+        )
+
+    async def look(self, known: EngineStatus, *, is_healthy: bool) -> EngineStatus:
+        """Probe the engine once, and return its status.
+
+        Args:
+            known: the previous status. Its values stay if there is no usable answer.
+            is_healthy: whether to skip `/health`, for which the engine generates a token.
+        """
+        if known.phase in ("unreachable", "unpatched"):
+            # Another engine may have taken the address.
+            self._has_given_sets = False
+        try:
+            return await self._look(known, is_healthy=is_healthy)
+        except Exception as error:
+            # For example no answer, invalid JSON, or an unknown host. The next probe may succeed.
+            return self._silent(known, f"{type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _look(self, known: EngineStatus, *, is_healthy: bool) -> EngineStatus:
+        answer = await self._get_info()
+        if answer.status_code in (401, 403):
+            return self._silent(known, "it refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY")
+        if answer.status_code != 200:
+            return self._silent(
+                known, f"its {self._info_path} answers HTTP {answer.status_code}: {answer.text[:200]}"
+            )
+        info = answer.json()
+        if not isinstance(info, dict):
+            return self._silent(
+                known, f"its {self._info_path}: got {type(info).__name__}, expected an object"
+            )
+        status = _status_of(info)
+        seen = [(f"the engine at {self._base_url}", status)]
+        if self._info_path == _GATEWAYS_INFO:
+            behind = f"behind the gateway at {self._base_url}"
+            seen = [(f"the engine at {url} {behind}", worker) for url, worker in await self._workers()]
+            seen.append((f"an engine {behind}", status))
+        for where, each in seen:
+            if not each.is_patched or each.model is None:
+                return replace(each, phase="unpatched", reason=_why_unpatched(each, where))
+        if not is_healthy:
+            health = await self._http.get("/health")
+            if health.status_code != 200:
+                reason = f"the engine at {self._base_url} is not ready: its /health answers"
+                return replace(status, phase="starting", reason=f"{reason} {health.status_code}")
+        return status if self._has_given_sets else await self._first_sets(known, status)
+
+    async def _get_info(self) -> httpx.Response:
+        """Return the answer of the last route that worked, or of the other route if that is missing."""
+        first = await self._http.get(self._info_path)
+        if first.status_code != 404:
+            return first
+        other = _GATEWAYS_INFO if self._info_path == _INFO else _INFO
+        second = await self._http.get(other)
+        if second.status_code == 404:
+            return first
+        self._info_path = other
+        return second
+
+    async def _workers(self) -> list[tuple[str, EngineStatus]]:
+        """Return the address and status of every worker in the gateway's list that answers.
+
+        Other workers are ignored, because perhaps only the gateway reaches them or has their keys.
+        """
+        answer = await self._http.get("/workers")
+        listed: Any = answer.json() if answer.status_code == 200 else None
+        workers = listed.get("workers") if isinstance(listed, dict) else None
+        urls = [
+            worker["url"].rstrip("/")
+            for worker in (workers if isinstance(workers, list) else [])
+            if isinstance(worker, dict)
+            and isinstance(worker.get("url"), str)
+            and worker.get("is_healthy") is not False
+        ]
+        found = await asyncio.gather(*map(self._worker, urls))
+        return [(url, status) for url, status in zip(urls, found, strict=True) if status is not None]
+
+    async def _worker(self, url: str) -> EngineStatus | None:
+        # A worker of several ranks is listed once for each: http://host:port@rank.
+        with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
+            answer = await self._http.get(url.partition("@")[0] + _INFO, timeout=_WORKER_TIMEOUT_S)
+            if answer.status_code == 200 and isinstance(info := answer.json(), dict):
+                return _status_of(info)
+        return None
+
+    async def _first_sets(self, known: EngineStatus, status: EngineStatus) -> EngineStatus:
+        """Generate one token with its candidate set, and return the status that follows from the answer."""
+        try:
+            await self._generate_one(_TIMEOUT_S)
+        except AuthenticationError:
+            return self._silent(
+                known, "its /generate refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY"
+            )
+        except (WireError, BadRequestError) as error:
+            reason = (
+                f"{self._base_url} says that the patch set is active, but it did not return one token with"
+                f" its candidate set. Does something between the sidecar and the engine drop fields that"
+                f" it does not know, as older gateways do? {error}"
+            )
+            return replace(status, phase="unpatched", reason=reason, patch={})
+        except SglangToppError as error:
+            reason = f"the engine at {self._base_url} is not ready: it generated no first token: {error}"
+            return replace(status, phase="starting", reason=reason)
+        self._has_given_sets = True
+        return status
+
+    def _silent(self, known: EngineStatus, cause: str) -> EngineStatus:
+        """Return the previous status, marked as unreachable because of `cause`."""
+        return replace(
+            known, phase="unreachable", reason=f"the engine at {self._base_url} does not answer: {cause}"
+        )
+
+
+def _status_of(info: dict[str, Any]) -> EngineStatus:
+    """Return the status that follows from `/server_info` alone, with phase `ready`."""
+    patch = info.get("sglang_topp")
+    patch = patch if isinstance(patch, dict) else {}
+    return EngineStatus(
+        "ready",
+        model_path=_text(info.get("model_path")),
+        sglang_version=_text(info.get("version")),
+        weight_version=_text(info.get("weight_version")),
+        patch=patch,
+        model=Model.from_record(patch.get("model")),
+    )
+
+
+def _why_unpatched(status: EngineStatus, where: str) -> str:
+    version = f"SGLang {status.sglang_version}" if status.sglang_version else "unknown SGLang version"
+    if not status.patch:
+        return (
+            f"{where} ({version}) runs without the sglang-topp patch set: its"
+            " /server_info does not mention it. Install sglang-topp in the engine's environment, leave it"
+            " in SGLANG_PLUGINS if that is set, and see `sglang-topp doctor`"
+        )
+    if status.is_patched:
+        return (
+            f"the patch set in {where} ({version}) does not report its model's sizes, which request checks"
+            " need; install the same sglang-topp there and here"
+        )
+    causes = "; ".join(status.problems) or "it gives no reason"
+    return f"the patch set is not active in {where} ({version}): {causes}"
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)

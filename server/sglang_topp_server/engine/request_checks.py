@@ -1,0 +1,86 @@
+"""Refuse requests that would end or block the engine, given the size of its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_topp.engine_contract.fatal_requests import (
+    GRAMMARS,
+    Model,
+    check_sampling_params,
+    check_token_ids,
+    overlong_param,
+    overlong_text,
+)
+from sglang_topp.errors import BadRequestError, InvalidInputError
+from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_server.schemas.rollouts import RolloutsBody
+from sglang_topp_server.schemas.scores import ScoresBody
+
+__all__ = ["check_rollout_request", "check_score_request"]
+
+
+def check_rollout_request(request: RolloutsBody, model: Model, *, takes_grammars: bool) -> None:
+    """Check a request of `parse_rollouts` against the engine's model.
+
+    Args:
+        request: the request.
+        model: the sizes of the engine's model.
+        takes_grammars: whether the engine survives a grammar that leaves no token to draw. Such grammars
+            cannot be recognized in advance.
+
+    Raises:
+        InvalidInputError: 400; the sentence names the field, the value, and the accepted values.
+        BadRequestError: 413; a text is too long: other requests would wait while the engine tokenizes it.
+    """
+    for i, rollout in request.given.items():
+        check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
+        check_token_ids(f"rollouts[{i}].output_ids", rollout.output_ids, model.vocab_size)
+    fresh = [one for one in request.wanted if one.prompt_index not in request.given]
+    _check_prompts("prompts", request.prompts, fresh, model)
+    params = request.sampling_params
+    each = params if isinstance(params, list) else [params or {}]
+    for i, given in enumerate(each):
+        name = f"sampling_params[{i}]" if isinstance(params, list) else "sampling_params"
+        _refuse_long(overlong_param(name, given))
+        check_sampling_params(name, given, model)
+        if not takes_grammars and (key := next((key for key in GRAMMARS if given.get(key)), None)):
+            raise InvalidInputError(
+                f"{name}.{key}: got one, expected none: a grammar that leaves no token to draw would end this"
+                " engine; start it with SGLANG_SANITIZE_NAN_LOGITS=1, as `sglang-topp serve` does"
+            )
+
+
+def check_score_request(request: ScoresBody, model: Model) -> None:
+    """Check a request of `parse_scores` against the engine's model.
+
+    Raises:
+        InvalidInputError: 400; the sentence names the field, the value, and the accepted values.
+        BadRequestError: 413; a text is too long: other requests would wait while the engine tokenizes it.
+    """
+    _check_prompts("sequences", request.sequences, request.wanted, model)
+
+
+def _check_prompts(name: str, given: Any, wanted: Sequence[SampleRequest], model: Model) -> None:
+    """Check each prompt. `name` and `given` are the field's name and value, for errors."""
+    is_list = len(wanted) > 1 or _holds_prompts(given)
+    for one in wanted:
+        at = f"{name}[{one.prompt_index}]" if is_list else name
+        if isinstance(one.prompt, str):
+            _refuse_long(overlong_text(at, one.prompt, model))
+        elif isinstance(one.prompt, tuple):
+            _refuse_long(overlong_text(at, json.dumps(one.prompt, ensure_ascii=False), model))
+        else:
+            check_token_ids(at, one.prompt, model.vocab_size)
+
+
+def _holds_prompts(prompts: Any) -> bool:
+    """Return whether the field is a list of prompts, rather than one prompt."""
+    return isinstance(prompts, list) and not isinstance(prompts[0], int | dict)
+
+
+def _refuse_long(sentence: str | None) -> None:
+    if sentence is not None:
+        raise BadRequestError(sentence, status=413)

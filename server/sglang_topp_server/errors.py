@@ -1,0 +1,114 @@
+"""Map exceptions to HTTP errors: a status, and the body ``{"error": {"type", "message", ...}}``.
+
+`type` is the exception's class in `sglang_topp.errors`, so that the client can raise the same class. The
+message states the cause. If the engine refused the request, it quotes the engine.
+
+=====  ========================================================================================
+400    `InvalidInputError`, `BadRequestError`: the sidecar or the engine refuses the request
+401    `AuthenticationError`: no key, or a wrong key
+408    `BadRequestError`: the body arrived too slowly
+413    `BadRequestError`: too many bytes, too many samples, or too much for one answer
+429    `OverloadedError`, with Retry-After: too many requests, bodies, or bytes that wait for callers
+500    `ServerError`: a bug in the sidecar
+502    `TransportError`, `ServerError`, `WireError`, `RolloutError`: the engine is gone, failed, sent
+       an answer that cannot be decoded, or gave up on a sample
+503    `PatchError`, `MissingCandidateSetsError`: not patched; `ServerError`, with Retry-After: not ready,
+       stopping, or the engine answers 503 (weights were pushed during the request)
+504    `RequestTimeoutError`
+=====  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sglang_topp.errors import (
+    AuthenticationError,
+    BadRequestError,
+    InvalidInputError,
+    MissingCandidateSetsError,
+    OverloadedError,
+    PatchError,
+    RequestTimeoutError,
+    ResponseError,
+    RolloutError,
+    ServerError,
+    SglangToppError,
+    TransportError,
+    WireError,
+)
+from sglang_topp_client.codecs.error_json import error_to_json
+
+__all__ = ["as_sglang_topp_error", "error_body", "error_headers", "from_engine_error", "http_status"]
+
+# None is the status of an error that the engine reports inside its stream.
+_ABOUT_THE_REQUEST = (None, 400, 413, 422)
+
+
+def from_engine_error(error: SglangToppError) -> SglangToppError:
+    """Return the error that the sidecar's caller gets for an error of the engine."""
+    if isinstance(error, AuthenticationError):
+        message = f"the engine refused the sidecar's own key (SGLANG_TOPP_ENGINE_API_KEY): {error}"
+    elif isinstance(error, BadRequestError) and error.status in _ABOUT_THE_REQUEST:
+        status = 413 if error.status == 413 else 400
+        return BadRequestError(str(error), status=status, body=error.body)
+    elif isinstance(error, RolloutError):
+        return type(error)(str(error), status=502, body=error.body)
+    elif isinstance(error, OverloadedError):
+        return OverloadedError(
+            f"the engine is at its limit: {error}", body=error.body, retry_after_s=error.retry_after_s
+        )
+    elif isinstance(error, ServerError) and error.status == 503:
+        return ServerError(f"the engine refuses the request for now: {error}", status=503, body=error.body)
+    elif isinstance(error, ResponseError):
+        message = f"the engine failed: {error}"
+    elif isinstance(error, TransportError):
+        return type(error)(f"the engine does not answer, or its answer broke off: {error}")
+    else:
+        return error
+    return ServerError(message, status=502, body=error.body)
+
+
+def as_sglang_topp_error(error: BaseException) -> SglangToppError:
+    """Return the error itself, or a ServerError with status 500 that names an unexpected one."""
+    if isinstance(error, SglangToppError):
+        return error
+    return ServerError(f"the sidecar failed: {type(error).__name__}: {error}", status=500)
+
+
+def http_status(error: SglangToppError) -> int:
+    """Return the HTTP status of an error, according to the table in the module docstring."""
+    match error:
+        case InvalidInputError():
+            return 400
+        case MissingCandidateSetsError() | PatchError():
+            return 503
+        case WireError():
+            return 502
+        case RequestTimeoutError():
+            return 504
+        case TransportError():
+            return 502
+        case ResponseError(status=int(status)):
+            return status
+        case _:
+            return 502
+
+
+def error_headers(error: SglangToppError) -> dict[str, str]:
+    """Return the response headers of an error."""
+    if isinstance(error, OverloadedError):
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s or 1)))}
+    if isinstance(error, ServerError) and error.status == 503:
+        return {"Retry-After": "1"}
+    if isinstance(error, AuthenticationError):
+        return {"WWW-Authenticate": "Bearer"}
+    return {}
+
+
+def error_body(error: SglangToppError) -> dict[str, Any]:
+    """Return the body of an error response, or the message in a stream; `status` is the HTTP status."""
+    answer = error_to_json(error)
+    answer["error"]["status"] = http_status(error)
+    return answer

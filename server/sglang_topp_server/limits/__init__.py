@@ -1,0 +1,1 @@
+"""Bounds on concurrency, memory, request bodies, and slow peers."""

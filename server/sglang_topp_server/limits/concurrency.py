@@ -1,0 +1,49 @@
+"""ConcurrencyLimit: limit how many requests are in flight."""
+
+from __future__ import annotations
+
+from sglang_topp.errors import OverloadedError
+from sglang_topp_server.metrics import Metrics
+
+__all__ = ["ConcurrencyLimit"]
+
+_RETRY_AFTER_S = 1.0
+
+
+class ConcurrencyLimit:
+    """A context manager that holds a place for one request.
+
+    A request holds its place from the last byte of its body to the last byte of its answer.
+
+    Args:
+        limit: the maximum number of requests in flight.
+        metrics: receives the current number.
+
+    Raises:
+        OverloadedError: on entry, and from `require_place`, if the limit is reached.
+    """
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit, self._metrics = limit, metrics
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Return the number of requests in flight."""
+        return self._count
+
+    def require_place(self) -> None:
+        """Raise if the limit is reached, without taking a place."""
+        if self._count >= self._limit:
+            raise OverloadedError(
+                f"got one more request, expected at most {self._limit} in flight; send it again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def __enter__(self) -> None:
+        self.require_place()
+        self._count += 1
+        self._metrics.in_flight.set(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        self._metrics.in_flight.set(self._count)

@@ -1,0 +1,111 @@
+"""Engine supervisor: run the engine so that none of its processes outlives `sglang-topp serve`.
+
+    python -m sglang_topp_server.process.engine_supervisor <grace_s> <command> ...
+
+SGLang is a tree of processes. `serve` can stop them only while it lives, and after a SIGKILL it cannot. So
+the engine is the child of this small process, which outlives `serve` by design. It reads a pipe whose write
+end only `serve` holds. A byte on the pipe means stop. End-of-file without a byte means that `serve` was
+killed.
+
+To stop, the supervisor sends SIGTERM to the engine's first process, and SGLang drains and ends its children.
+After `grace_s` seconds, or once that process has ended, the supervisor kills every process that is left. If
+`serve` was killed, the grace is at most one second. A SIGTERM to the supervisor skips the grace. The
+supervisor exits with the engine's status, after all of its processes have ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_ORPHANED_GRACE_S = 1.0
+_HURRY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command until it ends, or until a byte or the end of standard input means stop.
+
+    Args:
+        argv: the grace in seconds, then the command; None uses the process's own arguments.
+
+    Returns:
+        The command's exit status; 128 + the signal's number if a signal ended it; 127 if it could not start.
+    """
+    grace_text, *command = sys.argv[1:] if argv is None else argv
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    for number in (*_HURRY, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        engine = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            # If the supervisor is killed, the kernel also kills the engine's first process. SGLang's children
+            # set the same option.
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error}", file=sys.stderr)
+        return 127
+    _wait(engine.pid, sys.stdin.fileno(), woken, float(grace_text))
+    with suppress(ProcessLookupError):
+        os.killpg(engine.pid, signal.SIGKILL)
+    status = engine.wait()
+    _end_orphans()
+    return status if status >= 0 else 128 - status
+
+
+def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
+    """Return when the engine's first process has ended, or its grace is over."""
+    watched = [pipe, woken]
+    deadline = None
+    # WNOWAIT keeps the zombie, and with it the process group's number, until the group was killed.
+    while os.waitid(os.P_PID, engine_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            return
+        ready, _, _ = select.select(watched, [], [], left_s)
+        if woken in ready and _HURRY.intersection(os.read(woken, 64)):
+            return
+        if pipe in ready:
+            is_in_order = bool(os.read(pipe, 1))
+            grace_s = grace_s if is_in_order else min(grace_s, _ORPHANED_GRACE_S)
+            watched, deadline = [woken], time.monotonic() + grace_s
+            os.kill(engine_pid, signal.SIGTERM)
+
+
+def _end_orphans() -> None:
+    """Kill and reap all processes that the engine left, in any session (Linux only).
+
+    The supervisor is the subreaper, so it has become their parent. Other systems can only kill the group.
+    """
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while children.exists() and (pids := children.read_text().split()):
+        for pid in map(int, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Launch: run the sidecar in this process and the engine in its own process tree, and stop both."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from sglang_topp.errors import InvalidInputError, PatchError, ServerError, TransportError
+from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE
+from sglang_topp_server.process.uvicorn_server import Server, Settings
+
+__all__ = ["check_free", "engine_command", "engine_environment", "listen", "run", "url_of"]
+
+_POLL_S = 0.1
+_UNTIL_THE_ENGINE_LISTENS = range(10_000, 22_000)
+# Time beyond the engine's grace for the supervisor to kill, reap, and exit.
+_SUPERVISOR_GRACE_S = 30.0
+_STDERR = 2
+# After one of its processes has died, SGLang sleeps for 5 s to collect diagnostics. If other processes still
+# run, it waits for another minute. Its callers wait as long.
+_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+
+
+def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
+    """Return the command that starts SGLang.
+
+    SGLang loads the patch set through its entry point. `sglang_with_env_key` reads the key from the
+    environment.
+
+    Args:
+        model_path: the model.
+        host, port: the engine's address.
+        extra: SGLang's own arguments, passed on unchanged.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_topp_server.process.sglang_with_env_key",
+        "--model-path",
+        model_path,
+    ]
+    return [*command, "--host", host, "--port", str(port), *extra]
+
+
+def engine_environment(environment: Mapping[str, str], api_key: str | None) -> dict[str, str]:
+    """Return the engine's environment.
+
+    It sets the engine's key, or removes it, and turns SGLang's crash diagnostics off unless they are set.
+
+    Args:
+        environment: this process's environment.
+        api_key: the key that the engine requires from its callers, or None.
+    """
+    changed = {**dict.fromkeys(_DIAGNOSTICS, "0"), **environment}
+    changed.pop(KEY_VARIABLE, None)
+    return changed if api_key is None else {**changed, KEY_VARIABLE: api_key}
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL at which this machine reaches a server that listens on this address."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+
+
+def check_free(host: str, port: int) -> int:
+    """Return `port` if no process listens there; for port 0, return a free port.
+
+    For port 0, the result is below 22,000. SGLang may also use the port 10,000 above it, and the engine
+    listens only half a minute later. Linux assigns ports from 32,768 on to outgoing connections.
+
+    Raises:
+        InvalidInputError: a process listens there. An engine started on that port would fail, and the sidecar
+            would talk to the wrong server.
+    """
+    candidates = [port] if port else random.sample(_UNTIL_THE_ENGINE_LISTENS, 100)
+    for candidate in candidates[:-1]:
+        with suppress(InvalidInputError):
+            return _check_free(host, candidate)
+    return _check_free(host, candidates[-1])
+
+
+def _check_free(host: str, port: int) -> int:
+    with listen(host, port):
+        return port
+
+
+async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM, then stop the engine and the sidecar. A second signal skips the grace.
+
+    Args:
+        settings: how to serve.
+        command: the command that starts the engine, which ends with the sidecar. None if the engine runs
+            elsewhere.
+
+    Raises:
+        InvalidInputError: the sidecar's port is taken.
+        PatchError: the started engine is not patched.
+        TransportError: the started engine was not ready in time.
+        ServerError: the engine or the sidecar ended by itself.
+    """
+    stopping = asyncio.Event()
+    supervisor: Process | None = None
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            server.stop()
+            if supervisor is not None and supervisor.returncode is None:
+                supervisor.terminate()
+        stopping.set()
+
+    server = Server(settings)
+    listener = listen(settings.host, settings.port, reader_timeout_s=settings.limits.max_stall_s)
+    url = url_of(settings.host, listener.getsockname()[1])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    if command is not None:
+        supervisor = await _start_supervisor(command, settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    monitoring = asyncio.create_task(_wait_until_ready(server, supervisor, settings, url))
+    signalled = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({signalled, serving, monitoring}, return_when=asyncio.FIRST_COMPLETED)
+        if signalled.done():
+            return
+        for task in (monitoring, serving):
+            if task.done():
+                task.result()
+        raise ServerError("the sidecar stopped by itself; see its output above")
+    finally:
+        stopping.set()
+        monitoring.cancel()
+        server.stop()
+        await asyncio.gather(serving, monitoring, return_exceptions=True)
+        if supervisor is not None:
+            await _stop_supervisor(supervisor, settings.grace_s)
+
+
+async def _wait_until_ready(server: Server, supervisor: Process | None, settings: Settings, url: str) -> None:
+    """Print the addresses once the engine is ready. Raise when the started engine ends."""
+    if supervisor is None:
+        print(f"sglang-topp sidecar at {url} (engine: {settings.engine_url})", flush=True)
+        await asyncio.Event().wait()
+        return
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + settings.ready_timeout_s
+    ended = asyncio.create_task(supervisor.wait())
+    while (status := server.engine.status).phase != "ready":
+        if ended.done():
+            raise ServerError(
+                f"the engine ended with exit status {ended.result()} before it was ready;"
+                " see its output above"
+            )
+        if status.phase == "unpatched":
+            raise PatchError(status.reason)
+        if loop.time() > deadline:
+            raise TransportError(
+                f"not ready after {settings.ready_timeout_s:g} s (--ready-timeout-s): {status.reason}"
+            )
+        await asyncio.wait({ended}, timeout=_POLL_S)
+    print(f"sglang-topp is ready: sidecar {url} engine {settings.engine_url}", flush=True)
+    raise ServerError(f"the engine ended with exit status {await ended}; see its output above")
+
+
+async def _start_supervisor(command: Sequence[str], settings: Settings) -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "sglang_topp_server.process.engine_supervisor",
+        str(settings.grace_s),
+        *command,
+        env=engine_environment(os.environ, settings.engine_api_key),
+        stdin=PIPE,
+        # Standard output carries only the line with the servers' addresses.
+        stdout=_STDERR,
+        # A Ctrl-C in the terminal reaches only this process, which then stops the engine in order.
+        start_new_session=True,
+    )
+
+
+async def _stop_supervisor(supervisor: Process, grace_s: float) -> None:
+    assert supervisor.stdin is not None
+    supervisor.stdin.write(b".")
+    supervisor.stdin.close()
+    try:
+        await asyncio.wait_for(supervisor.wait(), grace_s + _SUPERVISOR_GRACE_S)
+    except TimeoutError:
+        raise ServerError(f"the engine's processes (supervisor {supervisor.pid}) did not end") from None
+
+
+def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> socket.socket:
+    """Return a listening socket.
+
+    Args:
+        host, port: the address; port 0 takes a free port.
+        reader_timeout_s: seconds after which the kernel resets a connection whose peer does not read waiting
+            data (Linux). None waits as long as the peer lives.
+
+    Raises:
+        InvalidInputError: another process listens there, or the host is not an address of this machine.
+    """
+    try:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+        )
+    except OSError as error:
+        raise InvalidInputError(f"cannot listen on {host} port {port}: {error}") from None
+    if reader_timeout_s is not None and sys.platform == "linux":
+        # Accepted connections inherit the option. uvicorn would wait forever for a peer that does not read.
+        milliseconds = round(reader_timeout_s * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return listener

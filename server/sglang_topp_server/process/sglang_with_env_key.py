@@ -1,0 +1,45 @@
+"""Run SGLang without showing its API key in the process list.
+
+    python -m sglang_topp_server.process.sglang_with_env_key ARGUMENTS
+
+SGLang takes its key as an argument, and every user of a machine can list the arguments of all processes. Only
+the owner can read a process's environment. This module reads the key from the environment, and adds it to the
+arguments once the process runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+
+__all__ = ["KEY_VARIABLE", "main"]
+
+KEY_VARIABLE = "SGLANG_TOPP_ENGINE_API_KEY"
+_MODULE = "sglang.launch_server"
+
+
+def main() -> None:
+    """Run SGLang in this process, like `python -m sglang.launch_server`. Return when it ends."""
+    if key := os.environ.get(KEY_VARIABLE):
+        sys.argv += ["--api-key", key]
+        _keep_out_of_the_log(key)
+    runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+
+
+def _keep_out_of_the_log(key: str) -> None:
+    """Mask the key in log records, because SGLang logs its arguments at startup."""
+    make = logging.getLogRecordFactory()
+
+    def make_without(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if repr(key) in (message := record.getMessage()):
+            record.msg, record.args = message.replace(repr(key), "'***'"), None
+        return record
+
+    logging.setLogRecordFactory(make_without)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The sidecar's uvicorn server and its settings: addresses, keys, limits, and time limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from sglang_topp.malloc_trim import return_large_blocks_at_once
+from sglang_topp_server.api.app import create_app
+from sglang_topp_server.engine.client import EngineClient
+from sglang_topp_server.limits.settings import Limits
+
+__all__ = ["Server", "Settings"]
+
+# Longer than clients and load balancers keep idle connections, so that they close connections first.
+_KEEP_ALIVE_S = 75
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve.
+
+    Attributes:
+        host, port: the sidecar's address; port 0 takes a free port.
+        engine_url: the engine's address.
+        api_key: the key that callers of the sidecar must send; None requires no key.
+        engine_api_key: the key of the engine, or None.
+        limits: the sidecar's limits.
+        ready_timeout_s: how long a started engine may take until it is ready.
+        grace_s: how long requests in flight may continue after a signal, and then how long the engine may
+            take to end.
+        view: how many of the last rollouts `GET /view` shows; 0 turns the route off.
+    """
+
+    host: str
+    port: int
+    engine_url: str
+    api_key: str | None = field(default=None, repr=False)
+    engine_api_key: str | None = field(default=None, repr=False)
+    limits: Limits = field(default_factory=Limits)
+    ready_timeout_s: float = 1800.0
+    grace_s: float = 20.0
+    view: int = 0
+
+
+class Server(uvicorn.Server):
+    """The sidecar's uvicorn server. It does not handle signals: `launch.run` also has to stop the engine.
+
+    Args:
+        settings: how to serve.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        return_large_blocks_at_once()
+        self.engine = EngineClient(settings.engine_url, api_key=settings.engine_api_key)
+        app = create_app(self.engine, limits=settings.limits, api_key=settings.api_key, view=settings.view)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=max(1, round(settings.grace_s)),
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture no signals."""
+        yield
+
+    def stop(self) -> None:
+        """Stop after the requests in flight have ended. A second call stops at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True

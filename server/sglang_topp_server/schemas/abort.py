@@ -1,0 +1,44 @@
+"""Pydantic models and the parser of `POST /abort`."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+
+from sglang_topp.errors import BadRequestError
+from sglang_topp_client.argument_checks import check_request_id
+from sglang_topp_server.schemas.body_parsing import read_body
+
+__all__ = ["AbortAnswer", "AbortBody", "parse_abort"]
+
+
+class AbortBody(BaseModel):
+    """The body of `POST /abort`. It has exactly one of the two fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    request_id: StrictStr | None = Field(
+        default=None,
+        description="The request's `request_id` in `POST /rollouts`, or its id in the engine's log.",
+    )
+    all: StrictBool = Field(default=False, description="Abort all requests in the engine, of all callers.")
+
+
+def parse_abort(body: bytes | bytearray) -> AbortBody:
+    """Parse and check the body of `POST /abort`.
+
+    Raises:
+        BadRequestError, InvalidInputError: 400; the sentence names the field, the value, and the accepted
+            values.
+    """
+    order = read_body(body, AbortBody)
+    if (order.request_id is None) != order.all:
+        raise BadRequestError("request_id: got it and all, or neither; expected one of both", status=400)
+    if order.request_id is not None:
+        check_request_id(order.request_id)
+    return order
+
+
+class AbortAnswer(BaseModel):
+    """The requests have stopped, or there were none of that name."""
+
+    status: str = "ok"

@@ -1,0 +1,123 @@
+"""Field types: the types, JSON schemas, and descriptions of fields that several request bodies share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Protocol, TypeAlias
+
+from pydantic import Field, StrictBool, StrictStr, WithJsonSchema
+
+from sglang_topp_client.argument_checks import MAX_REQUEST_ID
+from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.types.rollout import DISTRIBUTION, SAMPLER
+
+__all__ = [
+    "Counts",
+    "Prompts",
+    "Records",
+    "RequestId",
+    "SampleBody",
+    "Sequences",
+    "Source",
+    "Start",
+    "Stream",
+    "Threshold",
+    "TimeoutS",
+]
+
+# `Any`, because `requests.generate` checks the elements: its errors name the wrong entry, and a batch may
+# hold millions of ids.
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXTS_OR_IDS = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "string"}},
+    _TOKEN_IDS,
+    {"type": "array", "items": _TOKEN_IDS},
+]
+_MESSAGES = {"type": "array", "items": {"type": "object", "required": ["role"]}}
+Prompts: TypeAlias = Annotated[
+    Any, WithJsonSchema({"anyOf": [*_TEXTS_OR_IDS, _MESSAGES, {"type": "array", "items": _MESSAGES}]})
+]
+Sequences: TypeAlias = Annotated[Any, WithJsonSchema({"anyOf": _TEXTS_OR_IDS})]
+_PROBABILITY = {"type": "number", "minimum": 0, "maximum": 1}
+Threshold: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _PROBABILITY,
+                {"type": "array", "items": {"anyOf": [_PROBABILITY, {"type": "null"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_SOURCE = {"type": "string", "enum": [DISTRIBUTION, SAMPLER]}
+Source: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _SOURCE,
+                {"type": "array", "items": {"anyOf": [_SOURCE, {"type": "null"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_COUNT = {"type": "integer", "minimum": 0}
+Counts: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _COUNT,
+                {"type": "array", "items": {"anyOf": [_COUNT, {"type": "null"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_POSITION = {"type": "integer", "minimum": 1}
+Start: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _POSITION,
+                {"type": "array", "items": {"anyOf": [_POSITION, {"type": "null"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+Records: TypeAlias = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]})
+]
+
+Stream: TypeAlias = Annotated[
+    StrictBool, Field(description="Send one message per sample as it finishes, instead of one JSON object.")
+]
+RequestId: TypeAlias = Annotated[
+    StrictStr | None,
+    Field(
+        description="The prefix of the request's ids in the engine's log: printable, at most"
+        f" {MAX_REQUEST_ID} characters."
+    ),
+]
+TimeoutS: TypeAlias = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None,
+    Field(description="Seconds after which the samples are aborted with a 504. The server also has a limit."),
+]
+
+
+class SampleBody(Protocol):
+    """The fields that the bodies of `POST /rollouts` and `POST /scores` share."""
+
+    stream: bool
+    request_id: str | None
+    timeout_s: float | None
+
+    @property
+    def wanted(self) -> Sequence[SampleRequest]:
+        """The requested samples, one entry per prompt."""

@@ -1,0 +1,74 @@
+"""Pydantic models of the answer of `GET /info`: engine, patch set, and limits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp_client.protocols.sidecar_rollouts import SERVICE
+from sglang_topp_server.limits.settings import Limits
+
+__all__ = ["EngineInfo", "Info", "LimitsInfo", "ModelInfo", "PatchInfo"]
+
+
+class ModelInfo(BaseModel):
+    """The sizes of the engine's model, and the text limit that follows from them."""
+
+    vocab_size: int
+    context_length: int
+    max_token_chars: int
+    max_text_chars: int = Field(description="Maximum characters of a text prompt.")
+
+    @classmethod
+    def of(cls, model: Model) -> ModelInfo:
+        """Convert to the model."""
+        return cls(**asdict(model), max_text_chars=model.max_text_chars)
+
+
+class EngineInfo(BaseModel):
+    """The engine behind the sidecar. Fields are null until it has answered."""
+
+    model_path: str | None
+    sglang_version: str | None
+    weight_version: str | None
+    model: ModelInfo | None
+
+
+class PatchInfo(BaseModel):
+    """The patch set's state; `version` and `seams` are passed on as the engine reports them."""
+
+    active: bool
+    version: Any
+    seams: Any
+    problems: list[str]
+
+
+class LimitsInfo(BaseModel):
+    """The sidecar's `Limits`."""
+
+    max_in_flight: int
+    max_samples: int
+    max_body_bytes: int
+    timeout_s: float
+    max_stall_s: float
+    max_held_bytes: int
+
+    @classmethod
+    def of(cls, limits: Limits) -> LimitsInfo:
+        """Convert to the model."""
+        return cls(**asdict(limits))
+
+
+class Info(BaseModel):
+    """The answer of `/info`."""
+
+    service: str = SERVICE
+    version: str
+    ready: bool
+    reason: str = Field(description="Why the engine is not ready; empty if it is ready.")
+    engine: EngineInfo
+    patch: PatchInfo
+    limits: LimitsInfo

@@ -1,0 +1,57 @@
+"""Resume input: decode `rollouts` or `resumed_tokens` of a request that continues earlier answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sglang_topp.engine_contract.resume_rules import RESUMED
+from sglang_topp.errors import InvalidInputError, WireError, describe
+from sglang_topp_client.codecs.rollout_json import rollout_from_json
+from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.types.rollout import Rollout
+
+__all__ = ["read_resumed_tokens", "read_rollouts"]
+
+
+def read_rollouts(records: Any) -> list[Rollout]:
+    """Decode JSON records of rollouts.
+
+    Raises:
+        InvalidInputError: a record is not a valid rollout; the error names its index and field.
+    """
+    if not isinstance(records, list):
+        raise InvalidInputError(f"rollouts: got {type(records).__name__}, expected a list of records")
+    rollouts = []
+    for i, record in enumerate(records):
+        try:
+            rollouts.append(rollout_from_json(record, may_be_extended=True))
+        except WireError as error:
+            raise InvalidInputError(f"rollouts[{i}].{error.field}: {error.problem}") from None
+        except InvalidInputError as error:
+            raise InvalidInputError(f"rollouts[{i}].{error}") from None
+    return rollouts
+
+
+def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[SampleRequest]:
+    """Return the requests with their `resumed_tokens`, one number for all or one for each.
+
+    Raises:
+        InvalidInputError: a value is not a number of tokens, or exceeds its prompt's length.
+    """
+    if given is None:
+        return list(wanted)
+    counts = given if isinstance(given, list) else [given] * len(wanted)
+    if len(counts) != len(wanted):
+        raise InvalidInputError(f"{RESUMED}: got {len(counts)} values for {len(wanted)} prompts")
+    for count, one in zip(counts, wanted, strict=True):
+        if count is not None and (type(count) is not int or count < 0):
+            raise InvalidInputError(f"{RESUMED}: got {describe(count)}, expected a whole number of 0 or more")
+        if count and (not isinstance(one.prompt, list) or count > len(one.prompt)):
+            prompt = {str: "a text", tuple: "chat messages"}.get(type(one.prompt), f"{len(one.prompt)} ids")
+            raise InvalidInputError(
+                f"{RESUMED}: got {describe(count)} with {prompt} as prompt {one.prompt_index}, expected token"
+                " ids that end with this many tokens of the answer"
+            )
+    return [replace(one, resumed_tokens=count) for count, one in zip(counts, wanted, strict=True)]

@@ -1,0 +1,209 @@
+"""`BatchCandidateSets`: the candidate sets of a batch, one row per sample, without loops over tokens.
+
+Shape legend: B rows, T positions of all rows, n candidates in all, W columns of a padded field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.batch.ragged_rows import as_integers
+from sglang_topp.candidates import NO_TOKEN, CandidateSets
+from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["BatchCandidateSets", "cut", "row_index"]
+
+
+@dataclass(frozen=True, eq=False)
+class BatchCandidateSets:
+    """The candidate sets of B rows as one CSR value with row offsets.
+
+    Row `i` is `sets[row_offsets[i]:row_offsets[i + 1]]`, its positions in order.
+
+    Args:
+        sets: T positions, row after row.
+        row_offsets: int64 [B + 1], `row_offsets[0] == 0`, never decreasing, `row_offsets[B] == T`.
+
+    Raises:
+        InvalidInputError: `row_offsets` breaks one of these rules.
+    """
+
+    sets: CandidateSets
+    row_offsets: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        offsets = np.asarray(self.row_offsets)
+        if offsets.ndim != 1 or offsets.dtype != np.int64 or not len(offsets):
+            raise InvalidInputError(
+                f"row_offsets: got {offsets.dtype} of shape {offsets.shape}, expected int64 [rows + 1]"
+            )
+        if offsets[0] != 0 or offsets[-1] != len(self.sets) or np.any(offsets[1:] < offsets[:-1]):
+            raise InvalidInputError(
+                f"row_offsets: run from {offsets[0]} to {offsets[-1]},"
+                f" expected to rise from 0 to {len(self.sets)}, the number of positions"
+            )
+        view = offsets.view()
+        view.flags.writeable = False
+        object.__setattr__(self, "row_offsets", view)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[CandidateSets]) -> BatchCandidateSets:
+        """Build from one CandidateSets per row. Each array is copied once.
+
+        Raises:
+            InvalidInputError: some rows have log-probs and others have none. Rows without candidates combine
+                with either kind.
+        """
+        if not rows:
+            return cls(CandidateSets.empty(0), np.zeros(1, np.int64))
+        row_offsets = offsets_of([len(row.sampled_ids) for row in rows])
+        # Shift each row's offsets by the number of candidates before it.
+        offsets = np.zeros(row_offsets[-1] + 1, np.int64)
+        np.concatenate([row.offsets[1:] for row in rows], out=offsets[1:])
+        before = offsets_of([len(row.token_ids) for row in rows])[:-1]
+        offsets[1:] += np.repeat(before, np.diff(row_offsets))
+        sets = CandidateSets.unchecked(
+            np.concatenate([row.token_ids for row in rows]),
+            CandidateSets._concat_logprobs("candidates", rows),
+            offsets,
+            np.concatenate([row.sampled_ids for row in rows]),
+        )
+        return cls(sets, row_offsets)
+
+    def __len__(self) -> int:
+        """Return the number of rows B."""
+        return len(self.row_offsets) - 1
+
+    def __eq__(self, other: object) -> bool:
+        """Compare all rows, bit for bit."""
+        if not isinstance(other, BatchCandidateSets):
+            return NotImplemented
+        return np.array_equal(self.row_offsets, other.row_offsets) and self.sets == other.sets
+
+    __hash__ = None  # type: ignore[assignment]  # equal by content of large arrays: not a dict key
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [B]: the number of positions of each row."""
+        return np.diff(self.row_offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays, which a transfer to another process sends."""
+        sets = self.sets
+        arrays = (*sets._arrays(), self.row_offsets)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @overload
+    def __getitem__(self, index: int) -> CandidateSets: ...
+    @overload
+    def __getitem__(self, index: slice) -> BatchCandidateSets: ...
+    def __getitem__(self, index: int | slice) -> CandidateSets | BatchCandidateSets:
+        """Return `batch[i]`, the CandidateSets of a row, or `batch[a:b]`; both share the arrays."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise InvalidInputError(f"slice step: got {step}, expected 1; use `take` to re-order")
+            stop = max(start, stop)
+            low, high = self.row_offsets[start], self.row_offsets[stop]
+            return BatchCandidateSets(self.sets[low:high], self.row_offsets[start : stop + 1] - low)
+        i = range(len(self))[index]
+        return self.sets[self.row_offsets[i] : self.row_offsets[i + 1]]
+
+    def __iter__(self) -> Iterator[CandidateSets]:
+        """Yield the rows `rows[0]`, `rows[1]`, …"""
+        return (self[i] for i in range(len(self)))
+
+    def take(self, rows: ArrayLike) -> BatchCandidateSets:
+        """Return the rows of these indices, in this order. An index may occur more than once.
+
+        Args:
+            rows: integers [any], from 0 to B - 1.
+
+        Raises:
+            InvalidInputError: not integers, or out of range.
+        """
+        index, sets = row_index(rows, len(self)), self.sets
+        candidates = sets.offsets[self.row_offsets]  # where each row's candidates begin
+        taken = CandidateSets.unchecked(
+            cut(sets.token_ids, candidates, index),
+            cut(sets.logprobs, candidates, index) if sets.has_logprobs else None,
+            offsets_of(cut(sets.sizes, self.row_offsets, index)),
+            cut(sets.sampled_ids, self.row_offsets, index),
+        )
+        return BatchCandidateSets(taken, offsets_of(self.lengths[index]))
+
+    def place(self, into: ArrayLike, starts: ArrayLike, shape: tuple[int, int]) -> BatchCandidateSets:
+        """Place every row in a [N, W] field, one position per column. Other positions have empty spans.
+
+        Row `i` goes to row `into[i]`, columns `starts[i]` to `starts[i] + lengths[i] - 1`. The result has N
+        rows of W positions each, so position `row * W + column` of its `sets` belongs to element
+        `[row, column]` of the field. Candidates are neither copied nor changed.
+
+        Args:
+            into: integers [B], the row of the field for each row.
+            starts: integers [B], the first column for each row. Places must ascend in the order of the rows
+                and must not overlap. `take` reorders rows.
+            shape: (N, W).
+
+        Raises:
+            InvalidInputError: a value is not an integer, or a row does not fit its place, overlaps the
+                previous row, or is out of order.
+        """
+        num_rows, width = shape
+        lines, columns = as_integers("into", into, "integers"), as_integers("starts", starts, "integers")
+        if lines.shape != (len(self),) or columns.shape != (len(self),):
+            raise InvalidInputError(
+                f"into, starts: got shapes {lines.shape} and {columns.shape}, expected ({len(self)},)"
+            )
+        misfit = (lines < 0) | (lines >= num_rows) | (columns < 0) | (columns + self.lengths > width)
+        first = lines * width + columns
+        misfit[1:] |= first[1:] < (first + self.lengths)[:-1]
+        if misfit.any():
+            i = int(misfit.argmax())
+            raise InvalidInputError(
+                f"row {i} of {self.lengths[i]} positions: cannot lie at row {lines[i]}, column {columns[i]}"
+                f" of a {num_rows} x {width} field, after the row before it"
+            )
+        sizes = np.zeros(num_rows * width + 1, np.int64)
+        sampled = np.full(num_rows * width, NO_TOKEN, np.int32)
+        bounds = self.row_offsets.tolist()
+        for i, at in enumerate(first.tolist()):
+            low, high = bounds[i], bounds[i + 1]
+            sizes[at + 1 : at + 1 + high - low] = self.sets.sizes[low:high]
+            sampled[at : at + high - low] = self.sets.sampled_ids[low:high]
+        np.cumsum(sizes, out=sizes)
+        placed = CandidateSets.unchecked(self.sets.token_ids, self.sets._logprobs, sizes, sampled)
+        return BatchCandidateSets(placed, np.arange(num_rows + 1, dtype=np.int64) * width)
+
+
+def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
+    """Return `rows` as int64 [k], checked against `num_rows`.
+
+    Raises:
+        InvalidInputError: not 1-D integers, or an index outside 0 to num_rows - 1.
+    """
+    index = as_integers("rows", rows, "integers [any]")
+    if index.size and (index.min() < 0 or index.max() >= num_rows):
+        wrong = index[(index < 0) | (index >= num_rows)][0]
+        raise InvalidInputError(f"rows: got {wrong}, expected 0 to {num_rows - 1}")
+    return index
+
+
+def cut(values: NDArray[Any], offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Concatenate the spans `values[offsets[i]:offsets[i + 1]]` for i in `rows`.
+
+    The result is a view if the rows are adjacent.
+    """
+    if not len(rows):
+        return values[:0]
+    if (np.diff(rows) == 1).all():
+        return values[offsets[rows[0]] : offsets[rows[-1] + 1]]
+    lows, highs = offsets[rows].tolist(), offsets[rows + 1].tolist()
+    return np.concatenate([values[low:high] for low, high in zip(lows, highs, strict=True)])

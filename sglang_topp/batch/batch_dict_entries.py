@@ -1,0 +1,219 @@
+"""Read the entries of a batch dict or TensorDict: its tensors, some of their rows, and their bit patterns.
+
+Shape legend: B rows, W columns, rest: any further dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
+from sglang_topp.batch.compressed_mask import CompressedMask
+from sglang_topp.errors import InvalidInputError
+
+__all__ = [
+    "as_bits",
+    "bits_of",
+    "count_rows",
+    "entries_of",
+    "has_rows",
+    "is_jagged",
+    "is_plain",
+    "is_tensordict",
+    "mask_of",
+    "nbytes_of",
+    "pad_bits",
+    "take_rows",
+    "with_columns",
+]
+
+# Elements are compared and moved as bit patterns: -0.0 is not 0.0, and a NaN equals itself.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def entries_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch's entries by name. A TensorDict's non-tensors stay in their wrappers."""
+    if not is_tensordict(batch):
+        return dict(batch)
+    from tensordict import NonTensorData
+
+    entries = {name: batch.get(name) for name in batch.keys()}  # noqa: SIM118  a TensorDict iterates over rows
+    return {
+        name: value.data
+        if isinstance(value, NonTensorData) and isinstance(value.data, BatchCandidateSets)
+        else value
+        for name, value in entries.items()
+    }
+
+
+def count_rows(entries: Mapping[str, Any]) -> int:
+    sizes = {
+        name: len(value)
+        for name, value in entries.items()
+        if isinstance(value, BatchCandidateSets) or is_jagged(value) or is_padded(name, value)
+    }
+    if not sizes:
+        raise InvalidInputError("batch: got no tensors with rows")
+    first = next(iter(sizes))
+    for name, size in sizes.items():
+        if size != sizes[first]:
+            hint = _rows_come_second(entries, name, sizes[first]) or _rows_come_second(entries, first, size)
+            raise InvalidInputError(f"{name}: got {size} rows, expected {sizes[first]}, as in {first}{hint}")
+    return sizes[first]
+
+
+def _rows_come_second(entries: Mapping[str, Any], name: str, num_rows: int) -> str:
+    """Return advice for a tensor like `position_ids` [3, B, W], whose second dimension is the rows."""
+    value = entries[name]
+    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == num_rows:
+        return f"; if the rows of {name} are dimension 1, pass {name}.transpose(0, 1)"
+    return ""
+
+
+def is_jagged(value: Any) -> bool:
+    """Return whether `value` is a jagged tensor: `torch.nested` with `layout=torch.jagged`, on any device."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.jagged
+
+
+def is_padded(name: str, value: Any) -> bool:
+    """Return whether `value` is a padded tensor with rows, on any device.
+
+    Raises:
+        InvalidInputError: it is a tensor of another layout, which cannot be cut by rows.
+    """
+    if not isinstance(value, torch.Tensor) or not value.ndim or is_jagged(value):
+        return False
+    if value.is_nested or value.layout != torch.strided:
+        kind = "nested tensor" if value.is_nested else "tensor"
+        raise InvalidInputError(
+            f"{name}: got a {kind} of layout {value.layout}, which cannot be cut by rows; expected a padded"
+            " tensor, or a nested one with layout=torch.jagged"
+        )
+    return True
+
+
+def is_plain(name: str, value: Any) -> bool:
+    """Return whether `value` is a padded tensor with rows that NumPy can view."""
+    return is_padded(name, value) and value.device.type == "cpu" and value.itemsize in _BITS
+
+
+def with_columns(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield an entry's padded tensors of two or more dimensions. An inner TensorDict's are `name.inner`."""
+    if isinstance(value, torch.Tensor):
+        if value.ndim > 1 and not is_jagged(value):
+            yield name, value
+    elif is_tensordict(value):
+        for inner, part in value.items():
+            yield from with_columns(f"{name}.{inner}", part)
+
+
+def has_rows(value: Any, num_rows: int) -> bool:
+    if isinstance(value, BatchCandidateSets | list) or type(value) is tuple:  # a named tuple is one value
+        return len(value) == num_rows
+    if isinstance(value, torch.Tensor | np.ndarray) or is_tensordict(value):
+        return bool(value.ndim > 0 and value.shape[0] == num_rows)
+    return False
+
+
+def take_rows(value: Any, rows: NDArray[np.int64]) -> Any:
+    if isinstance(value, BatchCandidateSets):
+        return value.take(rows)
+    if isinstance(value, list | tuple):
+        return type(value)(value[i] for i in rows.tolist())
+    if is_jagged(value):
+        return _take_jagged(value, rows)
+    if len(rows) and (np.diff(rows) == 1).all():
+        return value[rows[0] : rows[-1] + 1]  # a view
+    return value[rows]
+
+
+def _take_jagged(value: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+    """Return these rows of a jagged tensor as a new one, whose pickle holds no other rows."""
+    # torch chooses another ragged dimension for a list of rows that have one length.
+    ragged = next(dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt))
+    held = value.unbind()
+    parts = [held[i] for i in rows.tolist()]
+    values = torch.cat(parts, ragged - 1) if parts else value.values().narrow(ragged - 1, 0, 0)
+    offsets = torch.tensor(np.cumsum([0, *(part.shape[ragged - 1] for part in parts)]), device=value.device)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
+
+
+def nbytes_of(value: Any) -> int:
+    """Return the bytes of candidate sets or of a jagged tensor, and 0 for any other entry."""
+    if isinstance(value, BatchCandidateSets):
+        return value.nbytes
+    if is_jagged(value):
+        return int(value.values().nbytes + value.offsets().nbytes)
+    return 0
+
+
+def padded_field(entries: Mapping[str, Any], name: str) -> torch.Tensor:
+    if name not in entries:
+        raise InvalidInputError(f"{name}: is not in the batch; there are {', '.join(entries)}")
+    value = entries[name]
+    if not is_plain(name, value) or value.ndim < 2:
+        got = (
+            f"{value.dtype} {list(value.shape)} on {value.device}"
+            if isinstance(value, torch.Tensor)
+            else type(value)
+        )
+        raise InvalidInputError(f"{name}: got {got}, expected a padded CPU tensor of two or more dimensions")
+    tensor: torch.Tensor = value
+    return tensor
+
+
+def mask_of(entries: Mapping[str, Any], name: str) -> NDArray[Any]:
+    """Return [B, W] integers that are not 0 where the mask `name` is not 0."""
+    mask = padded_field(entries, name)
+    if mask.ndim != 2:
+        raise InvalidInputError(f"{name}: got shape {list(mask.shape)}, expected a mask [rows, columns]")
+    # NumPy has no bfloat16. Without the sign, only the bits of 0.0 and -0.0 are all 0.
+    return as_bits(mask) << 1 if mask.dtype.is_floating_point else as_bits(mask)
+
+
+def bits_of(entries: Mapping[str, Any], name: str, layout: CompressedMask, columns: int) -> NDArray[Any]:
+    """Return the bits of a field as [B, W, *rest], with its dimension `columns` moved to the second place."""
+    tensor = padded_field(entries, name)
+    if not 1 <= columns < tensor.ndim:
+        raise InvalidInputError(
+            f"{name}: got columns={columns}, expected a dimension from 1 to {tensor.ndim - 1}"
+        )
+    if (width := tensor.shape[columns]) != layout.width:
+        fitting = [dim for dim in range(1, tensor.ndim) if tensor.shape[dim] == layout.width]
+        hint = (
+            f"; for its dimension {fitting[0]}, pass NestedFieldSpec(columns={fitting[0]})" if fitting else ""
+        )
+        raise InvalidInputError(
+            f"{name}: got {width} columns, expected {layout.width}, as its mask has{hint}"
+        )
+    return np.ascontiguousarray(np.moveaxis(as_bits(tensor), columns, 1))
+
+
+def as_bits(tensor: torch.Tensor) -> NDArray[Any]:
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # those flags are no part of the bits
+    bits: NDArray[Any] = tensor.view(_BITS[tensor.itemsize]).numpy()
+    return bits
+
+
+def pad_bits(name: str, dtype: torch.dtype, pad: float) -> int:
+    try:
+        value = torch.tensor(pad, dtype=dtype)
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"{name}: pad {pad} is no {dtype}: {error}") from None
+    overflows = dtype.is_floating_point and math.isinf(value.item()) and not math.isinf(pad)
+    if overflows or (not dtype.is_floating_point and value.item() != pad):
+        raise InvalidInputError(f"{name}: pad {pad} is no {dtype}; the nearest is {value.item()}")
+    return int(value.view(_BITS[dtype.itemsize]).item())
+
+
+def is_tensordict(value: Any) -> bool:
+    # A caller with a TensorDict has imported tensordict. Do not import it for the others.
+    module = sys.modules.get("tensordict")
+    return module is not None and bool(module.is_tensor_collection(value))

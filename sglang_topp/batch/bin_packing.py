@@ -1,0 +1,114 @@
+"""Pack samples into bins of a token budget, and distribute the bins evenly over data-parallel ranks.
+
+Shape legend: n samples, each with a footprint (the tokens that it costs, including padding).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["deal_bins", "first_fit_decreasing"]
+
+
+def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Put each sample, from the largest to the smallest, into the first bin with room. Ties keep their order.
+
+    Args:
+        footprints: int64 [n], each 0 to `capacity`.
+        capacity: the largest sum of a bin's footprints.
+
+    Returns:
+        The bins, as indices of samples. At most 11/9 of the fewest possible bins, plus 6/9.
+
+    Raises:
+        InvalidInputError: a footprint is negative or above `capacity`. The message names the sample.
+    """
+    if (wrong := np.flatnonzero((footprints > capacity) | (footprints < 0))).size:
+        i = int(wrong[0])
+        raise InvalidInputError(
+            f"sample {i}: needs {footprints[i]} tokens, padding included, expected at most {capacity}"
+        )
+    bins: list[list[int]] = []
+    room = np.zeros(max(1, len(footprints)), np.int64)
+    for i in np.argsort(-footprints, kind="stable").tolist():
+        fits = room[: len(bins)] >= footprints[i]
+        at = int(fits.argmax()) if len(bins) else 0
+        if not bins or not fits[at]:
+            at = len(bins)
+            bins.append([])
+            room[at] = capacity
+        bins[at].append(i)
+        room[at] -= footprints[i]
+    return bins
+
+
+def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[list[list[int]]]:
+    """Pack samples into bins of about equal size, with the same number of bins for every rank.
+
+    The number of bins is that of first-fit decreasing, rounded up to a multiple of `ranks`. Samples are then
+    spread over these bins, from the largest on, each into the emptiest bin. If the budget is so tight that
+    this overfills a bin, first-fit's own bins are used, and the fullest are split until there are enough. A
+    bin is empty only if there are fewer samples than bins. The bins are dealt to the ranks, the fullest
+    first, each to the rank with the fewest tokens that still needs a bin.
+
+    Returns:
+        The bins of every rank, the fullest first. Bin k runs on all ranks at the same time.
+
+    Raises:
+        InvalidInputError: as `first_fit_decreasing`, or `ranks` is below 1.
+    """
+    if ranks < 1:
+        raise InvalidInputError(f"ranks: got {ranks}, expected 1 or more")
+    sizes = footprints.tolist()
+    bins = first_fit_decreasing(footprints, capacity)
+    count = -(-len(bins) // ranks) * ranks
+    even = _spread(range(len(sizes)), sizes, count)
+    fits = all(_load(members, sizes) <= capacity for members in even)
+    bins = even if fits else _split(bins, sizes, count)
+    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    open_ranks = [(0, rank) for rank in range(ranks)]
+    for members in sorted(bins, key=lambda members: -_load(members, sizes)):
+        load, rank = heapq.heappop(open_ranks)
+        dealt[rank].append(members)
+        if len(dealt[rank]) < len(bins) // ranks:
+            heapq.heappush(open_ranks, (load + _load(members, sizes), rank))
+    return dealt
+
+
+def _load(members: list[int], sizes: list[int]) -> int:
+    return sum(sizes[i] for i in members)
+
+
+def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[int]]:
+    """Spread `members` over `count` bins, from the largest on, each into the emptiest bin."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, 0, at) for at in range(count)]
+    for i in sorted(members, key=lambda i: (-sizes[i], i)):
+        load, held, at = heap[0]
+        bins[at].append(i)
+        heapq.heapreplace(heap, (load + sizes[i], held + 1, at))
+    return bins
+
+
+def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
+    """Split the fullest bins that have two samples or more in two, until there are `count` bins.
+
+    Such a bin always exists: if every sample had its own bin, no bin would be overfull.
+    """
+    out = list(bins)
+    fullest = [(-_load(members, sizes), at) for at, members in enumerate(out) if len(members) > 1]
+    heapq.heapify(fullest)
+    while len(out) < count:
+        _, at = heapq.heappop(fullest)
+        out[at], rest = _spread(out[at], sizes, 2)
+        out.append(rest)
+        for half in (at, len(out) - 1):
+            if len(out[half]) > 1:
+                heapq.heappush(fullest, (-_load(out[half], sizes), half))
+    return out

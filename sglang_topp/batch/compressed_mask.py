@@ -1,0 +1,152 @@
+"""`CompressedMask`: a [B, W] mask stored as runs or bits; it gathers and scatters the elements that it keeps.
+
+Shape legend: B rows, W columns, n kept elements in all, rest: any further dimensions of a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.batch.batch_candidate_sets import cut
+from sglang_topp.candidates.csr_operations import offsets_of
+
+__all__ = ["CompressedMask", "blocks"]
+
+_BLOCK_BYTES = 1 << 20  # work on pieces that stay in a core's cache
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedMask:
+    """The kept elements of B rows, as runs of columns, or as bits if runs would be larger.
+
+    Both forms represent every mask, including masks with gaps and empty rows. Rows keep their `width` when
+    they are taken from a batch, so a part of a batch is restored at the whole batch's width.
+
+    Args:
+        width: W.
+        offsets: int64 [B + 1]. Row i's values are `values[offsets[i]:offsets[i + 1]]`, in column order.
+        runs: int32 [runs, 2], the first column of each run and the column after its last, row after row. None
+            in the form of bits.
+        run_offsets: int64 [B + 1] into `runs`. None in the form of bits.
+        bits: uint8 [B, ceil(W / 8)], column c in bit `c % 8` of byte `c // 8`. None in the form of runs.
+    """
+
+    width: int
+    offsets: NDArray[np.int64]
+    runs: NDArray[np.int32] | None
+    run_offsets: NDArray[np.int64] | None
+    bits: NDArray[np.uint8] | None
+
+    @classmethod
+    def of(cls, mask: NDArray[Any]) -> CompressedMask:
+        """Compress the non-zero elements of `mask` [B, W], of any dtype."""
+        num_rows, width = mask.shape
+        pairs, counts = [], np.zeros(num_rows, np.int64)
+        for low, high in blocks(num_rows, width):
+            # Join the rows with a 0 between them, so that every change starts or ends a run.
+            line = np.zeros((high - low) * (width + 1) + 1, np.uint8)
+            np.not_equal(mask[low:high], 0, out=line.view(np.bool_)[1:].reshape(-1, width + 1)[:, :width])
+            changes = np.bitwise_xor(line[1:], line[:-1])
+            lines, columns = np.divmod(_nonzero(changes), width + 1)
+            pairs.append(columns.astype(np.int32).reshape(-1, 2))
+            counts[low:high] = np.bincount(lines[::2], minlength=high - low)
+        runs = np.concatenate(pairs) if pairs else np.zeros((0, 2), np.int32)
+        run_offsets = offsets_of(counts)
+        offsets = offsets_of(runs[:, 1] - runs[:, 0])[run_offsets]
+        if runs.nbytes <= num_rows * -(-width // 8):
+            return cls(width, offsets, runs, run_offsets, None)
+        return cls(width, offsets, None, None, np.packbits(mask != 0, axis=1, bitorder="little"))
+
+    def __len__(self) -> int:
+        """Return the number of rows B."""
+        return len(self.offsets) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        arrays = (self.offsets, self.runs, self.run_offsets, self.bits)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def keep(self) -> NDArray[np.bool_]:
+        """Return the mask as bool [B, W]."""
+        if self.bits is not None:
+            unpacked = np.unpackbits(self.bits, axis=1, count=self.width, bitorder="little")
+            return unpacked.view(np.bool_)
+        keep = np.zeros((len(self), self.width), np.bool_)
+        flat = keep.reshape(-1)
+        for first, stop in self._spans():
+            flat[first:stop] = True
+        return keep
+
+    def gather(
+        self, field: NDArray[Any], look: Callable[[NDArray[Any]], object] | None = None
+    ) -> NDArray[Any]:
+        """Return [n, *rest]: the kept elements of `field` [B, W, *rest], row after row.
+
+        `look` is called with every block of rows before it is gathered. Gathering is bound by memory, so this
+        reads the field only once.
+        """
+        values = np.empty((self.offsets[-1], *field.shape[2:]), field.dtype)
+        flat = field.reshape(len(self) * self.width, *field.shape[2:])
+        keep = self.keep() if self.bits is not None else None
+        spans = list(self._spans()) if keep is None else []
+        for low, high in blocks(len(self), field.nbytes // max(1, len(self))):
+            if look is not None:
+                look(field[low:high])
+            out = values[self.offsets[low] : self.offsets[high]]
+            if keep is not None:
+                out[:] = field[low:high][keep[low:high]]
+            elif len(out):
+                assert self.run_offsets is not None
+                runs = spans[self.run_offsets[low] : self.run_offsets[high]]
+                np.concatenate([flat[first:stop] for first, stop in runs], out=out)
+        return values
+
+    def scatter(self, values: NDArray[Any], field: NDArray[Any]) -> None:
+        """Write `values` [n, *rest] to the kept elements of the contiguous `field` [B, W, *rest]."""
+        if self.bits is not None:
+            field[self.keep()] = values
+            return
+        flat = field.reshape(len(self) * self.width, *field.shape[2:])
+        at = 0
+        for first, stop in self._spans():
+            flat[first:stop] = values[at : at + stop - first]
+            at += stop - first
+
+    def take(self, rows: NDArray[np.int64]) -> CompressedMask:
+        """Return the mask of these rows, in this order."""
+        offsets = offsets_of(np.diff(self.offsets)[rows])
+        if self.runs is None or self.run_offsets is None:
+            assert self.bits is not None
+            return CompressedMask(self.width, offsets, None, None, self.bits[rows])
+        run_offsets = offsets_of(np.diff(self.run_offsets)[rows])
+        return CompressedMask(self.width, offsets, cut(self.runs, self.run_offsets, rows), run_offsets, None)
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """Yield every run as a span of the flattened [B * W] field. There is at most one per 64 elements."""
+        assert self.runs is not None
+        assert self.run_offsets is not None
+        base = np.repeat(np.arange(len(self)) * self.width, np.diff(self.run_offsets))
+        spans = self.runs + base[:, None]
+        return zip(spans[:, 0].tolist(), spans[:, 1].tolist(), strict=True)
+
+
+def blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows that cover `num_rows`, each of about a cache's size."""
+    step = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    return ((low, min(low + step, num_rows)) for low in range(0, num_rows, step))
+
+
+def _nonzero(sparse: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Compute `np.flatnonzero` four times as fast for sparse arrays, by skipping words of zeros."""
+    words = np.zeros(-(-len(sparse) // 8), np.uint64)
+    padded = words.view(np.uint8)
+    padded[: len(sparse)] = sparse
+    found = np.flatnonzero(words != 0)
+    which, byte = np.nonzero(padded.reshape(-1, 8)[found])
+    return found[which] * 8 + byte

@@ -1,0 +1,192 @@
+"""Encode loss masks for transfers between processes, with one bit or one byte per token.
+
+A pickled list of ints costs two bytes per token, and a pointer to an object in the receiving process. A mask
+of bits costs one bit. An int8 mask costs one byte, and the receiver reads it without a copy.
+
+Shape legend: L tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang_topp.batch.grouped_host_transfer import to_host
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["PackedLossMask", "mask_rows", "pack_loss_mask", "unpack_loss_masks"]
+
+# Bit k of a byte, lowest first, is token 8 * byte + k.
+_BIT_ORDER: Literal["little"] = "little"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLossMask:
+    """The immutable loss mask of one sample. `pack_loss_mask` makes it.
+
+    Args:
+        data: either uint8 [ceil(L / 8)], with token t in bit `t % 8` of byte `t // 8` and unused bits 0, or
+            int8 [L], with one byte per token.
+        length: L.
+
+    `len` and iteration behave as for a list of ints, so the built-in `sum` is correct. (Over an int8 array it
+    is not, because NumPy 2 wraps it at 127.)
+    """
+
+    data: NDArray[np.uint8] | NDArray[np.int8]
+    length: int
+
+    def __post_init__(self) -> None:
+        bits = self.data.dtype == np.uint8
+        size = -(-self.length // 8) if bits else self.length
+        if self.data.shape != (size,) or not (bits or self.data.dtype == np.int8):
+            raise InvalidInputError(
+                f"data: got {self.data.dtype} of shape {self.data.shape} for {self.length} tokens,"
+                f" expected uint8 [{-(-self.length // 8)}] or int8 [{self.length}]"
+            )
+        if not bits and self.data.view(np.uint8).max(initial=0) > 1:
+            raise InvalidInputError("data: an int8 is neither 0 nor 1")
+        if bits and self.length % 8 and self.data[-1] >> (self.length % 8):
+            raise InvalidInputError(f"data: bits are set after the last of {self.length} tokens")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.to_numpy().tolist())
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the values of two masks in either form."""
+        if not isinstance(other, PackedLossMask):
+            return NotImplemented
+        return np.array_equal(self.to_numpy(), other.to_numpy())
+
+    __hash__ = None  # type: ignore[assignment]  # equal by content of an array: not a dict key
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of `data`."""
+        return self.data.nbytes
+
+    def sum(self) -> int:
+        """Return the number of tokens with a loss, as a Python int that cannot overflow."""
+        if self.data.dtype == np.int8:
+            return int(np.count_nonzero(self.data))
+        return int.from_bytes(self.data.tobytes(), "little").bit_count()
+
+    def to_numpy(self) -> NDArray[np.int8]:
+        """Return int8 [L], each 0 or 1, a view of `data` in the int8 form. Sum it with `dtype=np.int64`."""
+        if self.data.dtype == np.int8:
+            return self.data.view(np.int8)
+        bits = self.data.view(np.uint8)
+        return np.unpackbits(bits, count=self.length, bitorder=_BIT_ORDER).view(np.int8)
+
+    def to_tensor(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Return `dtype` [L] on `device`. `data` is transferred, and bits are unpacked on the device."""
+        return unpack_loss_masks([self], device, dtype)[0]
+
+
+def pack_loss_mask(
+    mask: Any, *, form: Literal["bits", "int8"] = "bits", length: int | None = None
+) -> PackedLossMask:
+    """Pack the loss mask of one sample. The sample's own mask is copied and not changed.
+
+    Args:
+        mask: [L], a list of ints or bools, a 1-D array, or a 1-D tensor on any device. Every value is 0 or 1.
+        form: `bits` is the smallest (L / 8 bytes). `int8` (L bytes) is read without a copy.
+        length: the expected L, such as the response's length. Another length is an error.
+
+    Raises:
+        InvalidInputError: the mask has a value other than 0 and 1, is not 1-D, or has the wrong length.
+    """
+    (values,) = mask_rows("loss mask", [mask])
+    if length is not None and len(values) != length:
+        raise InvalidInputError(f"loss mask: got {len(values)} values, expected {length}")
+    if form == "bits":
+        return PackedLossMask(_frozen(np.packbits(values, bitorder=_BIT_ORDER)), len(values))
+    if form == "int8":
+        return PackedLossMask(_frozen(values.view(np.int8).copy()), len(values))
+    raise InvalidInputError(f"form: got {form!r}, expected 'bits' or 'int8'")
+
+
+def unpack_loss_masks(
+    masks: Sequence[PackedLossMask], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Unpack the masks of many samples to a device: `out[i]` is `dtype` [L_i], a view of one buffer.
+
+    The packed bytes of all masks are one transfer, and the bits are unpacked on the device.
+    """
+    if not masks:
+        return []
+    if all(mask.data.dtype == np.int8 for mask in masks):
+        flat = torch.from_numpy(np.concatenate([mask.data for mask in masks])).to(device)
+        return list(torch.split(flat.to(dtype), [len(mask) for mask in masks]))
+    parts = [
+        mask.data if mask.data.dtype == np.uint8 else np.packbits(mask.data, bitorder=_BIT_ORDER)
+        for mask in masks
+    ]
+    packed = torch.from_numpy(np.concatenate(parts)).to(device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    flat = ((packed[:, None] >> shifts) & 1).to(dtype).view(-1)
+    # Every sample starts at a byte, so a slice of the unpacked bits suffices, without a gather.
+    ends = np.cumsum([8 * len(part) for part in parts]).tolist()
+    return [
+        flat[end - 8 * len(part) :][: len(mask)] for end, part, mask in zip(ends, parts, masks, strict=True)
+    ]
+
+
+def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
+    """Return every sample's mask as uint8 [L_i], each 0 or 1. The result is a view if the dtype allows it.
+
+    Raises:
+        InvalidInputError: a value is not 0 or 1, or a mask is not 1-D. The message names the sample.
+    """
+    out, masks = [], to_host(masks)
+    for i, mask in enumerate(masks):
+        try:
+            out.append(_bytes(mask))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{name}[{i}]: {error}") from None
+    # Check all masks in one call, because a call per mask costs more than reading it.
+    if out and np.concatenate(out).max(initial=0) > 1:
+        for i, values in enumerate(out):
+            if (wrong := np.flatnonzero(values > 1)).size:
+                got = np.asarray(masks[i])[wrong[0]]
+                raise InvalidInputError(f"{name}[{i}]: got {got} at token {wrong[0]}, expected 0 or 1")
+    return out
+
+
+def _bytes(mask: Any) -> NDArray[np.uint8]:
+    """Return uint8 [L] with 0 for 0 and 1 for 1. Any other value raises, or becomes a number above 1."""
+    if isinstance(mask, PackedLossMask):
+        return mask.to_numpy().view(np.uint8)
+    if isinstance(mask, list | tuple):
+        try:
+            return np.frombuffer(bytearray(mask), np.uint8)
+        except (TypeError, ValueError):
+            pass  # floats, or ints outside a byte, are checked below by their values
+    try:
+        array = np.asarray(mask)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(str(error)) from None
+    if array.ndim != 1 or (array.dtype.kind not in "fiub" and array.size):
+        raise InvalidInputError(f"got {array.dtype} of shape {array.shape}, expected one 0 or 1 per token")
+    if array.dtype.itemsize == 1:
+        return array.view(np.uint8)
+    with np.errstate(invalid="ignore"):
+        values = array.astype(np.uint8)
+    if (wrong := np.flatnonzero(array != values)).size:
+        raise InvalidInputError(f"got {array[wrong[0]]} at token {wrong[0]}, expected 0 or 1")
+    return values
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array

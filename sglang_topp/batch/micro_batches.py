@@ -1,0 +1,125 @@
+"""Split a batch into micro-batches by a token budget, balanced over ranks, and rejoin their results.
+
+Shape legend: B rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.batch.bin_packing import deal_bins
+from sglang_topp.batch.nested_batch import NestedBatch, nest_batch, unnest_batch
+from sglang_topp.batch.ragged_rows import as_integers
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["MicroBatches", "split_micro_batches", "take_batch"]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatches:
+    """The rows of each micro-batch of each rank, as `split_micro_batches` returns them.
+
+    Attributes:
+        rows: `rows[rank][k]` is int64, the rows of a rank's k-th micro-batch, ascending. Every rank has the
+            same number of micro-batches. Some are empty only if B is less than their total number.
+    """
+
+    rows: tuple[tuple[NDArray[np.int64], ...], ...]
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches per rank."""
+        return len(self.rows[0])
+
+    def of(self, batch: Any, rank: int) -> Iterator[Any]:
+        """Yield the micro-batches of `rank` from the whole batch, in order.
+
+        Args:
+            batch: a batch of B rows: a NestedBatch, a TensorDict, or a dict of tensors, lists, and
+                BatchCandidateSets.
+
+        Raises:
+            InvalidInputError: the number of rows is not the number of lengths that were split.
+        """
+        nested = batch if isinstance(batch, NestedBatch) else nest_batch(batch, {})
+        num_rows = sum(len(rows) for rank in self.rows for rows in rank)
+        if len(nested) != num_rows:
+            raise InvalidInputError(f"batch: got {len(nested)} rows, expected {num_rows}, one per length")
+        return (_like(batch, nested.take(rows)) for rows in self.rows[rank])
+
+    def undo(self, results: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Join the results of the micro-batches in the order of the batch's rows.
+
+        Args:
+            results: `results[rank][k]` is [rows, ...], the results of the rows of that micro-batch.
+
+        Returns:
+            [B, ...].
+
+        Raises:
+            InvalidInputError: a result is missing, or its number of rows is not that of its micro-batch.
+        """
+        parts = []
+        for rank, expected in enumerate(self.rows):
+            if len(results) != len(self.rows) or len(results[rank]) != len(expected):
+                raise InvalidInputError(
+                    f"results: expected {len(self)} for each of {len(self.rows)} ranks,"
+                    f" got {[len(got) for got in results]}"
+                )
+            for k, rows in enumerate(expected):
+                if len(results[rank][k]) != len(rows):
+                    raise InvalidInputError(
+                        f"results[{rank}][{k}]: got {len(results[rank][k])} rows, expected {len(rows)}"
+                    )
+                parts.append(results[rank][k])
+        order = np.concatenate([rows for rank in self.rows for rows in rank])
+        back = torch.from_numpy(np.argsort(order))
+        joined = torch.cat(parts)
+        return joined[back.to(joined.device)]
+
+
+def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) -> MicroBatches:
+    """Split B rows into micro-batches of at most `max_tokens` tokens.
+
+    Rows are packed by first-fit decreasing (`bin_packing`). Every rank gets the same number of micro-batches,
+    as collectives need, with about the same number of tokens.
+
+    Args:
+        lengths: integers [B], the tokens that each row costs. This is the row's own length if padding is
+            removed, and the batch's width otherwise.
+        max_tokens: the most tokens of a micro-batch.
+        ranks: the number of data-parallel ranks.
+
+    Raises:
+        InvalidInputError: no rows, a row longer than `max_tokens`, or `ranks` below 1.
+    """
+    tokens = as_integers("lengths", lengths, "integers, one per row")
+    if not len(tokens):
+        raise InvalidInputError("lengths: got no rows, expected at least one")
+    shards = deal_bins(tokens, max_tokens, ranks)
+    return MicroBatches(tuple(tuple(np.sort(np.array(bin_, np.int64)) for bin_ in shard) for shard in shards))
+
+
+def take_batch(batch: Any, rows: ArrayLike) -> Any:
+    """Return these rows of a batch, in this order, including candidate sets. Adjacent rows are views.
+
+    Args:
+        batch: a NestedBatch, or a dict or TensorDict with entries as in `nest_batch` and tensors on any
+            device. The result has the same type. An entry without rows is kept unchanged.
+        rows: integers, from 0 to B - 1.
+
+    Raises:
+        InvalidInputError: entries differ in B, or an index is out of range.
+    """
+    nested = batch if isinstance(batch, NestedBatch) else nest_batch(batch, {})
+    return _like(batch, nested.take(rows))
+
+
+def _like(batch: Any, taken: NestedBatch) -> Any:
+    """Return `taken` in the type of `batch`."""
+    return taken if isinstance(batch, NestedBatch) else unnest_batch(taken)

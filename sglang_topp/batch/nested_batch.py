@@ -1,0 +1,348 @@
+"""`NestedBatch`: the fields of a batch as nested (jagged) tensors, to send them without the padding.
+
+The elements of a row whose mask is 1 are its values. Elements whose mask is 0 are padding, and are not sent
+if they equal the field's pad value. Other elements under a mask of 0 are sent too, so the padded field is
+restored exactly. A field that is declared `droppable` loses them.
+
+Shape legend: B rows, W columns, n values of one field over all rows, rest: any further dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets, cut, row_index
+from sglang_topp.batch.batch_dict_entries import (
+    as_bits,
+    bits_of,
+    count_rows,
+    entries_of,
+    has_rows,
+    is_jagged,
+    is_plain,
+    is_tensordict,
+    mask_of,
+    nbytes_of,
+    pad_bits,
+    take_rows,
+    with_columns,
+)
+from sglang_topp.batch.compressed_mask import CompressedMask
+from sglang_topp.batch.dtype_narrowing import narrowed, widened
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["NestedBatch", "NestedFieldSpec", "nest_batch", "unnest_batch"]
+
+
+@dataclass(frozen=True)
+class NestedFieldSpec:
+    """The options for compressing one field.
+
+    Args:
+        mask: the name of the [B, W] field whose non-zero elements mark the columns to keep.
+        pad: the field's value in columns that are not kept.
+        droppable: elements under a mask of 0 may be lost. They are restored as `pad`.
+        columns: the dimension of the field that the mask's columns are: 2 for the `position_ids` [B, 3, W]
+            of models with several position ids per token.
+    """
+
+    mask: str
+    pad: float = 0
+    droppable: bool = False
+    columns: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Field:
+    """One padded tensor as a NumPy array, which pickle protocol 5 transfers without a copy."""
+
+    values: NDArray[Any]
+    dtype: torch.dtype
+    layout: int | None
+    """Index into the batch's layouts. None for a dense tensor, with `values` [B, *rest]."""
+    pad: int = 0
+    """The pad value's bit pattern."""
+    columns: int = 1
+    """The dimension of the tensor that W is. `values` are [n, *rest], without it."""
+
+
+@dataclass(frozen=True, eq=False)
+class NestedBatch:
+    """A batch with padded fields as values and offsets. `nest_batch` makes it and `unnest_batch` undoes it.
+
+    The batch is immutable and picklable. `batch[a:b]`, `take`, and `chunk` select rows. Other tensors are not
+    copied, and pickle protocol 5 transfers them without a copy.
+
+    Attributes:
+        num_rows: B.
+        dense: the tensors with columns that were not compressed, in the whole batch: name to a text with
+            shape, dtype, and bytes. A tensor in an inner TensorDict has the name `name.inner`.
+        outside: the fields with values other than `pad` under a mask of 0, in the whole batch: name to the
+            number of columns that are sent for them. If they are many and not needed, set `droppable`.
+    """
+
+    num_rows: int
+    dense: Mapping[str, str]
+    outside: Mapping[str, int]
+    _keys: tuple[str, ...]
+    _fields: Mapping[str, _Field]
+    _layouts: tuple[CompressedMask, ...]
+    _others: Mapping[str, Any]
+    _by_rows: frozenset[str]
+    _is_tensordict: bool
+
+    def __len__(self) -> int:
+        """Return the number of rows B."""
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        stayed = f", dense: {', '.join(self.dense)}" if self.dense else ""
+        nested = sum(field.layout is not None for field in self._fields.values())
+        return f"NestedBatch({self.num_rows} rows, {nested} nested fields, {self.nbytes} bytes{stayed})"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors, layouts, and candidate sets, as sent to another process."""
+        return (
+            sum(field.values.nbytes for field in self._fields.values())
+            + sum(layout.nbytes for layout in self._layouts)
+            + sum(map(nbytes_of, self._others.values()))
+        )
+
+    def __getitem__(self, rows: slice) -> NestedBatch:
+        """Return the range of rows `batch[a:b]`, which shares the arrays."""
+        return self.take(np.arange(self.num_rows)[rows])
+
+    def chunk(self, parts: int) -> list[NestedBatch]:
+        """Split the rows into `parts` ranges, in order, whose sizes differ by at most one."""
+        if parts < 1:
+            raise InvalidInputError(f"parts: got {parts}, expected 1 or more")
+        return [self.take(rows) for rows in np.array_split(np.arange(self.num_rows), parts)]
+
+    def take(self, rows: ArrayLike) -> NestedBatch:
+        """Return the rows of these indices, in this order. An index may occur more than once.
+
+        Raises:
+            InvalidInputError: not integers, or out of range.
+        """
+        index = row_index(rows, self.num_rows)
+        fields = {}
+        for name, field in self._fields.items():
+            if field.layout is None:
+                values = take_rows(field.values, index)
+            else:
+                values = cut(field.values, self._layouts[field.layout].offsets, index)
+            fields[name] = replace(field, values=values)
+        others = {
+            name: take_rows(other, index) if name in self._by_rows else other
+            for name, other in self._others.items()
+        }
+        layouts = tuple(layout.take(index) for layout in self._layouts)
+        return NestedBatch(
+            len(index),
+            self.dense,
+            self.outside,
+            self._keys,
+            fields,
+            layouts,
+            others,
+            self._by_rows,
+            self._is_tensordict,
+        )
+
+    def jagged(self, name: str) -> torch.Tensor:
+        """Return a nested field as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
+
+        Row i holds the values that its mask keeps and, unless the field is droppable, all others that differ
+        from the pad value. `padded` is the inverse.
+
+        Raises:
+            InvalidInputError: `name` is not a nested field.
+        """
+        field, layout = self._nested_field(name)
+        values = torch.from_numpy(widened(field.values, field.dtype).copy()).view(field.dtype)
+        return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
+
+    def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
+        """Put a worker's values into the padded layout of the nested field `like`, with 0 elsewhere.
+
+        Args:
+            values: one value for each that `jagged(like)` holds, on any device: a jagged tensor
+                `[B, ragged, *rest]`, or its flat values `[n, *rest]`.
+            like: the name of a nested field.
+
+        Returns:
+            `[B, W, *rest]` on the device of `values`, and differentiable in them. W is the width of the whole
+            batch, also in a part of it.
+
+        Raises:
+            InvalidInputError: `like` is not a nested field, or the number of values differs. The message
+                names the row.
+        """
+        _, layout = self._nested_field(like)
+        lengths = np.diff(layout.offsets)
+        flat = values
+        if is_jagged(values):
+            if len(values) != len(lengths) or not isinstance(values.shape[1], torch.SymInt):
+                raise InvalidInputError(
+                    f"values: got a jagged tensor of shape {list(values.shape)}, expected [{len(lengths)},"
+                    " ragged, ...]"
+                )
+            rows = values.unbind()
+            got = np.array([len(row) for row in rows], np.int64)
+            if (wrong := np.flatnonzero(got != lengths)).size:
+                i = int(wrong[0])
+                raise InvalidInputError(
+                    f"values[{i}]: got {got[i]} values, expected {lengths[i]}, as in {like}[{i}]"
+                )
+            flat = torch.cat(rows) if rows else values.values()
+        elif values.ndim < 1 or len(values) != layout.offsets[-1]:
+            raise InvalidInputError(
+                f"values: got shape {list(values.shape)}, expected {layout.offsets[-1]} values, as {like} has"
+            )
+        kept = torch.from_numpy(np.flatnonzero(layout.keep())).to(flat.device)
+        out = flat.new_zeros(len(layout) * layout.width, *flat.shape[1:])
+        return out.index_copy(0, kept, flat).view(len(layout), layout.width, *flat.shape[1:])
+
+    def _nested_field(self, name: str) -> tuple[_Field, CompressedMask]:
+        field = self._fields.get(name)
+        if field is None or field.layout is None:
+            nested = [name for name, field in self._fields.items() if field.layout is not None]
+            raise InvalidInputError(f"{name}: is not a nested field; there are {', '.join(nested) or 'none'}")
+        return field, self._layouts[field.layout]
+
+
+def nest_batch(
+    batch: Mapping[str, Any],
+    fields: Mapping[str, str | NestedFieldSpec],
+    *,
+    narrow: bool = True,
+    strict: bool = False,
+) -> NestedBatch:
+    """Compress the padded fields of a batch. `unnest_batch` restores it bit for bit.
+
+    Args:
+        batch: a dict or a `tensordict.TensorDict` of names to values. Entries with rows are tensors [B, ...]
+            on any device (also jagged ones), BatchCandidateSets, and lists, tuples, and arrays of B entries.
+            Any other entry is one value for all rows. In a TensorDict, other non-tensors have rows only if
+            stacked.
+        fields: the padded CPU tensors `[B, W, *rest]` to compress. A value is a `NestedFieldSpec`, or the
+            name of the mask. Other entries are not changed.
+        narrow: send integers and floats in a narrower dtype if it holds every value exactly.
+        strict: raise if a tensor with columns stays dense.
+
+    Raises:
+        InvalidInputError: a field or its mask is missing, not a padded CPU tensor, or of another shape; the
+            pad value is none of the field's dtype; tensors differ in B; or, with `strict`, a tensor with two
+            or more dimensions is not in `fields` (the message gives its shape, dtype and bytes).
+    """
+    specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
+    entries = entries_of(batch)
+    num_rows = count_rows(entries)
+    masks = list(dict.fromkeys(spec.mask for spec in specs.values()))
+    layouts = [CompressedMask.of(mask_of(entries, mask)) for mask in masks]
+    kept: dict[str, _Field] = {}
+    outside: dict[str, int] = {}
+    for name, spec in specs.items():
+        index = masks.index(spec.mask)
+        bits = bits_of(entries, name, layouts[index], spec.columns)
+        dtype = entries[name].dtype
+        pad = pad_bits(name, dtype, spec.pad)
+        # An integer mask is 0 wherever it keeps nothing, so the check for other values is not needed.
+        hides_zeros = name == spec.mask and pad == 0 and not dtype.is_floating_point
+        if spec.droppable or hides_zeros:
+            values = layouts[index].gather(bits)
+        else:
+            seen = _NonPads(pad)
+            values = layouts[index].gather(bits, seen.add)
+            if seen.count != _NonPads(pad).add(values):
+                differs = (bits != pad).reshape(*bits.shape[:2], -1).any(axis=2)
+                layouts.append(CompressedMask.of(layouts[index].keep() | differs))
+                outside[name] = int(layouts[-1].offsets[-1] - layouts[index].offsets[-1])
+                index, values = len(layouts) - 1, layouts[-1].gather(bits)
+        kept[name] = _Field(narrowed(values, dtype) if narrow else values, dtype, index, pad, spec.columns)
+
+    dense: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    for name, value in entries.items():
+        if name in kept:
+            continue
+        for path, tensor in with_columns(name, value):
+            dense[path] = f"{list(tensor.shape)} {tensor.dtype} {tensor.nbytes} bytes"
+        if is_plain(name, value):
+            kept[name] = _Field(as_bits(value), value.dtype, None)
+        else:
+            others[name] = value
+    if strict and dense:
+        listed = "; ".join(f"{name} {words}" for name, words in dense.items())
+        raise InvalidInputError(f"fields: these tensors stayed dense, name them or drop them: {listed}")
+    return NestedBatch(
+        num_rows,
+        dense,
+        outside,
+        tuple(entries),
+        kept,
+        tuple(layouts),
+        others,
+        frozenset(name for name, other in others.items() if has_rows(other, num_rows)),
+        is_tensordict(batch),
+    )
+
+
+def unnest_batch(nested: NestedBatch) -> Any:
+    """Restore the batch, or the rows of it that `nested` holds.
+
+    Fields have their original dtype, shape, and order. Padded fields are new memory. Dense tensors share
+    their memory with `nested` if it is writable.
+
+    Returns:
+        A dict, or a `tensordict.TensorDict` with batch size [B] if `nest_batch` was called with one.
+    """
+    out: dict[str, Any] = {}
+    for name in nested._keys:
+        if name in nested._fields:
+            field = nested._fields[name]
+            layout = None if field.layout is None else nested._layouts[field.layout]
+            tensor = torch.from_numpy(_padded(field, layout)).view(field.dtype)
+            out[name] = tensor.movedim(1, field.columns).contiguous() if field.columns > 1 else tensor
+        else:
+            out[name] = nested._others[name]
+    if not nested._is_tensordict:
+        return out
+    from tensordict import NonTensorData, TensorDict
+
+    batch = TensorDict(batch_size=[len(nested)])
+    for name, value in out.items():
+        batch[name] = (
+            NonTensorData(value, batch_size=[len(nested)]) if isinstance(value, BatchCandidateSets) else value
+        )
+    return batch
+
+
+def _padded(field: _Field, layout: CompressedMask | None) -> NDArray[Any]:
+    if layout is None:
+        return field.values if field.values.flags.writeable else field.values.copy()
+    values = widened(field.values, field.dtype)
+    shape = (len(layout), layout.width, *values.shape[1:])
+    # New memory is zero. Most of a batch is padding, which need not be written then.
+    out = np.full(shape, field.pad, values.dtype) if field.pad else np.zeros(shape, values.dtype)
+    layout.scatter(values, out)
+    return out
+
+
+class _NonPads:
+    """Counts the elements that are not `pad`, a bit pattern."""
+
+    def __init__(self, pad: int) -> None:
+        self.pad = pad
+        self.count = 0
+
+    def add(self, bits: NDArray[Any]) -> int:
+        self.count += int(np.count_nonzero(bits if self.pad == 0 else bits != self.pad))
+        return self.count

@@ -1,0 +1,325 @@
+"""`PackedCollator`: pack several samples into each row, for variable-length attention.
+
+A value that scores a token (loss mask, reward, log-prob, candidate set) is in the column whose logits predict
+the token, one column before the token itself. So `f(logits)[row, column]` lines up with every scored field
+without a shift. The last column of each sample scores nothing::
+
+    sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding
+    scored field   .  r0 r1 r2 .  .  |  r0 .  .   .       the value of response token r0, ...
+
+`reference_layouts.py` defines the layout in plain loops.
+
+Shape legend: B samples of L_i tokens, P_i of the prompt and R_i of the response; N rows of W columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict, cast
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
+from sglang_topp.batch.bin_packing import deal_bins
+from sglang_topp.batch.ragged_rows import RaggedRows, as_integer, field_dtype, write_row
+from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
+from sglang_topp.batch.sample_validation import (
+    Rollouts,
+    check_sets_match_responses,
+    read_examples,
+    read_rollouts,
+)
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["PackedBatch", "PackedCollator"]
+
+
+class PackedBatch(TypedDict):
+    """The batch that `PackedCollator` returns: CPU tensors of N rows and W columns, and lists of N entries.
+
+    Rank d of `dp_size` owns rows `d * N / dp_size` to `(d + 1) * N / dp_size`. Each row is a micro-batch.
+    Further `fields` of RL have their own names: int64 or float32 [N, W], placed as `rewards`.
+    """
+
+    sequences: torch.Tensor
+    """int64 [N, W], `pad_token_id` on padding."""
+    attention_mask: torch.Tensor
+    """int64 [N, W], 1 on tokens."""
+    position_ids: torch.Tensor
+    """int64 [N, W], from 0 in every sample; 0 on padding."""
+    loss_mask: torch.Tensor
+    """float32 [N, W], in the columns that predict the tokens. RL: 0 or 1. SFT: divided by its sum over the
+    whole batch, so that the sum of the losses is their mean."""
+    row_lengths: torch.Tensor
+    """int64 [N]: the number of columns to compute in each row. All W with pipeline parallelism."""
+    cu_seqlens: list[torch.Tensor]
+    """int32 [samples + 1] for each row: the starts of its samples, including alignment, and the row's length.
+    A row without samples has one sequence."""
+    seq_lengths: list[torch.Tensor]
+    """int32 [samples] for each row: the samples' tokens, without alignment."""
+    samples: list[torch.Tensor]
+    """int64 [samples] for each row: which samples lie in it, in order."""
+    response_mask: NotRequired[torch.Tensor]
+    """RL: int64 [N, W], 1 where a response token is predicted."""
+    rewards: NotRequired[torch.Tensor]
+    """RL: float32 [N, W]."""
+    logprobs: NotRequired[torch.Tensor]
+    """RL: float32 [N, W]. Only if log-probs were passed."""
+    candidates: NotRequired[BatchCandidateSets]
+    """RL: N rows of W positions. Positions without a sampled token are empty. Only if sets were passed."""
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """The place of every sample. `order` lists the samples row by row, `rows` and `starts` their places."""
+
+    order: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    num_rows: int
+    width: int
+    row_lengths: NDArray[np.int64]
+
+    def gaps(self) -> NDArray[np.int64]:
+        """Return the indices of the flattened field that no sample covers. Packed rows have few."""
+        first = self.rows * self.width + self.starts
+        stop = first + self.lengths[self.order]
+        sizes = np.append(first[1:], self.num_rows * self.width) - stop
+        before = np.cumsum(sizes) - sizes
+        return np.repeat(stop - before, sizes) + np.arange(sizes.sum())
+
+    def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+        """Return (sample, first, stop) in the flattened field, for `lengths` columns from `skip` on."""
+        first = self.rows * self.width + self.starts + skip[self.order]
+        stop = first + lengths[self.order]
+        return list(zip(self.order.tolist(), first.tolist(), stop.tolist(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCollator:
+    """Packs samples into rows of a token budget, by first-fit decreasing on aligned lengths.
+
+    Args:
+        max_tokens: the most columns of a row, including all alignment.
+        pad_token_id: fills `sequences` between and after samples.
+        dp_size: data-parallel ranks. The number of rows is a multiple of it, and tokens are spread evenly.
+        tp_size: tensor-parallel ranks (sequence parallelism). Every sample is aligned to it.
+        cp_size: context-parallel ranks. Above 1, every sample is aligned to `2 * cp_size * tp_size`, because
+            each rank takes two zigzag chunks.
+        pp_size: pipeline stages. Above 1, all rows are computed at one width.
+        fp8_multiple: the row multiple of an FP8 GEMM on every rank: 16 with per-tensor scaling, 32 with
+            MXFP8, 128 with blocks, and 1 without FP8. Each row is aligned to it as a whole.
+
+    Raises:
+        InvalidInputError: not an integer, a size below 1, or `max_tokens` below one aligned row.
+    """
+
+    max_tokens: int
+    pad_token_id: int
+    dp_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
+    fp8_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "pad_token_id"):
+            as_integer(name, getattr(self, name))
+        for name in ("dp_size", "tp_size", "cp_size", "pp_size", "fp8_multiple"):
+            if (value := as_integer(name, getattr(self, name))) < 1:
+                raise InvalidInputError(f"{name}: got {value}, expected 1 or more")
+        if self.max_tokens < self.row_multiple:
+            raise InvalidInputError(
+                f"max_tokens: got {self.max_tokens}, expected at least {self.row_multiple}, one aligned row"
+            )
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The multiple to which every sample's columns are rounded up."""
+        return self.tp_size * (2 * self.cp_size if self.cp_size > 1 else 1)
+
+    @property
+    def row_multiple(self) -> int:
+        """The multiple to which every row's columns are rounded up."""
+        return self.fp8_multiple * self.sequence_multiple
+
+    def collate_sft(
+        self, input_ids: RaggedRows, num_actions: Sequence[int], loss_masks: RaggedRows | None = None
+    ) -> PackedBatch:
+        """Pack supervised examples. The arguments are those of `sglang_topp.batch.collate_sft`.
+
+        A loss on the first token of a sample is dropped, because nothing predicts that token.
+
+        Raises:
+            InvalidInputError: as `collate_sft`; a sample is empty, or longer than `max_tokens` once
+                aligned.
+        """
+        examples = read_examples(input_ids, num_actions, loss_masks)
+        packing = self._pack("input_ids", examples.lengths)
+        whole = packing.spans(np.zeros_like(examples.lengths), examples.lengths)
+        batch, sequences = self._common(packing, whole)
+        for i, first, stop in whole:
+            write_row(sequences[first:stop], examples.ids[i], "input_ids", i)
+        losses = batch["loss_mask"].numpy()
+        flat = losses.reshape(-1)
+        for i, first, stop in whole:
+            mask = examples.loss_masks[i]
+            if len(mask) == stop - first:
+                mask = mask[1:]  # nothing predicts a sample's first token
+            flat[stop - 1 - len(mask) : stop - 1] = mask
+        losses *= 1 / max(1, int(np.count_nonzero(flat)))
+        return batch
+
+    def collate_rl(
+        self,
+        prompts: RaggedRows,
+        responses: RaggedRows,
+        rewards: RaggedRows,
+        loss_masks: RaggedRows,
+        logprobs: RaggedRows | None = None,
+        candidates: Sequence[CandidateSets] | None = None,
+        *,
+        fields: Mapping[str, RaggedRows] | None = None,
+    ) -> PackedBatch:
+        """Pack rollouts. The arguments are those of `sglang_topp.batch.collate_rl`.
+
+        Raises:
+            InvalidInputError: as `collate_rl`; a sample is empty, or longer than `max_tokens` once aligned.
+        """
+        samples = read_rollouts(
+            prompts, responses, rewards, loss_masks, logprobs, candidates, fields, PackedBatch.__annotations__
+        )
+        return self._pack_rollouts(samples)
+
+    def collate_rollouts(
+        self,
+        rollouts: Sequence[RolloutLike],
+        rewards: Sequence[Any],
+        *,
+        candidates: Sequence[CandidateSets] | None = None,
+        fields: Mapping[str, RaggedRows] | None = None,
+    ) -> PackedBatch:
+        """Pack rollouts of a client. The arguments are those of `sglang_topp.batch.collate_rollouts`.
+
+        Raises:
+            InvalidInputError: as `collate_rollouts`; a sample is empty, or longer than `max_tokens` once
+                aligned.
+        """
+        columns = rollout_columns(rollouts, rewards, candidates)
+        samples = read_rollouts(**columns, fields=fields, own_names=PackedBatch.__annotations__)
+        return self._pack_rollouts(samples)
+
+    def _pack_rollouts(self, samples: Rollouts) -> PackedBatch:
+        prompt_lengths, lengths = samples.prompt_lengths, samples.response_lengths
+        packing = self._pack("prompts", prompt_lengths + lengths)
+        nothing = np.zeros_like(prompt_lengths)
+        batch, sequences = self._common(packing, packing.spans(nothing, packing.lengths))
+        for i, first, stop in packing.spans(nothing, prompt_lengths):
+            write_row(sequences[first:stop], samples.prompts[i], "prompts", i)
+        scored = packing.spans(prompt_lengths - 1, lengths)
+        for i, first, stop in scored:
+            write_row(sequences[first + 1 : stop + 1], samples.responses[i], "responses", i)
+        if samples.candidates is not None:
+            ids = np.empty(lengths.sum(), np.int64)
+            ends = np.cumsum(lengths).tolist()
+            for i, first, stop in scored:
+                ids[ends[i] - (stop - first) : ends[i]] = sequences[first + 1 : stop + 1]
+            check_sets_match_responses(samples.candidates, ids, samples.loss_masks)
+            batch["candidates"] = samples.candidates.take(packing.order).place(
+                packing.rows,
+                packing.starts + prompt_lengths[packing.order] - 1,
+                (packing.num_rows, packing.width),
+            )
+
+        shape = (packing.num_rows, packing.width)
+        response_mask = np.zeros(shape, np.int64)
+        flat_mask = response_mask.reshape(-1)
+        for _, first, stop in scored:
+            flat_mask[first:stop] = 1
+        batch["response_mask"] = torch.from_numpy(response_mask)
+        losses = batch["loss_mask"].numpy().reshape(-1)
+        for i, first, stop in scored:
+            losses[first:stop] = samples.loss_masks[i]
+
+        def place(name: str, rows: RaggedRows, dtype: DTypeLike = np.float32) -> torch.Tensor:
+            out = np.zeros(shape, dtype)
+            flat = out.reshape(-1)
+            for i, first, stop in scored:
+                write_row(flat[first:stop], rows[i], name, i)
+            return torch.from_numpy(out)
+
+        batch["rewards"] = place("rewards", samples.rewards)
+        if samples.logprobs is not None:
+            batch["logprobs"] = place("logprobs", samples.logprobs)
+        for name, rows in samples.fields.items():
+            cast(dict[str, Any], batch)[name] = place(name, rows, field_dtype(rows))
+        return batch
+
+    def _pack(self, name: str, lengths: NDArray[np.int64]) -> _Packing:
+        if (empty := np.flatnonzero(lengths == 0)).size:
+            raise InvalidInputError(f"{name}[{empty[0]}]: is empty, expected at least one token to pack")
+        footprints = _round_up(lengths, self.sequence_multiple)
+        capacity = self.max_tokens // self.row_multiple * self.row_multiple
+        shards = deal_bins(footprints, capacity, self.dp_size)
+        bins = [members for shard in shards for members in shard]
+        counts = np.array([len(members) for members in bins])
+        order = np.concatenate([np.array(members, np.int64) for members in bins])
+        rows = np.repeat(np.arange(len(bins)), counts)
+        ends = np.cumsum(footprints[order])
+        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # of each row's first sample
+        starts = ends - footprints[order] - before[rows]
+        filled = np.bincount(rows, weights=footprints[order], minlength=len(bins)).astype(np.int64)
+        row_lengths = _round_up(np.maximum(filled, 1), self.row_multiple)
+        width = int(row_lengths.max())
+        if self.pp_size > 1:
+            row_lengths[:] = width
+        return _Packing(order, rows, starts, lengths, len(bins), width, row_lengths)
+
+    def _common(
+        self, packing: _Packing, spans: list[tuple[int, int, int]]
+    ) -> tuple[PackedBatch, NDArray[np.int64]]:
+        """Return the fields common to all packed batches, and `sequences` flattened for the caller."""
+        shape, gaps = (packing.num_rows, packing.width), packing.gaps()
+        # Samples fill nearly all of a packed field, so writing only the gaps halves the memory traffic.
+        sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        attention_mask = np.ones(shape, np.int64)
+        sequences.reshape(-1)[gaps] = self.pad_token_id
+        attention_mask.reshape(-1)[gaps] = 0
+        flat_positions, count = position_ids.reshape(-1), np.arange(packing.lengths.max())
+        flat_positions[gaps] = 0
+        for _, first, stop in spans:
+            flat_positions[first:stop] = count[: stop - first]
+
+        edges = np.searchsorted(packing.rows, np.arange(packing.num_rows + 1)).tolist()
+        cu_seqlens, seq_lengths, samples = [], [], []
+        for row, total in enumerate(packing.row_lengths.tolist()):
+            span = slice(edges[row], edges[row + 1])
+            members, starts = packing.order[span], packing.starts[span]
+            lengths = packing.lengths[members]
+            if not len(members):
+                # Make one padding token a sequence, so that attention returns finite values.
+                attention_mask[row, 0] = 1
+                starts, lengths = np.zeros(1, np.int64), np.ones(1, np.int64)
+            cu_seqlens.append(torch.from_numpy(np.append(starts, total).astype(np.int32)))
+            seq_lengths.append(torch.from_numpy(lengths.astype(np.int32)))
+            samples.append(torch.from_numpy(members.copy()))
+        batch: PackedBatch = {
+            "sequences": torch.from_numpy(sequences),
+            "attention_mask": torch.from_numpy(attention_mask),
+            "position_ids": torch.from_numpy(position_ids),
+            "loss_mask": torch.from_numpy(np.zeros(shape, np.float32)),
+            "row_lengths": torch.from_numpy(packing.row_lengths),
+            "cu_seqlens": cu_seqlens,
+            "seq_lengths": seq_lengths,
+            "samples": samples,
+        }
+        return batch, sequences.reshape(-1)
+
+
+def _round_up(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    return -(-values // multiple) * multiple

@@ -1,0 +1,193 @@
+"""Check rows of different lengths (lists, arrays, or tensors), and write them into a batch's arrays.
+
+Each row is written once, from the caller's object directly into the batch's memory. No loop runs per token.
+
+Shape legend: B samples, L_i tokens of sample i, W columns of a padded field.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from sglang_topp.batch.grouped_host_transfer import to_host
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.to_numpy import to_numpy
+
+__all__ = [
+    "RaggedRows",
+    "as_integer",
+    "as_integers",
+    "check_lengths",
+    "field_dtype",
+    "host_rows",
+    "right_align",
+    "right_ones",
+    "row_lengths",
+    "write_row",
+]
+
+RaggedRows: TypeAlias = Sequence[Any]
+"""One entry per sample: a list, a 1-D array, or a 1-D tensor on any device."""
+
+_INTEGERS = frozenset("bhilqBHI")
+_NUMBERS = _INTEGERS | frozenset("LQ?efdg")
+# The types of rows. A tuple, because a union type would be built again for every row.
+_HELD = (list, tuple, np.ndarray)
+# For each dtype of the batch: the accepted dtypes, their description, and the `struct` code.
+_TAKES = {
+    np.dtype(np.int64): (_INTEGERS, "integers that fit int64", "q"),
+    np.dtype(np.float32): (_NUMBERS, "numbers", "f"),
+}
+
+
+def as_integer(name: str, value: Any) -> int:
+    """Check that `value` is an integer of any type, and return it as int.
+
+    Without the check, NumPy would write 0.5 and "0" into an array of ids as 0.
+
+    Raises:
+        InvalidInputError: `value` is not an integer, such as the None of a tokenizer without a padding token,
+            or does not fit int64.
+    """
+    try:
+        return int(np.int64(operator.index(value)))
+    except (TypeError, OverflowError):
+        raise InvalidInputError(f"{name}: got {value!r}, expected an integer that fits int64") from None
+
+
+def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> NDArray[np.int64]:
+    """Check that `values` are 1-D integers, and return them as int64 [k]. An empty list is valid.
+
+    Raises:
+        InvalidInputError: `values` are not 1-D, or not integers. The message says what is `expected`.
+    """
+    try:
+        array = to_numpy(values)
+    except ValueError as error:  # lists of several lengths
+        raise InvalidInputError(f"{name}: expected {expected}: {error}") from None
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise InvalidInputError(f"{name}: got {array.dtype} of shape {array.shape}, expected {expected}")
+    return array.astype(np.int64)
+
+
+def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
+    """Return int64 [B]: the length of every sample's row.
+
+    Raises:
+        InvalidInputError: `rows` is empty or not a sequence, or an entry has no length. The message names the
+            sample.
+    """
+    try:
+        num_rows = len(rows)
+    except TypeError:
+        raise InvalidInputError(f"{name}: got {rows!r}, expected one row per sample") from None
+    if not num_rows:
+        raise InvalidInputError(f"{name}: got no samples, expected at least one")
+    try:
+        return np.fromiter(map(len, rows), np.int64, num_rows)
+    except TypeError:
+        i = next(i for i, row in enumerate(rows) if not hasattr(row, "__len__") or not np.ndim(row))
+        raise InvalidInputError(f"{name}[{i}]: got {rows[i]!r}, expected one value per token") from None
+
+
+def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
+    """Check that every sample's row has exactly its `expected` length, which is that of the field `of`.
+
+    Raises:
+        InvalidInputError: the number of samples or a row's length differs. The message names the sample.
+    """
+    lengths = row_lengths(name, rows)
+    if len(lengths) != len(expected):
+        raise InvalidInputError(f"{name}: got {len(lengths)} samples, expected {len(expected)}, as in {of}")
+    if (wrong := np.flatnonzero(lengths != expected)).size:
+        i = int(wrong[0])
+        raise InvalidInputError(
+            f"{name}[{i}]: got {lengths[i]} values, expected {expected[i]}, as in {of}[{i}]"
+        )
+
+
+def field_dtype(rows: RaggedRows) -> type[np.int64] | type[np.float32]:
+    """Return the dtype of a further field: int64 for arrays and tensors of integers, float32 for others.
+
+    Lists are numbers, whatever they hold, so that a batch's dtype does not depend on its values. Empty rows
+    have no say, unless all rows are empty.
+    """
+    dtypes = [getattr(row, "dtype", None) for row in rows if len(row)]
+    return np.int64 if dtypes and all(map(_is_integer, dtypes)) else np.float32
+
+
+def _is_integer(dtype: Any) -> bool:
+    if isinstance(dtype, torch.dtype):
+        return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return isinstance(dtype, np.dtype) and dtype.kind in "iu"
+
+
+def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
+    """Return the rows in host memory, as lists, tuples, and arrays [L_i], after checking the arrays' dtypes.
+
+    Args:
+        dtype: int64 or float32, the dtype that `write_row` will write.
+
+    Raises:
+        InvalidInputError: a row is not 1-D, or its dtype does not fit, such as floats for token ids. The
+            message names the sample.
+    """
+    accepted, expected, _ = _TAKES[np.dtype(dtype)]
+    out = [row if isinstance(row, _HELD) else np.asarray(row) for row in to_host(rows)]
+    kinds = {(row.ndim, row.dtype.char) for row in out if isinstance(row, np.ndarray)}
+    if all(ndim == 1 and char in accepted for ndim, char in kinds):
+        return out
+    for i, row in enumerate(out):
+        if isinstance(row, np.ndarray):
+            if row.ndim != 1:
+                raise InvalidInputError(f"{name}[{i}]: got shape {row.shape}, expected one value per token")
+            if row.dtype.char not in accepted and row.size:
+                raise InvalidInputError(f"{name}[{i}]: got dtype {row.dtype}, expected {expected}")
+    return out  # the other dtypes are those of empty arrays, as NumPy makes an empty list float64
+
+
+def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
+    """Write `line[:] = row`. Only integers convert to int64, and only numbers to float32.
+
+    Args:
+        line: int64 or float32 [L], contiguous. L is the row's length, as `check_lengths` has checked.
+        row: a row of `host_rows`.
+        name, sample: the row's name in error messages.
+
+    Raises:
+        InvalidInputError: a list holds a value of another type, such as a float among token ids.
+    """
+    if isinstance(row, np.ndarray):
+        line[:] = row
+        return
+    code = _TAKES[line.dtype][2]
+    try:
+        # Twice as fast as NumPy's conversion, which has to infer the type first.
+        struct.pack_into(f"{len(row)}{code}", line.data, 0, *row)
+    except (struct.error, TypeError, OverflowError) as error:
+        raise InvalidInputError(f"{name}[{sample}]: {error}") from None
+
+
+def right_align(
+    name: str, rows: RaggedRows, lengths: NDArray[np.int64], width: int, dtype: DTypeLike
+) -> NDArray[Any]:
+    """Return [B, width] with `out[i, width - lengths[i]:] = rows[i]`, and 0 before it."""
+    out = np.zeros((len(rows), width), dtype)
+    for i, (line, row, start) in enumerate(zip(out, rows, (width - lengths).tolist(), strict=True)):
+        write_row(line[start:], row, name, i)
+    return out
+
+
+def right_ones(lengths: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """Return int64 [B, width]: 1 in the last `lengths[i]` columns of row i, and 0 before."""
+    out = np.zeros((len(lengths), width), np.int64)
+    for line, start in zip(out, (width - lengths).tolist(), strict=True):
+        line[start:] = 1
+    return out

@@ -1,0 +1,163 @@
+"""Validate RL and SFT samples before they are collated or packed.
+
+Shape legend: B samples, P_i, R_i and L_i tokens of sample i's prompt, response and whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
+from sglang_topp.batch.loss_mask_encoding import mask_rows
+from sglang_topp.batch.ragged_rows import (
+    RaggedRows,
+    as_integers,
+    check_lengths,
+    field_dtype,
+    host_rows,
+    row_lengths,
+)
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["Examples", "Rollouts", "check_sets_match_responses", "read_examples", "read_rollouts"]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Validated RL samples in host memory. Row i of all fields but `prompts` has R_i values."""
+
+    prompts: RaggedRows
+    responses: RaggedRows
+    rewards: RaggedRows
+    loss_masks: list[NDArray[np.uint8]]
+    logprobs: RaggedRows | None
+    candidates: BatchCandidateSets | None
+    fields: dict[str, RaggedRows]
+    """Further fields: arrays of integers, or numbers."""
+    prompt_lengths: NDArray[np.int64]
+    response_lengths: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Validated SFT samples in host memory: L_i ids, and a loss mask over the last `num_actions[i]` ids."""
+
+    ids: RaggedRows
+    loss_masks: list[NDArray[np.uint8]]
+    lengths: NDArray[np.int64]
+    num_actions: NDArray[np.int64]
+
+
+def read_rollouts(
+    prompts: RaggedRows,
+    responses: RaggedRows,
+    rewards: RaggedRows,
+    loss_masks: RaggedRows,
+    logprobs: RaggedRows | None,
+    candidates: Sequence[CandidateSets] | None,
+    fields: Mapping[str, RaggedRows] | None,
+    own_names: Collection[str],
+) -> Rollouts:
+    """Check RL samples. The arguments and errors are those of `collate_rl`.
+
+    Args:
+        own_names: the names of the batch's own fields, which no further field may have.
+    """
+    prompt_lengths, lengths = row_lengths("prompts", prompts), row_lengths("responses", responses)
+    if len(lengths) != len(prompt_lengths):
+        raise InvalidInputError(
+            f"responses: got {len(lengths)} samples, expected {len(prompt_lengths)}, as in prompts"
+        )
+    if (empty := np.flatnonzero((prompt_lengths == 0) & (lengths > 0))).size:
+        raise InvalidInputError(
+            f"prompts[{empty[0]}]: is empty, so nothing predicts the response's first token; start it with"
+            " the tokenizer's first special token"
+        )
+    check_lengths("rewards", rewards, lengths, "responses")
+    check_lengths("loss_masks", loss_masks, lengths, "responses")
+    if logprobs is not None:
+        check_lengths("logprobs", logprobs, lengths, "responses")
+    if candidates is not None:
+        check_lengths("candidates", candidates, lengths, "responses")
+        for i, sets in enumerate(candidates):
+            if not isinstance(sets, CandidateSets):
+                raise InvalidInputError(f"candidates[{i}]: got {type(sets).__name__}, expected CandidateSets")
+    for name, rows in (fields or {}).items():
+        if name in own_names:
+            raise InvalidInputError(
+                f"fields: got {name!r}, which is a field of the batch; choose another name"
+            )
+        check_lengths(name, rows, lengths, "responses")
+    return Rollouts(
+        host_rows("prompts", prompts, np.int64),
+        host_rows("responses", responses, np.int64),
+        host_rows("rewards", rewards, np.float32),
+        mask_rows("loss_masks", loss_masks),
+        None if logprobs is None else host_rows("logprobs", logprobs, np.float32),
+        None if candidates is None else BatchCandidateSets.from_rows(candidates),
+        {name: host_rows(name, rows, field_dtype(rows)) for name, rows in (fields or {}).items()},
+        prompt_lengths,
+        lengths,
+    )
+
+
+def read_examples(
+    input_ids: RaggedRows, num_actions: Sequence[int], loss_masks: RaggedRows | None
+) -> Examples:
+    """Check SFT samples. The arguments and errors are those of `collate_sft`."""
+    lengths = row_lengths("input_ids", input_ids)
+    actions = as_integers("num_actions", num_actions, f"{len(lengths)} integers")
+    if len(actions) != len(lengths):
+        raise InvalidInputError(
+            f"num_actions: got {len(actions)} of them, expected {len(lengths)} integers, as in input_ids"
+        )
+    if (wrong := np.flatnonzero((actions < 0) | (actions > lengths))).size:
+        i = int(wrong[0])
+        raise InvalidInputError(
+            f"num_actions[{i}]: got {actions[i]}, expected 0 to {lengths[i]}, the tokens there are"
+        )
+    if loss_masks is None:
+        masks = [np.ones(count, np.uint8) for count in actions.tolist()]
+    else:
+        check_lengths("loss_masks", loss_masks, actions, "num_actions")
+        masks = mask_rows("loss_masks", loss_masks)
+    return Examples(host_rows("input_ids", input_ids, np.int64), masks, lengths, actions)
+
+
+def check_sets_match_responses(
+    candidates: BatchCandidateSets, ids: NDArray[np.int64], masks: Sequence[NDArray[np.uint8]]
+) -> None:
+    """Check that each set's sampled token is the response's token, and that each token with a loss has a set.
+
+    Args:
+        candidates: B rows, T positions in all.
+        ids: int64 [T], the responses' tokens, row after row.
+        masks: B loss masks.
+
+    Raises:
+        InvalidInputError: a position breaks a rule. The message names the first one.
+    """
+
+    def where(position: int) -> tuple[int, int]:
+        row = int(np.searchsorted(candidates.row_offsets, position, side="right")) - 1
+        return row, position - int(candidates.row_offsets[row])
+
+    sets = candidates.sets
+    replayed = sets.sizes > 0
+    if (wrong := np.flatnonzero(replayed & (sets.sampled_ids != ids))).size:
+        row, t = where(int(wrong[0]))
+        raise InvalidInputError(
+            f"candidates[{row}]: the token sampled at position {t} is {sets.sampled_ids[wrong[0]]},"
+            f" but responses[{row}][{t}] is {ids[wrong[0]]}"
+        )
+    if (wrong := np.flatnonzero(~replayed & (np.concatenate(masks) != 0))).size:
+        row, t = where(int(wrong[0]))
+        raise InvalidInputError(
+            f"candidates[{row}]: position {t} has no candidates, but its loss mask is 1; expected 0, the"
+            " policy did not sample that token"
+        )

@@ -1,0 +1,116 @@
+"""Array operations on CSR data: offsets, row indices, sorting within rows, and log-sum-exp.
+
+Shape legend: T positions, n entries in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "blocks_of",
+    "first_true",
+    "log_sum_exp",
+    "offsets_of",
+    "row_keys",
+    "rows_of",
+    "sorted_by_id",
+    "sorted_by_logprob",
+]
+
+Int32Array: TypeAlias = NDArray[np.int32]
+Int64Array: TypeAlias = NDArray[np.int64]
+
+# Entries per block.
+_AT_ONCE = 1 << 16
+
+
+def offsets_of(sizes: Sequence[int] | NDArray[np.integer[Any]]) -> Int64Array:
+    """Return int64 [T + 1]: the start of each of T spans, and the end of the last one."""
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+def rows_of(offsets: Int64Array) -> Int32Array:
+    """Return int32 [n]: the position of every entry. More than twice as fast as `np.repeat`."""
+    rows = np.zeros(offsets[-1], np.int32)
+    filled = np.flatnonzero(np.diff(offsets))
+    rows[offsets[filled]] = np.diff(filled, prepend=0)
+    return np.cumsum(rows, dtype=np.int32, out=rows)
+
+
+def row_keys(rows: Int32Array, token_ids: Int32Array) -> Int64Array:
+    """Return int64 [n]: the position and the token id of every entry in one number."""
+    return rows.astype(np.int64) << 32 | token_ids
+
+
+def sorted_by_id(rows: Int32Array, token_ids: Int32Array) -> Int32Array:
+    """Return int32 [n]: the ids of each row, lowest first. `rows` ascend, and ids are 0 or more."""
+    return (np.sort(row_keys(rows, token_ids)) & 0x7FFFFFFF).astype(np.int32)
+
+
+def sorted_by_logprob(
+    rows: Int32Array, token_ids: Int32Array, logprobs: NDArray[np.float32]
+) -> tuple[Int32Array, NDArray[np.float32]]:
+    """Return `(token_ids, logprobs)` with each row sorted: log-probs highest first, then ids lowest first.
+
+    `rows` ascend. Only unsorted rows are sorted, because engines return most rows in order.
+    """
+    disorder = logprobs[1:] > logprobs[:-1]
+    disorder |= (logprobs[1:] == logprobs[:-1]) & (token_ids[1:] < token_ids[:-1])
+    disorder &= rows[1:] == rows[:-1]
+    if not disorder.any():
+        return token_ids, logprobs
+    wrong = np.zeros(rows[-1] + 1, np.bool_)
+    wrong[rows[1:][disorder]] = True
+    entries = np.flatnonzero(wrong[rows])
+    order = entries[np.lexsort((token_ids[entries], -logprobs[entries], rows[entries]))]
+    token_ids, logprobs = token_ids.copy(), logprobs.copy()
+    token_ids[entries], logprobs[entries] = token_ids[order], logprobs[order]
+    return token_ids, logprobs
+
+
+def blocks_of(offsets: Int64Array) -> Iterator[slice]:
+    """Yield slices that cover all positions, each with about as many entries as a core's cache holds.
+
+    Temporaries of one block are reused by the next. The first touch of new memory would cost more than the
+    computation on it.
+    """
+    start = 0
+    while start < len(offsets) - 1:
+        stop = int(np.searchsorted(offsets, offsets[start] + _AT_ONCE, side="right")) - 1
+        stop = max(stop, start + 1)
+        yield slice(start, stop)
+        start = stop
+
+
+def log_sum_exp(values: NDArray[np.floating[Any]], offsets: Int64Array) -> NDArray[np.float64]:
+    """Return float64 [T]: the log of the sum of `exp` over each span, or 0 if the span is empty.
+
+    The first value of a span must be its highest.
+    """
+    out = np.zeros(len(offsets) - 1, np.float64)
+    for block in blocks_of(offsets):
+        inside = offsets[block.start : block.stop + 1]
+        sizes = np.diff(inside)
+        rows = np.flatnonzero(sizes)
+        if len(rows):
+            part = values[inside[0] : inside[-1]]
+            starts = inside[rows] - inside[0]
+            peak = part[starts].astype(np.float64)
+            shifted = np.exp(part - np.repeat(peak, sizes[rows]))
+            out[block][rows] = peak + np.log(np.add.reduceat(shifted, starts))
+    return out
+
+
+def first_true(mask: NDArray[np.bool_]) -> int | None:
+    """Return the index of the first True, or None."""
+    if not len(mask):
+        return None
+    index = int(mask.argmax())
+    return index if mask[index] else None

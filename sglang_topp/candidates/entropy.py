@@ -1,0 +1,33 @@
+"""The entropy of each position's distribution within its candidate set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.candidates.sets import CandidateSets
+
+__all__ = ["set_entropy"]
+
+# A sampled token may have no probability. It adds nothing, and minus infinity times 0 is not a number.
+_LEAST_LOGPROB = -1e4
+
+
+def set_entropy(sets: CandidateSets) -> NDArray[np.float64]:
+    """Return float64 [T], in nats: `-Σ r log r` over the set, with `r = q / kept mass`; 0 for an empty set.
+
+    Raises:
+        InvalidInputError: the sets have no log-probs.
+    """
+    out = np.zeros(len(sets))
+    filled = np.flatnonzero(sets.sizes)
+    if not len(filled):
+        return out
+    logprobs: NDArray[Any] = np.maximum(sets.logprobs.astype(np.float64), _LEAST_LOGPROB)
+    # -Σ r log r = log mass - Σ q log q / mass
+    sums = np.add.reduceat(np.exp(logprobs) * logprobs, sets.offsets[filled])
+    log_mass = sets.logprob_sum[filled].astype(np.float64)
+    out[filled] = np.maximum(log_mass - sums / np.exp(log_mass), 0)
+    return out

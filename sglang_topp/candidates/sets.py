@@ -1,0 +1,431 @@
+"""`CandidateSets`: the candidate tokens of every generated position, with their log-probs.
+
+Shape legend: T positions, n candidates in all, K candidates of one position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.candidates.csr_operations import (
+    Int32Array,
+    Int64Array,
+    blocks_of,
+    first_true,
+    log_sum_exp,
+    offsets_of,
+    row_keys,
+    rows_of,
+    sorted_by_id,
+)
+from sglang_topp.candidates.validation import (
+    BFLOAT16_MASS_ERROR,
+    MASS_ERROR,
+    NO_TOKEN,
+    as_float32,
+    as_integers,
+    check_arrays,
+    without_mass,
+)
+from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_topp.candidates.torch_tensors import CandidateTensors
+
+__all__ = ["NO_TOKEN", "CandidateSets"]
+
+Float32Array: TypeAlias = NDArray[np.float32]
+
+# Two float64 sums of the same numbers in different orders differ by far less than this, relative to the sum.
+_SUM_ERROR = 1e-6
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class CandidateSets:
+    """The candidate set of every generated position of one sequence, as one CSR value.
+
+    Position `t` owns the span `offsets[t]:offsets[t + 1]` of `token_ids` and `logprobs`. A span is ordered
+    by log-prob, highest first, then by token id, lowest first. Its ids are distinct and include
+    `sampled_ids[t]`. An empty span marks a position that the policy did not sample, such as a tool's token.
+    Nothing is replayed there, and the loss mask is 0.
+
+    A value decoded from a sampling mask may have no log-probs. Then `has_logprobs` is False, spans are
+    ordered by token id, and reading `logprobs`, or a value computed from them, raises. All other methods
+    work.
+
+    Args:
+        token_ids: int32 [n], the candidates' ids, position after position.
+        logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. Only
+            a sampled token of zero probability has `-inf` (or float32's lowest value, which SGLang writes
+            instead). If n is 0, None and an empty array mean the same.
+        offsets: int64 [T + 1], `offsets[0] == 0`, never decreasing, `offsets[T] == n`.
+        sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the span is
+            empty.
+
+    Arrays that already have these dtypes are not copied, but kept as read-only views. The caller must not
+    write to them afterwards.
+
+    Raises:
+        InvalidCandidateSetsError: the arrays break one of the rules above. The message names the array and
+            the first invalid position.
+
+    Example:
+        Two positions: token 3 was drawn from {5, 3}, and token 7 had no rival.
+
+        >>> sets = CandidateSets([5, 3, 7], np.log([0.5, 0.3, 0.9]).astype(np.float32), [0, 2, 3], [3, 7])
+        >>> sets
+        CandidateSets(positions=2, candidates=3, mean_size=1.5)
+        >>> token_ids, logprobs = sets[0]
+        >>> token_ids, np.exp(logprobs).round(2)
+        (array([5, 3], dtype=int32), array([0.5, 0.3], dtype=float32))
+        >>> np.exp(sets.logprob_sum).round(2)  # the kept mass
+        array([0.8, 0.9], dtype=float32)
+    """
+
+    token_ids: Int32Array
+    _logprobs: Float32Array | None
+    offsets: Int64Array
+    sampled_ids: Int32Array
+
+    def __init__(
+        self, token_ids: ArrayLike, logprobs: ArrayLike | None, offsets: ArrayLike, sampled_ids: ArrayLike
+    ) -> None:
+        self._assign(
+            as_integers("token_ids", token_ids, np.int32),
+            None if logprobs is None else as_float32("logprobs", logprobs),
+            as_integers("offsets", offsets, np.int64),
+            as_integers("sampled_ids", sampled_ids, np.int32),
+        )
+        check_arrays(*self._arrays())
+
+    def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
+        if logprobs is None and not len(token_ids):
+            logprobs = np.empty(0, np.float32)  # without candidates, no log-prob is unknown
+        for name, array in (
+            ("token_ids", token_ids),
+            ("_logprobs", logprobs),
+            ("offsets", offsets),
+            ("sampled_ids", sampled_ids),
+        ):
+            object.__setattr__(self, name, None if array is None else _read_only(array.view()))
+
+    @classmethod
+    def unchecked(cls, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> CandidateSets:
+        """Build from arrays that are known to be valid, such as parts of a validated value."""
+        self = object.__new__(cls)
+        self._assign(token_ids, logprobs, offsets, sampled_ids)
+        return self
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of positions T."""
+        return len(self.sampled_ids)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the candidates' log-probs are known. True if there are no candidates."""
+        return self._logprobs is not None
+
+    @property
+    def logprobs(self) -> Float32Array:
+        """float32 [n]: natural log-probs under the full vocabulary.
+
+        Raises:
+            InvalidInputError: the sets have no log-probs (`has_logprobs` is False). `logprob_sum` and
+                `sampled_logprobs` raise it too.
+        """
+        if self._logprobs is None:
+            raise InvalidInputError(
+                "logprobs: these candidate sets have none, because their sampling mask came without; request"
+                " top_logprobs_p, or return_logprob with sampling_logprobs_mode 'support'"
+            )
+        return self._logprobs
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Int32Array, Float32Array | None]: ...
+    @overload
+    def __getitem__(self, index: slice) -> CandidateSets: ...
+    def __getitem__(self, index: int | slice) -> tuple[Int32Array, Float32Array | None] | CandidateSets:
+        """Return `(token_ids int32 [K], logprobs float32 [K])` for `sets[t]`, CandidateSets for `sets[a:b]`.
+
+        If the log-probs are unknown, the pair contains None instead.
+        """
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise InvalidInputError(f"slice step: got {step}, expected 1 (positions are contiguous)")
+            stop = max(start, stop)
+            low, high = self.offsets[start], self.offsets[stop]
+            return CandidateSets.unchecked(
+                self.token_ids[low:high],
+                None if self._logprobs is None else self._logprobs[low:high],
+                self.offsets[start : stop + 1] - low,
+                self.sampled_ids[start:stop],
+            )
+        t = range(len(self))[index]
+        span = slice(self.offsets[t], self.offsets[t + 1])
+        return self.token_ids[span], None if self._logprobs is None else self._logprobs[span]
+
+    def __iter__(self) -> Iterator[tuple[Int32Array, Float32Array | None]]:
+        """Yield the pairs `sets[0]`, `sets[1]`, …"""
+        return (self[t] for t in range(len(self)))
+
+    @cached_property
+    def sizes(self) -> Int64Array:
+        """int64 [T]: the number of candidates at each position, 0 if the span is empty."""
+        return _read_only(np.diff(self.offsets))
+
+    @cached_property
+    def logprob_sum(self) -> Float32Array:
+        """float32 [T]: the natural log of the kept mass, `log Σ_{i in C_t} q[i]`, accumulated in float64.
+
+        It is 0 if the span is empty: nothing is masked there, so `logprob - logprob_sum` is the log-prob
+        itself. The sum of a set with one candidate is exactly that candidate's log-prob.
+        """
+        return _read_only(self._log_mass.astype(np.float32))
+
+    @cached_property
+    def _log_mass(self) -> NDArray[np.float64]:
+        """float64 [T]: `logprob_sum` before rounding to float32."""
+        return log_sum_exp(self.logprobs, self.offsets)
+
+    @cached_property
+    def masked_logprobs(self) -> Float32Array:
+        """float32 [T]: the sampled token's log-prob within its set, `sampled_logprobs - logprob_sum`.
+
+        This is the rollout's log-prob under the replayed distribution, the denominator of importance ratios.
+        It is exactly 0 if the set has one candidate or none.
+        """
+        masked = self.sampled_logprobs - self.logprob_sum
+        return _read_only(np.where(self.sizes > 1, masked, np.float32(0)))
+
+    @cached_property
+    def sampled_logprobs(self) -> Float32Array:
+        """float32 [T]: the sampled token's log-prob under the full vocabulary, 0 if the span is empty."""
+        logprobs = self.logprobs
+        out = np.zeros(len(self), np.float32)
+        for block in blocks_of(self.offsets):
+            offsets = self.offsets[block.start : block.stop + 1]
+            span = slice(offsets[0], offsets[-1])
+            sampled = self.sampled_ids[block].take(rows_of(offsets - offsets[0]))
+            out[block][self.sizes[block] > 0] = logprobs[span][self.token_ids[span] == sampled]
+        return _read_only(out)
+
+    def check_kept_mass(self, p: float) -> None:
+        """Check that every set keeps as much mass as the threshold rule keeps at `p`.
+
+        The rule takes tokens, most likely first, until their mass reaches `p`. So a set's mass is at least
+        `min(p, row)`, where `row` is the mass of all log-probs of the position, as the engine rounded them.
+        `row` is 1 up to an error that depends on the engine's precision: 2e-3 in float32, and 1/30 in
+        bfloat16 (`--rl-on-policy-target`). A set is taken as bfloat16 if all of its log-probs are bfloat16
+        numbers. A mass below `min(p, 1 - error)` or above `1 + error` is wrong.
+
+        The engine applied the threshold to these same numbers. Both sides sum them in float64, only in
+        different orders. So the comparison with `p` allows for 1e-6 of `p`, and no more.
+
+        Args:
+            p: the requested threshold, above 0 and at most 1.
+
+        Raises:
+            InvalidCandidateSetsError: a set keeps less mass than `p`, or more than 1. The message names the
+                first such position.
+        """
+        mass = np.exp(self._log_mass)
+        for t in np.flatnonzero(_is_wrong_mass(mass, p, MASS_ERROR)).tolist():
+            if _is_wrong_mass(mass[t], p, _error_of_mass(self[t][1])):
+                expected = "at most 1" if mass[t] > 1 else f"at least {p:.9g}, the p that was asked for"
+                raise InvalidCandidateSetsError(
+                    "logprobs", f"add up to a mass of {mass[t]:.9g} at position {t}, expected {expected}"
+                )
+
+    # -- making ------------------------------------------------------------------------------------
+
+    @classmethod
+    def empty(cls, num_positions: int) -> CandidateSets:
+        """Return `num_positions` empty spans, with `NO_TOKEN` as each sampled id."""
+        if num_positions < 0:
+            raise InvalidInputError(f"num_positions: got {num_positions}, expected 0 or more")
+        return cls.unchecked(
+            np.empty(0, np.int32),
+            np.empty(0, np.float32),
+            np.zeros(num_positions + 1, np.int64),
+            np.full(num_positions, NO_TOKEN, np.int32),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[CandidateSets]) -> CandidateSets:
+        """Concatenate the positions of all `parts`.
+
+        Raises:
+            InvalidInputError: some parts have log-probs and others have none. Call `without_logprobs` on the
+                former. Parts without candidates combine with either kind.
+        """
+        if not parts:
+            return cls.empty(0)
+        if len(parts) == 1:
+            return parts[0]
+        sizes = np.concatenate([part.sizes for part in parts])
+        return cls.unchecked(
+            np.concatenate([part.token_ids for part in parts]),
+            cls._concat_logprobs("parts", parts),
+            offsets_of(sizes),
+            np.concatenate([part.sampled_ids for part in parts]),
+        )
+
+    @staticmethod
+    def _concat_logprobs(name: str, parts: Sequence[CandidateSets]) -> Float32Array | None:
+        known = [part._logprobs for part in parts if part._logprobs is not None]
+        if len(known) == len(parts):
+            return np.concatenate(known)
+        lacking = next(i for i, part in enumerate(parts) if part._logprobs is None)
+        if any(len(logprobs) for logprobs in known):
+            other = next(i for i, part in enumerate(parts) if part.has_logprobs and len(part.token_ids))
+            raise InvalidInputError(
+                f"{name}[{lacking}]: has no log-probs, and {name}[{other}] has; expected all to have them,"
+                " or none (`without_logprobs()`)"
+            )
+        return None
+
+    def without_logprobs(self) -> CandidateSets:
+        """Return the same candidates without log-probs, in the order of their ids."""
+        token_ids = sorted_by_id(rows_of(self.offsets), self.token_ids)
+        return CandidateSets.unchecked(token_ids, None, self.offsets, self.sampled_ids)
+
+    def take(self, positions: ArrayLike) -> CandidateSets:
+        """Return the sets of these positions, in this order. A position may occur more than once.
+
+        Args:
+            positions: integers [R], from 0 to T - 1.
+
+        Raises:
+            InvalidInputError: not integers, or out of range.
+        """
+        index = np.asarray(positions)
+        if index.ndim != 1 or (index.dtype.kind not in "iu" and index.size):
+            raise InvalidInputError(
+                f"positions: got {index.dtype} of shape {index.shape}, expected integers [R]"
+            )
+        if (r := first_true((index < 0) | (index >= len(self)))) is not None:
+            raise InvalidInputError(f"positions: got {index[r]}, expected 0 or more, below {len(self)}")
+        index = index.astype(np.int64)
+        sizes = self.sizes[index]
+        offsets = offsets_of(sizes)
+        entries = np.arange(offsets[-1]) + np.repeat(self.offsets[index] - offsets[:-1], sizes)
+        return self._of_entries(entries, offsets, self.sampled_ids[index])
+
+    def intersect(self, other: CandidateSets) -> CandidateSets:
+        """Return the candidates that are in both values, with this value's log-probs if it has them.
+
+        Both values must have the same sampled tokens, so a sampled token is always kept. `logprob_sum` of
+        the result is that of the smaller sets.
+
+        Raises:
+            InvalidInputError: the two values differ in positions, sampled tokens, or empty spans, or the
+                only shared candidate of a position is a sampled token of zero probability.
+        """
+        if len(self) != len(other):
+            raise InvalidInputError(f"other: got {len(other)} positions, expected {len(self)}")
+        for what, mine, theirs in (
+            ("sampled_ids", self.sampled_ids, other.sampled_ids),
+            ("empty spans", self.sizes == 0, other.sizes == 0),
+        ):
+            if (t := first_true(mine != theirs)) is not None:
+                raise InvalidInputError(f"other: {what} differ at position {t}: {theirs[t]} and {mine[t]}")
+        rows = rows_of(self.offsets)
+        keys = row_keys(rows, self.token_ids)
+        kept = np.isin(keys, row_keys(rows_of(other.offsets), other.token_ids), assume_unique=True)
+        sizes = np.bincount(rows[kept], minlength=len(self))
+        both = self._of_entries(kept, offsets_of(sizes), self.sampled_ids)
+        if both._logprobs is not None and (t := without_mass(both._logprobs, both.offsets)) is not None:
+            raise InvalidInputError(
+                f"other: shares nothing but a sampled token of zero probability at position {t}"
+            )
+        return both
+
+    def _of_entries(self, entries: NDArray[Any], offsets: Int64Array, sampled: Int32Array) -> CandidateSets:
+        logprobs = None if self._logprobs is None else self._logprobs[entries]
+        return CandidateSets.unchecked(self.token_ids[entries], logprobs, offsets, sampled)
+
+    def to_lists(self) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Return `(token_ids, logprobs)` as nested lists, one inner list per position.
+
+        If the log-probs are unknown, their place contains None.
+        """
+        ids, bounds = self.token_ids.tolist(), self.offsets.tolist()
+        spans = [slice(low, high) for low, high in pairwise(bounds)]
+        known = None if self._logprobs is None else self._logprobs.tolist()
+        return [ids[span] for span in spans], None if known is None else [known[span] for span in spans]
+
+    def to_torch(self, device: torch.device | str | int | None = None) -> CandidateTensors:
+        """Copy the arrays to tensors: `token_ids`, `logprobs`, `offsets`, and `sampled_ids`. Needs torch.
+
+        A copy to a GPU is one asynchronous transfer from pinned memory. The tensors can be used on the
+        current stream at once. They have the dtypes of the arrays. `logprobs` is None if they are unknown.
+        `sglang_topp.replay` takes the result instead of the sets, to score over the same sets several times.
+
+        Args:
+            device: the tensors' device; torch's default device by default.
+        """
+        from sglang_topp.candidates.torch_tensors import to_torch
+
+        return to_torch(*self._arrays(), device=device)
+
+    # -- a value among values ----------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        """Compare every entry of all four arrays. Sets with log-probs never equal sets without."""
+        if not isinstance(other, CandidateSets):
+            return NotImplemented
+        return (
+            self.has_logprobs == other.has_logprobs
+            and np.array_equal(self.offsets, other.offsets)
+            and np.array_equal(self.token_ids, other.token_ids)
+            and (self._logprobs is None or np.array_equal(self.logprobs, other.logprobs))
+            and np.array_equal(self.sampled_ids, other.sampled_ids)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # equality compares large arrays, so sets are no dict keys
+
+    def __repr__(self) -> str:
+        mean = len(self.token_ids) / len(self) if len(self) else 0.0
+        unknown = "" if self.has_logprobs else ", no log-probs"
+        return (
+            f"CandidateSets(positions={len(self)}, candidates={len(self.token_ids)},"
+            f" mean_size={mean:.1f}{unknown})"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # As plain arrays, so that pickle protocol 5 (Ray, multiprocessing) transfers them out of band.
+        return CandidateSets.unchecked, self._arrays()
+
+    def _arrays(self) -> tuple[Int32Array, Float32Array | None, Int64Array, Int32Array]:
+        return self.token_ids, self._logprobs, self.offsets, self.sampled_ids
+
+
+def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
+    """Return whether no nucleus of `p` has this mass, if the row's whole mass is 1 up to `error`."""
+    return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
+
+
+def _error_of_mass(logprobs: Float32Array | None) -> float:
+    """Return how far a row's mass may be from 1, judged by the precision of some of its log-probs."""
+    is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
+    return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR
+
+
+_Array = TypeVar("_Array", bound=NDArray[Any])
+
+
+def _read_only(array: _Array) -> _Array:
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,81 @@
+"""Copy candidate sets to torch tensors. Needs torch (`pip install sglang-topp[torch]`).
+
+Shape legend: T positions, n candidates in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["CandidateTensors", "to_torch"]
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateTensors:
+    """The arrays of `CandidateSets` as tensors on one device; `CandidateSets.to_torch` makes it.
+
+    `sglang_topp.replay` scores over these sets without copying them again. It also keeps the index tensors
+    that it computes from them, about 60 bytes per candidate. So do not write to the tensors after the first
+    score.
+    """
+
+    token_ids: Tensor
+    """int32 [n]: the candidates' ids, position after position."""
+    logprobs: Tensor | None
+    """float32 [n]: their natural log-probs, or None if the sets have none."""
+    offsets: Tensor
+    """int64 [T + 1]: where each position's candidates begin, and where the last ones end."""
+    sampled_ids: Tensor
+    """int32 [T]: the sampled tokens."""
+    _index_cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __len__(self) -> int:
+        """Return the number of positions T."""
+        return len(self.sampled_ids)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.token_ids.device
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without the cache, which another process can compute again.
+        return CandidateTensors, (self.token_ids, self.logprobs, self.offsets, self.sampled_ids)
+
+
+def to_torch(
+    token_ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32] | None,
+    offsets: NDArray[np.int64],
+    sampled_ids: NDArray[np.int32],
+    *,
+    device: torch.device | str | int | None = None,
+) -> CandidateTensors:
+    """Copy the arrays of candidate sets to `device`; see `CandidateSets.to_torch`."""
+    device = torch.empty(0, device=device).device
+    # The int64 offsets come first, so that each array begins at a multiple of its own item size.
+    arrays: list[NDArray[Any]] = [offsets, token_ids, sampled_ids]
+    if logprobs is not None:
+        arrays.append(logprobs)
+    bounds = np.cumsum([0, *(array.nbytes for array in arrays)]).tolist()
+    block = torch.empty(bounds[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    in_host = block.numpy()
+    for array, (start, stop) in zip(arrays, pairwise(bounds), strict=True):
+        in_host[start:stop] = np.ascontiguousarray(array).view(np.uint8)
+    # torch's allocator keeps the pinned block until the copy has finished.
+    block = block.to(device, non_blocking=True)
+    parts = [block[start:stop] for start, stop in pairwise(bounds)]
+    return CandidateTensors(
+        parts[1].view(torch.int32),
+        None if logprobs is None else parts[3].view(torch.float32),
+        parts[0].view(torch.int64),
+        parts[2].view(torch.int32),
+    )

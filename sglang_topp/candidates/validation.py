@@ -1,0 +1,246 @@
+"""Validate the arrays of candidate sets, and name the first position that breaks a rule.
+
+Shape legend: T positions, n candidates in all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.candidates.csr_operations import (
+    Int32Array,
+    Int64Array,
+    blocks_of,
+    first_true,
+    row_keys,
+    rows_of,
+)
+from sglang_topp.candidates.duplicate_check import all_distinct
+from sglang_topp.errors import InvalidCandidateSetsError
+
+__all__ = [
+    "BFLOAT16_MASS_ERROR",
+    "LOWEST",
+    "MASS_ERROR",
+    "MAX_LOGPROB",
+    "NO_TOKEN",
+    "as_float32",
+    "as_integers",
+    "check_arrays",
+    "check_distinct",
+    "without_mass",
+]
+
+NO_TOKEN = -1
+"""The `sampled_ids` value of a position without a sampled token. Allowed only if the span is empty."""
+
+MAX_LOGPROB = 1e-3
+"""The largest valid log-prob: a float32 softmax may round to just above 0."""
+
+MASS_ERROR = 2e-3
+"""How far the probabilities of a whole row may sum from 1, if a float32 softmax computed the log-probs.
+
+Nearly all of this error is in the softmax's own sum. On a CPU, each of 8 lanes adds V / 8 numbers, with a
+relative error of up to V / 8 * 2^-24. That is 1.1e-3 for a vocabulary of 151,936, which some rows reach, and
+2e-3 for 262,144.
+"""
+
+BFLOAT16_MASS_ERROR = 1 / 30
+"""How far the probabilities of a row may sum from 1, if its log-probs were then rounded to bfloat16.
+
+Rounding moves log-probs between -16 and -8 by up to 1/32. It moves lower ones by more, but at most 2 % of a
+row's mass is there.
+"""
+
+LOWEST = np.finfo(np.float32).min
+"""A log-prob at or below this value stands for probability 0. SGLang writes it instead of `-inf`."""
+
+
+def check_arrays(
+    ids: Int32Array, logprobs: NDArray[np.float32] | None, offsets: Int64Array, sampled: Int32Array
+) -> None:
+    """Raise InvalidCandidateSetsError unless the arrays follow every rule in `CandidateSets`."""
+    if logprobs is not None and len(ids) != len(logprobs):
+        raise InvalidCandidateSetsError("logprobs", f"got {len(logprobs)} entries for {len(ids)} token_ids")
+    if len(offsets) != len(sampled) + 1:
+        raise InvalidCandidateSetsError(
+            "offsets", f"got {len(offsets)} entries for {len(sampled)} sampled_ids, expected one more"
+        )
+    if offsets[0] != 0 or offsets[-1] != len(ids):
+        raise InvalidCandidateSetsError(
+            "offsets",
+            f"run from {offsets[0]} to {offsets[-1]}, expected from 0 to {len(ids)}, the number of token_ids",
+        )
+    # Compare offsets, not differences: an int64 difference can wrap around.
+    if (t := first_true(offsets[1:] < offsets[:-1])) is not None:
+        raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
+
+    for block in blocks_of(offsets):
+        span = slice(offsets[block.start], offsets[block.stop])
+        inside = offsets[block.start : block.stop + 1] - span.start
+        rows = rows_of(inside)
+        _check_ids(ids[span], rows, block.start)
+        if logprobs is None:
+            _check_order_by_id(ids[span], rows, inside, block.start)
+        else:
+            _check_order_by_logprob(ids[span], logprobs[span], rows, inside, block.start)
+        is_sampled = _check_sampled(ids[span], rows, inside, sampled[block], block.start)
+        if logprobs is not None:
+            _check_possible(logprobs[span], rows, inside, is_sampled, block.start)
+
+
+def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
+    """Raise if an id occurs twice in a row. Messages number the rows from `first`."""
+    if not all_distinct(ids, rows):
+        keys = np.sort(row_keys(rows, ids), kind="stable")
+        twice = int(keys[1:][keys[1:] == keys[:-1]][0])
+        raise InvalidCandidateSetsError(
+            "token_ids", f"{twice & 0xFFFFFFFF} stands twice at position {first + (twice >> 32)}"
+        )
+
+
+def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | None:
+    """Return the first position whose set is not empty and has probability 0, or None."""
+    filled = np.flatnonzero(np.diff(offsets))
+    # The first log-prob of a span is its highest.
+    t = first_true(logprobs[offsets[filled]] <= LOWEST)
+    return None if t is None else int(filled[t])
+
+
+def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
+    # Here and below, the array is searched for the position only after a cheap check has failed.
+    if len(ids) and ids.min() < 0:
+        e = int((ids < 0).argmax())
+        raise InvalidCandidateSetsError(
+            "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
+        )
+
+
+def _check_order_by_id(ids: Int32Array, rows: Int32Array, offsets: Int64Array, first: int) -> None:
+    """Check that ids ascend inside each span. This also excludes duplicates."""
+    if (e := _first_disorder(ids[1:] > ids[:-1], offsets)) is not None:
+        raise InvalidCandidateSetsError(
+            "token_ids",
+            f"{ids[e]} then {ids[e + 1]} at position {first + rows[e]}; without log-probs, expected"
+            " ids lowest first, without duplicates",
+        )
+
+
+def _check_order_by_logprob(
+    ids: Int32Array, logprobs: NDArray[np.float32], rows: Int32Array, offsets: Int64Array, first: int
+) -> None:
+    """Check that log-probs descend inside each span, and that ids ascend within a tie."""
+    if len(ids) and not logprobs.max() <= MAX_LOGPROB:
+        e = int((~(logprobs <= MAX_LOGPROB)).argmax())
+        raise InvalidCandidateSetsError(
+            "logprobs", f"got {logprobs[e]} at position {first + rows[e]}, expected at most 0 and no NaN"
+        )
+    ordered = logprobs[1:] == logprobs[:-1]
+    ordered &= ids[1:] > ids[:-1]
+    ordered |= logprobs[1:] < logprobs[:-1]
+    if (disorder := _first_disorder(ordered, offsets)) is not None:
+        e = disorder
+        raise InvalidCandidateSetsError(
+            "token_ids",
+            f"{ids[e]} then {ids[e + 1]} (log-probs {logprobs[e]}, {logprobs[e + 1]})"
+            f" at position {first + rows[e]}; expected log-probs highest first, then ids lowest first,"
+            " without duplicates",
+        )
+    check_distinct(ids, rows, first)
+
+
+def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | None:
+    """Return the first entry that is out of order with the next entry of its span, or None.
+
+    Args:
+        ordered: bool [n - 1], whether entries i and i + 1 are in order. Overwritten at span boundaries.
+    """
+    starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
+    ordered[starts - 1] = True
+    return None if ordered.all() else int(ordered.argmin())
+
+
+def _check_sampled(
+    ids: Int32Array, rows: Int32Array, offsets: Int64Array, sampled: Int32Array, first: int
+) -> NDArray[np.bool_]:
+    """Return bool [n], which entries are sampled tokens. Raise unless every span contains its own."""
+    sizes = np.diff(offsets)
+    # Ids are known to be distinct here, so a span contains its sampled token at most once.
+    is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)
+    if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
+        lacking = sizes > 0
+        lacking[rows[is_sampled]] = False
+        lacks = int(lacking.argmax())
+        raise InvalidCandidateSetsError(
+            "sampled_ids",
+            f"{sampled[lacks]} is not among the {sizes[lacks]} candidates at position {first + lacks}",
+        )
+    if (t := first_true((sampled < NO_TOKEN) & (sizes == 0))) is not None:
+        raise InvalidCandidateSetsError(
+            "sampled_ids", f"got {sampled[t]} at position {first + t}, expected a token id"
+        )
+    return is_sampled
+
+
+def _check_possible(
+    logprobs: NDArray[np.float32],
+    rows: Int32Array,
+    offsets: Int64Array,
+    is_sampled: NDArray[np.bool_],
+    first: int,
+) -> None:
+    """Check that only sampled tokens have probability zero, and only beside other candidates."""
+    if not len(logprobs) or logprobs.min() > LOWEST:
+        return
+    if (stray := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
+        raise InvalidCandidateSetsError(
+            "logprobs",
+            f"got {logprobs[stray]} at position {first + rows[stray]} for a token that was not"
+            " sampled; it has no place in the set",
+        )
+    if (t := without_mass(logprobs, offsets)) is not None:
+        raise InvalidCandidateSetsError(
+            "logprobs", f"nothing but a token of zero probability at position {first + t}"
+        )
+
+
+def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    """Return `values` as a 1-D array of `dtype`, without a copy if possible. Raise if one does not fit."""
+    array = _as_array(name, values)
+    if array.dtype == dtype:
+        return array
+    if not len(array):
+        return array.astype(dtype)
+    if array.dtype.kind not in "iu":
+        raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected integers")
+    bounds = np.iinfo(dtype)
+    if array.min() < bounds.min or array.max() > bounds.max:
+        raise InvalidCandidateSetsError(name, f"got values outside {bounds.dtype}")
+    return array.astype(dtype)
+
+
+def as_float32(name: str, values: ArrayLike) -> NDArray[np.float32]:
+    """Return `values` as a 1-D float32 array, without a copy if possible. Raise if a value overflows."""
+    array = _as_array(name, values)
+    if array.dtype == np.float32:
+        return array
+    if len(array) and array.dtype.kind != "f":
+        raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected floats")
+    with np.errstate(over="ignore"):
+        rounded = array.astype(np.float32)
+    if (e := first_true(np.isinf(rounded) & np.isfinite(array))) is not None:
+        raise InvalidCandidateSetsError(name, f"got {array[e]}, expected values that float32 can hold")
+    return rounded
+
+
+def _as_array(name: str, values: ArrayLike) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or a tensor that NumPy cannot read
+        raise InvalidCandidateSetsError(name, f"cannot be read as one number per entry: {error}") from None
+    if array.ndim != 1:
+        raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")
+    return array

@@ -1,0 +1,1 @@
+"""Rules of SGLang requests that the sidecar, the client, and the patch set share."""

@@ -1,0 +1,256 @@
+"""Refuse requests that SGLang accepts and does not survive.
+
+SGLang 0.5.23 accepts an id beyond the vocabulary, a number that overflows its tensor, and a bias that leaves
+no finite logit. Each of them ends the scheduler, for every caller. SGLang also tokenizes a long text on its
+event loop, where all other requests wait. Values that SGLang refuses by itself are not checked here. A
+comment at each check says what happens without it.
+
+This module does not import SGLang. The sidecar checks every request with it, and the patch set checks the
+requests for candidate sets.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from sglang_topp.engine_contract.stop_regex_cost import MAX_STEPS, search_steps
+from sglang_topp.errors import InvalidInputError, describe
+
+__all__ = ["GRAMMARS", "Model", "check_sampling_params", "check_token_ids", "overlong_param", "overlong_text"]
+
+_MAX_INT32 = 2**31 - 1
+_MAX_INT64 = 2**63 - 1
+
+# The largest absolute bias that stays finite in float32 after division by the smallest temperature (1e-6).
+_MAX_BIAS = 1e30
+# A logit divided by this penalty and by the smallest temperature stays finite in float32.
+_MIN_REPETITION_PENALTY = 1e-6
+
+# Characters of one stop string. SGLang itself refuses more than 32 stop strings.
+_MAX_STOP_CHARS = 1024
+_MAX_GRAMMAR_CHARS = 32768
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""The sampling parameters that constrain an answer by a grammar."""
+
+_MAX_DEPTH = 64
+
+# A long text has about 4 characters per token. A tokenizer's longest tokens are runs of blanks and dashes,
+# and their length would give a useless bound for a long context.
+_MAX_TOKEN_CHARS = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of the engine's model, which requests are checked against.
+
+    Attributes:
+        vocab_size: rows of the embedding and of the LM head, `vocab_size` in the model's configuration. It
+            may include ids that the tokenizer does not use.
+        context_length: the most tokens of prompt and answer together.
+        max_token_chars: characters of the tokenizer's longest token.
+    """
+
+    vocab_size: int
+    context_length: int
+    max_token_chars: int
+
+    @classmethod
+    def from_record(cls, record: Any) -> Model | None:
+        """Build from the `model` record of `GET /server_info`. Return None if the record is invalid."""
+        names = ("vocab_size", "context_length", "max_token_chars")
+        sizes: dict[str, Any] = {}
+        if isinstance(record, Mapping):
+            sizes = {name: record.get(name) for name in names}
+        if not sizes or any(type(size) is not int or size < 1 for size in sizes.values()):
+            return None
+        return cls(**sizes)
+
+    @property
+    def max_text_chars(self) -> int:
+        """The most characters of a prompt's text."""
+        return self.context_length * min(self.max_token_chars, _MAX_TOKEN_CHARS)
+
+
+def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
+    """Check that all `ids` are in the vocabulary.
+
+    An id beyond the vocabulary raises IndexError in the embedding and ends the scheduler.
+
+    Args:
+        name: the field's name in the message.
+        ids: integers, a list or an array.
+        vocab_size: valid ids are 0 to `vocab_size - 1`.
+
+    Raises:
+        InvalidInputError: an id is invalid. The message names the first one and its position.
+    """
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # a ragged nesting
+        array = np.array(None)
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
+        at = int(wrong[0]) if len(wrong) else None
+    else:  # integers beyond 64 bits, or values of other types
+        at = next((i for i, one in enumerate(ids) if type(one) is not int or not 0 <= one < vocab_size), None)
+    if at is not None:
+        wrong_id = ids[at].item() if isinstance(ids, np.ndarray) else ids[at]
+        raise InvalidInputError(
+            f"{name}: got token id {describe(wrong_id)} at position {at},"
+            f" expected 0 to {vocab_size - 1}, the model's vocabulary"
+        )
+
+
+def overlong_text(name: str, text: str, model: Model) -> str | None:
+    """Return the error message for a prompt's text that is longer than `Model.max_text_chars`, or None.
+
+    SGLang tokenizes some megabytes per second on its event loop, before it checks the length.
+    """
+    if len(text) <= model.max_text_chars:
+        return None
+    return (
+        f"{name}: got a text of {len(text)} characters, expected at most {model.max_text_chars} for a context"
+        f" of {model.context_length} tokens; send a longer prompt as token ids"
+    )
+
+
+def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
+    """Return the error message for a stop string, pattern, or grammar that is too long, or None.
+
+    SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token. It
+    compiles a grammar in a scheduler thread that cannot be stopped, which may take minutes.
+    """
+    for key, kind in (("stop", "stop string"), ("stop_regex", "pattern")):
+        for at, stop in enumerate(_texts(params.get(key))):
+            if len(stop) > _MAX_STOP_CHARS:
+                return (
+                    f"{name}.{key}: got a {kind} of {len(stop)} characters at position {at},"
+                    f" expected at most {_MAX_STOP_CHARS}"
+                )
+    for key in GRAMMARS:
+        grammar = params.get(key)
+        if isinstance(grammar, str) and len(grammar) > _MAX_GRAMMAR_CHARS:
+            return f"{name}.{key}: got {len(grammar)} characters, expected at most {_MAX_GRAMMAR_CHARS}"
+    return None
+
+
+def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) -> None:
+    """Check one prompt's sampling parameters for values that SGLang accepts and does not survive.
+
+    Args:
+        name: the name of the parameters in the message.
+        params: the parameters by SGLang's names. Unknown names pass, because SGLang refuses them.
+        model: the sizes of the engine's model.
+
+    Raises:
+        InvalidInputError: the message names the parameter, its value, and what is expected.
+    """
+    for problem in _problems(params, model):
+        raise InvalidInputError(f"{name}.{problem}")
+
+
+def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
+    for key, value in params.items():
+        # msgpack cannot carry the number, or the scheduler cannot unpack it and exits.
+        if _is_int(value) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
+            yield f"{key}: got {describe(value)}, expected an integer of 64 bits"
+    # SGLang stores top_k in an int32 tensor.
+    top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
+    if _is_int(top_k) and top_k > _MAX_INT32:
+        yield f"top_k: got {top_k}, expected at most {_MAX_INT32}; -1 is no limit"
+    # Logits become infinite and probabilities NaN, and the sampler raises.
+    if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
+        yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
+    # SGLang pickles custom_params. pickle fails beyond some hundred levels, and SGLang answers a bare 500.
+    if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
+        yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"
+    # SGLang's HTTP process knows `choice`, but its sampling parameters do not: it answers a bare 500.
+    if "choice" in params:
+        yield "choice: SGLang does not accept it; use regex instead"
+    yield from _bias_problems(params.get("logit_bias"), model.vocab_size)
+    yield from _stop_problems(params, model)
+
+
+def _bias_problems(bias: Any, vocab_size: int) -> Iterator[str]:
+    if not isinstance(bias, Mapping):
+        return
+    for key, value in bias.items():
+        digits = str(key)
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 20) or int(digits) >= vocab_size:
+            expected = f"expected 0 to {vocab_size - 1}, the model's vocabulary"
+            yield f"logit_bias: got token id {describe(key)}, {expected}"
+        # Beyond float32, the bias is infinite and the probabilities are NaN.
+        if _is_number(value) and not -_MAX_BIAS <= value <= _MAX_BIAS:
+            expected = f"expected {-_MAX_BIAS:g} to {_MAX_BIAS:g}"
+            yield f"logit_bias: got {describe(value)} for token {key}, {expected}"
+
+
+def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
+    stop_ids = params.get("stop_token_ids")
+    if isinstance(stop_ids, Sequence) and not isinstance(stop_ids, str):
+        # With `min_new_tokens`, SGLang indexes a row of logits with these ids.
+        try:
+            check_token_ids("stop_token_ids", stop_ids, model.vocab_size)
+        except InvalidInputError as error:
+            yield str(error)
+    minimum = params.get("min_new_tokens")
+    if _is_int(minimum) and minimum > 0:
+        # min_new_tokens forbids every stop id. If no other token can be drawn, the probabilities are NaN.
+        if isinstance(stop_ids, Sequence) and len(set(stop_ids)) > model.vocab_size // 2:
+            yield (
+                f"stop_token_ids: got {len(set(stop_ids))} with min_new_tokens {minimum}, which forbids them,"
+                f" expected at most {model.vocab_size // 2}, half of the model's vocabulary"
+            )
+        if grammar := next((key for key in GRAMMARS if params.get(key)), None):
+            yield (
+                f"min_new_tokens: got {minimum} with {grammar}; expected one of the two: where the grammar is"
+                " complete and only the end may follow, min_new_tokens forbids that too"
+            )
+    patterns = _texts(params.get("stop_regex"))
+    try:
+        steps = sum(search_steps(pattern, model.context_length) for pattern in patterns)
+    except re.error as error:  # SGLang answers a bare 500
+        yield f"stop_regex: got {describe(params['stop_regex'])}, which is no regular expression: {error}"
+        return
+    if steps == math.inf:
+        yield (
+            f"stop_regex: got {describe(params['stop_regex'])}, expected a bound for every repeat, as in"
+            " [a-z]{1,20}, no repeat of a group other than (...)?, no backreferences, and no verbose syntax"
+        )
+    elif steps > MAX_STEPS:
+        yield (
+            f"stop_regex: got {describe(params['stop_regex'])}: a search for it in an answer of"
+            f" {model.context_length} tokens may take {steps:.0e} steps after every token, expected at most"
+            f" {MAX_STEPS:.0e}; lower the bounds of its repeats"
+        )
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the strings of a parameter that is one string or a list of strings."""
+    given = value if isinstance(value, list) else [value]
+    return [one for one in given if isinstance(one, str)]
+
+
+def _nests_beyond(value: Any, depth: int) -> bool:
+    """Return whether lists and objects nest more than `depth` levels deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        containers = [one for one in level if isinstance(one, list | dict)]
+        if not containers:
+            return False
+        level = [item for one in containers for item in (one.values() if isinstance(one, dict) else one)]
+    return True
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,93 @@
+"""Decide which sampling parameters allow a request to resume the answer of an earlier request.
+
+A resuming request sends the earlier tokens as part of its prompt. Parameters that depend only on the logits
+of one position, or on the tokens themselves, work as if the answer had not been interrupted. Parameters with
+a state over the answer's tokens, such as penalties, grammars, and minimum lengths, would start from zero.
+They are refused. Every field of SGLang's `SamplingParams` belongs to one of the groups here. A test compares
+the groups with the installed release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_topp.engine_contract.fatal_requests import GRAMMARS
+from sglang_topp.errors import describe
+
+__all__ = ["INTERNAL_PARAMS", "NON_RESUMABLE_PARAMS", "RESUMABLE_PARAMS", "RESUMED", "find_resume_problem"]
+
+RESUMED = "resumed_tokens"
+"""The request field with the number of prompt tokens, counted from the end, that belong to the answer."""
+
+RESUMABLE_PARAMS = frozenset(
+    {
+        # These shape the distribution of one position, which depends on the tokens alone.
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "logit_bias",
+        # Noise depends on the seed and on the position in prompt and answer together.
+        "sampling_seed",
+        # These end an answer by its last tokens, whichever request generated them.
+        "stop",
+        "stop_token_ids",
+        "stop_regex",
+        "ignore_eos",
+        # The client subtracts the tokens that exist already.
+        "max_new_tokens",
+        "min_new_tokens",
+        # These control how an answer is written and sent.
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "no_stop_trim",
+        "stream_interval",
+        # Each of the n samples is resumed by itself.
+        "n",
+    }
+)
+"""The fields that work unchanged in a resuming request."""
+
+_PENALTY = "it counts the tokens of an answer, and would count from the cut on"
+_GRAMMAR = "its grammar would begin again at the cut"
+
+NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {
+    "frequency_penalty": (0, _PENALTY),
+    "presence_penalty": (0, _PENALTY),
+    "repetition_penalty": (1, _PENALTY),
+    **dict.fromkeys(GRAMMARS, (None, _GRAMMAR)),
+    "custom_params": (None, "their reader may follow the answer from its first token"),
+    "watermark": (None, "it follows the answer from its first token"),
+    "beam_width": (1, "a beam's other branches are gone at the cut"),
+}
+"""The fields that start again: the harmless value, and why any other value is refused."""
+
+INTERNAL_PARAMS = frozenset(
+    {
+        "stop_strs",
+        "stop_regex_strs",
+        "stop_str_max_len",
+        "stop_regex_max_len",
+        "is_normalized",
+        "ebnf_full_assistant",
+    }
+)
+"""The fields that SGLang sets by itself. Callers do not pass them."""
+
+
+def find_resume_problem(params: Mapping[str, Any]) -> str | None:
+    """Return why an answer with these sampling parameters cannot be resumed exactly, or None if it can.
+
+    The message begins with the parameter's name.
+    """
+    for name, value in params.items():
+        if name in RESUMABLE_PARAMS:
+            continue
+        if name not in NON_RESUMABLE_PARAMS:
+            return f"{name}: it is not known to be exact where an answer is resumed"
+        harmless, why = NON_RESUMABLE_PARAMS[name]
+        is_empty = value is None or (isinstance(value, str | dict) and not value)
+        if not is_empty and value != harmless:
+            return f"{name}: got {describe(value)}, which cannot be exact where an answer is resumed: {why}"
+    return None

@@ -1,0 +1,45 @@
+"""Encode and decode candidate sets: the answers of engines, and our packed binary form.
+
+==============  ==================================  ===================================================
+format          read with                           written by
+==============  ==================================  ===================================================
+top_p           decode_top_p, decode_prompt_top_p   the patched SGLang, in `meta_info` (encode_top_p)
+top_k           decode_top_k                        any SGLang for `top_logprobs_num`; encode_top_k
+sampling_mask   decode_sampling_mask                SGLang for `return_sampling_mask`; vLLM
+packed          unpack, unpack_base64               pack, pack_base64 (one buffer per value)
+==============  ==================================  ===================================================
+
+Base64 text uses the standard alphabet, with padding. It holds little-endian numbers: float32 for log-probs
+and int32 for token ids.
+"""
+
+from sglang_topp.formats.packed import pack, pack_base64, pack_parts, unpack, unpack_base64
+from sglang_topp.formats.sampling_mask import decode_sampling_mask
+from sglang_topp.formats.sglang_meta_info import (
+    NO_DISTRIBUTION,
+    Side,
+    decode_prompt_top_p,
+    decode_top_p,
+    encode_top_p,
+    has_top_p,
+)
+from sglang_topp.formats.stream_chunks import merge_stream_chunks
+from sglang_topp.formats.top_k import decode_top_k, encode_top_k
+
+__all__ = [
+    "NO_DISTRIBUTION",
+    "Side",
+    "decode_prompt_top_p",
+    "decode_sampling_mask",
+    "decode_top_k",
+    "decode_top_p",
+    "encode_top_k",
+    "encode_top_p",
+    "has_top_p",
+    "merge_stream_chunks",
+    "pack",
+    "pack_base64",
+    "pack_parts",
+    "unpack",
+    "unpack_base64",
+]

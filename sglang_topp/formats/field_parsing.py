@@ -1,0 +1,179 @@
+"""Parse and check single fields of an engine's answer. An invalid field raises a WireError that names it.
+
+Shape legend: T positions, n candidates in all.
+"""
+
+from __future__ import annotations
+
+import binascii
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, compress
+from typing import Any, NamedTuple
+
+import numpy as np
+import pybase64
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.errors import InvalidCandidateSetsError, SampledTokenMissingError, WireError, describe
+
+__all__ = [
+    "FLOAT32",
+    "INT32",
+    "Decoded",
+    "b64array",
+    "b64bytes",
+    "b64text",
+    "check_count",
+    "check_range",
+    "check_vocab",
+    "entry_rows",
+    "integers",
+    "naming",
+    "numbers",
+    "token_ids_of",
+]
+
+FLOAT32 = np.dtype("<f4")
+INT32 = np.dtype("<i4")
+
+
+class Decoded(NamedTuple):
+    """The arguments of `CandidateSets`, and the name of the field that each of them was read from."""
+
+    token_ids: NDArray[np.integer[Any]]
+    logprobs: NDArray[np.floating[Any]] | None
+    offsets: NDArray[np.int64]
+    sampled_ids: NDArray[np.integer[Any]]
+    fields: Mapping[str, str]
+
+    def to_sets(self) -> CandidateSets:
+        """Build the sets. An error names the invalid field."""
+        with naming(self.fields):
+            return CandidateSets(self.token_ids, self.logprobs, self.offsets, self.sampled_ids)
+
+
+@contextmanager
+def naming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Convert an InvalidCandidateSetsError to a WireError that names the field instead of the array."""
+    try:
+        yield
+    except InvalidCandidateSetsError as error:
+        kind = SampledTokenMissingError if error.field == "sampled_ids" else WireError
+        raise kind(fields[error.field], error.problem) from None
+
+
+def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
+    """Parse rows of `[logprob, token_id, text]` to `(token_ids [n], logprobs [n], lengths [T])`.
+
+    A null row has length -1.
+    """
+    if not isinstance(rows, list) or not all(row is None or isinstance(row, list) for row in rows):
+        raise WireError(
+            name, "expected a list with one list of [logprob, token_id, text] (or null) per position"
+        )
+    lengths = np.fromiter((-1 if row is None else len(row) for row in rows), np.int32, len(rows))
+    entries = list(chain.from_iterable(row for row in rows if row is not None))
+    # A set of all types is checked in a tenth of the time of a check per entry.
+    if not set(map(type, entries)) <= {list, tuple} or not set(map(len, entries)) <= {2, 3}:
+        raise WireError(name, "expected every candidate as [logprob, token_id, text or null]")
+    logprobs = numbers(name, [entry[0] for entry in entries])
+    ids = [entry[1] for entry in entries]
+    if not set(map(type, ids)) <= {int}:
+        raise WireError(name, f"got {describe(next(i for i in ids if type(i) is not int))} as a token id")
+    try:
+        token_ids = np.fromiter(ids, np.int32, len(ids))
+    except OverflowError as error:
+        raise WireError(name, f"got a number that is too large: {error}") from None
+    return token_ids, logprobs, lengths
+
+
+def numbers(name: str, values: list[Any]) -> NDArray[np.float64]:
+    """Parse a JSON list of log-probs."""
+    if not set(map(type, values)) <= {int, float}:
+        wrong = next(value for value in values if type(value) not in (int, float))
+        raise WireError(name, f"got {describe(wrong)} as a log-prob")
+    try:
+        return np.fromiter(values, np.float64, len(values))
+    except OverflowError as error:
+        raise WireError(name, f"got a number that is too large: {error}") from None
+
+
+def integers(field: str, values: Any) -> NDArray[np.int32]:
+    """Parse a JSON list of integers of 32 bits.
+
+    `struct` accepts integers and booleans only, and takes half the time of NumPy.
+    """
+    if not isinstance(values, list):
+        raise WireError(field, f"got {type(values).__name__}, expected a list of integers")
+    try:
+        array = np.frombuffer(struct.pack(f"<{len(values)}i", *values), INT32)
+    except struct.error:
+        wrong = next(v for v in values if not isinstance(v, int) or not -(1 << 31) <= v < 1 << 31)
+        raise WireError(field, f"got {describe(wrong)}, expected a list of integers of 32 bits") from None
+    # Only a value of 0 or 1 can have been a boolean.
+    if bool in set(map(type, compress(values, ((array | 1) == 1).tobytes()))):
+        raise WireError(field, "got a boolean, expected a list of integers")
+    return array
+
+
+def token_ids_of(field: str, values: ArrayLike) -> NDArray[np.integer[Any]]:
+    """Check the sampled tokens [T], a list or an array, and return them as an array."""
+    if isinstance(values, list | tuple):
+        ids: NDArray[np.integer[Any]] = integers(field, list(values))
+    else:
+        ids = np.asarray(values)
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise WireError(field, f"got {ids.ndim}-D {ids.dtype}, expected 1-D integers")
+    check_range(field, ids, 0, "token ids from 0 on")
+    return ids
+
+
+def check_range(field: str, values: NDArray[np.integer[Any]], lowest: int, expected: str) -> None:
+    """Raise WireError unless all values are int32 numbers of at least `lowest`."""
+    if len(values):
+        for value in (int(values.min()), int(values.max())):
+            if not lowest <= value <= np.iinfo(np.int32).max:
+                raise WireError(field, f"got {value}, expected {expected}")
+
+
+def check_vocab(field: str, token_ids: NDArray[np.integer[Any]], vocab_size: int | None) -> None:
+    """Raise WireError if an id is not below `vocab_size`. None skips the check."""
+    if vocab_size is not None and len(token_ids) and (highest := int(token_ids.max())) >= vocab_size:
+        raise WireError(field, f"got id {highest}, expected less than vocab_size {vocab_size}")
+
+
+def check_count(field: str, count: int, num_tokens: int) -> None:
+    """Raise WireError unless there is one position per token.
+
+    One position for no token passes, because SGLang reports it for `max_new_tokens` 0.
+    """
+    if count != num_tokens and (count, num_tokens) != (1, 0):
+        raise WireError(field, f"got {count} positions for {num_tokens} tokens")
+
+
+def b64text(array: NDArray[Any], dtype: np.dtype[Any]) -> str:
+    """Encode `array` as `dtype` in base64."""
+    return pybase64.b64encode(np.ascontiguousarray(array, dtype).tobytes()).decode("ascii")
+
+
+def b64bytes(field: str, text: Any) -> bytes:
+    """Decode base64 text to bytes."""
+    if not isinstance(text, str):
+        raise WireError(field, f"got {type(text).__name__}, expected base64 text")
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(field, f"not base64: {error}") from None
+
+
+def b64array(field: str, text: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Decode base64 text to a 1-D array of `dtype`."""
+    raw = b64bytes(field, text)
+    if len(raw) % dtype.itemsize:
+        raise WireError(
+            field, f"got {len(raw)} bytes, expected a multiple of {dtype.itemsize} ({dtype.name})"
+        )
+    return np.frombuffer(raw, dtype)

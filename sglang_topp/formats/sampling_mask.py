@@ -1,0 +1,183 @@
+"""Decode native sampling masks: the tokens that an engine's sampler could draw, as the engine reports them.
+
+::
+
+    SGLang   meta_info.output_token_sampling_mask[t] = [token_id, ...]
+             meta_info.output_token_sampling_logprobs[t] = [logprob, ...] in mode "support",
+                                                           the sampled token's logprob in mode "selected"
+    vLLM     choices[i].sampling_mask[t] = [token_id, ...], or null if masks are off
+
+SGLang's log-probs are those of the sampling distribution, renormalized over the mask. Its
+`output_token_sampling_mask_length` is ignored, because in an incremental stream it also counts the rows of
+earlier chunks.
+
+Shape legend: T positions, n entries in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.csr_operations import (
+    first_true,
+    offsets_of,
+    rows_of,
+    sorted_by_id,
+    sorted_by_logprob,
+)
+from sglang_topp.candidates.validation import LOWEST, MAX_LOGPROB, as_float32, check_distinct
+from sglang_topp.errors import MissingCandidateSetsError, SampledTokenMissingError, WireError
+from sglang_topp.formats import output_token_logprobs
+from sglang_topp.formats.field_parsing import (
+    Decoded,
+    check_count,
+    check_range,
+    check_vocab,
+    integers,
+    naming,
+    numbers,
+    token_ids_of,
+)
+
+__all__ = ["decode_sampling_mask"]
+
+_MASK, _LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+_VLLM_MASK = "sampling_mask"
+
+
+def decode_sampling_mask(
+    meta_info: Mapping[str, Any], output_ids: ArrayLike, *, vocab_size: int | None = None
+) -> CandidateSets:
+    """Decode a native sampling mask to candidate sets.
+
+    With its mask (`return_sampling_mask`), SGLang returns log-probs `r` of the sampling distribution,
+    renormalized over the mask. In mode `"support"` with `return_logprob`, SGLang reports the sampled token
+    `s` in both distributions. The log-probs under the full vocabulary follow from it::
+
+        logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
+
+    In all other cases (mode `"selected"`, no `return_logprob`, vLLM) the sets have no log-probs. In mode
+    `"selected"`, `output_token_sampling_logprobs` are the old log-probs for importance ratios.
+
+    Args:
+        meta_info: SGLang's `meta_info`, or one of vLLM's `choices`.
+        output_ids: integers [T], the generated tokens.
+        vocab_size: if given, ids at or above it are errors.
+
+    Raises:
+        MissingCandidateSetsError: there is no mask, or none for some position.
+        SampledTokenMissingError: a mask lacks its sampled token.
+        WireError: any other field is malformed. The message names the field. It is also raised if the two
+            log-probs of a token cannot belong to one distribution, which happens with
+            `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at a temperature other than 1.
+
+    Example:
+        >>> choice = {"sampling_mask": [[5, 3], [7]]}  # one of vLLM's choices
+        >>> sets = decode_sampling_mask(choice, output_ids=[3, 7])
+        >>> sets.to_lists()
+        ([[3, 5], [7]], None)
+        >>> sets.has_logprobs
+        False
+    """
+    return _decode(meta_info, output_ids, vocab_size).to_sets()
+
+
+def _decode(meta_info: Mapping[str, Any], output_ids: ArrayLike, vocab_size: int | None) -> Decoded:
+    sampled = token_ids_of("output_ids", output_ids)
+    name = _MASK if _MASK in meta_info else _VLLM_MASK
+    if meta_info.get(name) is None:
+        raise MissingCandidateSetsError(
+            name, "there is no sampling mask; is return_sampling_mask in the request, and did it end well?"
+        )
+    ids, sizes = _read_ids(name, meta_info[name], len(sampled))
+    check_range(name, ids, 0, "token ids from 0 on")
+    check_vocab(name, ids, vocab_size)
+    offsets = offsets_of(sizes)
+    rows = rows_of(offsets)
+    fields = dict.fromkeys(("token_ids", "offsets", "sampled_ids"), name) | {"logprobs": _LOGPROBS}
+    with naming(fields):
+        check_distinct(ids, rows)
+    support = _read_support(meta_info.get(_LOGPROBS), sizes) if name == _MASK else None
+    if support is None or meta_info.get(output_token_logprobs.FIELD) is None:
+        return Decoded(sorted_by_id(rows, ids), None, offsets, sampled, fields)
+
+    reported = output_token_logprobs.sampled_logprobs(meta_info, sampled)
+    logprobs = _under_the_vocabulary(ids, support, rows, sampled, reported)
+    # Drop tokens whose probability rounds to 0.
+    kept = (logprobs > LOWEST) | np.isnan(logprobs) | (ids == sampled[rows])
+    ids, logprobs, rows = ids[kept], logprobs[kept], rows[kept]
+    offsets = offsets_of(np.bincount(rows, minlength=len(sampled)))
+    return Decoded(*sorted_by_logprob(rows, ids, logprobs), offsets, sampled, fields)
+
+
+def _under_the_vocabulary(
+    ids: NDArray[np.int32],
+    support: NDArray[np.float32],
+    rows: NDArray[np.int32],
+    sampled: NDArray[np.integer[Any]],
+    reported: NDArray[np.float32],
+) -> NDArray[np.float32]:
+    """Return float32 [n]: `support[i] + (reported - support[s])`, where s is the sampled token's entry."""
+    is_sampled = ids == sampled[rows]
+    if len(lacking := np.setdiff1d(np.arange(len(sampled)), rows[is_sampled])):
+        t = int(lacking[0])
+        raise SampledTokenMissingError(
+            _MASK, f"{sampled[t]} is not among the {np.count_nonzero(rows == t)} tokens at position {t}"
+        )
+    mass = np.bincount(rows, np.exp(support.astype(np.float64)), minlength=len(sampled))
+    if (wrong := first_true(~(np.abs(mass - 1) <= MAX_LOGPROB))) is not None:
+        raise WireError(
+            _LOGPROBS, f"add up to a probability of {mass[wrong]:.4f} at position {wrong}, expected 1"
+        )
+    log_mass = reported.astype(np.float64) - support[is_sampled]
+    if (wrong := first_true(~((log_mass <= MAX_LOGPROB) & (reported > LOWEST)))) is not None:
+        raise WireError(
+            _LOGPROBS,
+            f"gives the sampled token at position {wrong} {support[is_sampled][wrong]}, and"
+            f" {output_token_logprobs.FIELD} {reported[wrong]}, which are not of one distribution"
+            " (SGLANG_RETURN_ORIGINAL_LOGPROB?)",
+        )
+    logprobs: NDArray[np.float32] = (support + log_mass[rows]).astype(np.float32)
+    return logprobs
+
+
+def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Parse the mask's rows to `(token_ids [n], sizes [T])`."""
+    if not isinstance(rows, list) or not all(row is None or isinstance(row, list) for row in rows):
+        raise WireError(name, "expected a list with one list of token ids (or null) per position")
+    check_count(name, len(rows), num_tokens)
+    rows = rows[:num_tokens]
+    sizes = np.fromiter((len(row or ()) for row in rows), np.int64, len(rows))
+    missing = np.flatnonzero(sizes == 0)
+    if len(missing):
+        raise MissingCandidateSetsError(
+            name,
+            f"no sampling mask at {len(missing)} of {len(rows)} positions, the first at {missing[0]};"
+            " every generated token needs one",
+        )
+    return integers(name, list(chain.from_iterable(rows))), sizes
+
+
+def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    """Return float32 [n] in mode "support". Return None without log-probs and in mode "selected"."""
+    if rows is None:
+        return None
+    if not isinstance(rows, list):
+        raise WireError(_LOGPROBS, f"got {type(rows).__name__}, expected a list")
+    check_count(_LOGPROBS, len(rows), len(sizes))
+    rows = rows[: len(sizes)]
+    if not any(isinstance(row, list) for row in rows):
+        numbers(_LOGPROBS, rows)
+        return None
+    for t, (row, size) in enumerate(zip(rows, sizes.tolist(), strict=True)):
+        if not isinstance(row, list) or len(row) != size:
+            got = f"{len(row)} log-probs" if isinstance(row, list) else type(row).__name__
+            raise WireError(_LOGPROBS, f"got {got} for the {size} tokens at position {t}")
+    with naming({"logprobs": _LOGPROBS}):
+        return as_float32("logprobs", numbers(_LOGPROBS, list(chain.from_iterable(rows))))

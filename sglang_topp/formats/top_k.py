@@ -1,0 +1,263 @@
+"""Encode and decode fixed-k log-probs (`top_logprobs_num`), in their four forms in `meta_info`.
+
+::
+
+    SGLang's lists    {side}_top_logprobs[t] = [[logprob, token_id, text or null], ...], or null
+    SGLang's flat     {side}_top_logprobs_{val_flat,idx_flat,shape,null_prefix}
+    and in base64     {side}_top_logprobs_{val_flat_b64,idx_flat_b64,shape,null_prefix}, each array's `_dtype`
+    the patch set's   {side}_top_logprobs_{val_base64,idx_base64,shape,none_positions}
+
+`shape` is `[rows, k]` of the arrays. Positions without a distribution have no row. SGLang's `null_prefix` is
+the number of such positions, all at the start. Our `none_positions` lists them.
+
+Shape legend: T positions, n entries in all, R positions that have a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import index
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.csr_operations import first_true, offsets_of, rows_of, sorted_by_logprob
+from sglang_topp.candidates.validation import LOWEST, as_float32, check_distinct
+from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
+from sglang_topp.formats import output_token_logprobs
+from sglang_topp.formats.field_parsing import (
+    FLOAT32,
+    INT32,
+    Decoded,
+    b64array,
+    b64text,
+    check_count,
+    check_range,
+    check_vocab,
+    entry_rows,
+    integers,
+    naming,
+    numbers,
+    token_ids_of,
+)
+from sglang_topp.formats.sglang_meta_info import Side
+
+__all__ = ["decode_top_k", "encode_top_k", "merge_top_k"]
+
+_LISTS = "output_top_logprobs"
+_SHAPE, _PREFIX, _NONE = f"{_LISTS}_shape", f"{_LISTS}_null_prefix", f"{_LISTS}_none_positions"
+
+
+def encode_top_k(
+    side: Side, logprobs: Sequence[Sequence[float] | None], token_ids: Sequence[Sequence[int] | None]
+) -> dict[str, Any]:
+    """Encode SGLang's fixed-k log-probs in base64, as `meta_info` fields.
+
+    `{side}_top_logprobs_shape` is `[R, k]`, and both arrays hold exactly `R * k` numbers. Positions without a
+    distribution have no row. `{side}_top_logprobs_none_positions` lists them in ascending order.
+
+    Args:
+        logprobs: T rows of k log-probs. A row that is None or empty has no distribution.
+        token_ids: T rows of k token ids.
+    """
+    name = f"{side}_top_logprobs"
+    there = [t for t, row in enumerate(logprobs) if row and token_ids[t]]
+    values = np.array([logprobs[t] for t in there], FLOAT32)
+    ids = np.array([token_ids[t] for t in there], INT32)
+    return {
+        f"{name}_val_base64": b64text(values, FLOAT32),
+        f"{name}_idx_base64": b64text(ids, INT32),
+        f"{name}_shape": list(values.shape) if there else [0, 0],
+        f"{name}_none_positions": sorted(set(range(len(logprobs))).difference(there)),
+    }
+
+
+def merge_top_k(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the patch set's output fields of consecutive stream chunks; every chunk has them."""
+    shapes = [part[_SHAPE] for part in parts]
+    sizes = [shape[0] + len(part[_NONE]) for shape, part in zip(shapes, parts, strict=True)]
+    merged: dict[str, Any] = {
+        _SHAPE: [sum(rows for rows, _ in shapes), max(width for _, width in shapes)],
+        _NONE: [
+            start + t
+            for start, part in zip(accumulate(sizes, initial=0), parts, strict=False)
+            for t in part[_NONE]
+        ],
+    }
+    for key, dtype in ((f"{_LISTS}_val_base64", FLOAT32), (f"{_LISTS}_idx_base64", INT32)):
+        merged[key] = b64text(np.concatenate([b64array(key, part[key], dtype) for part in parts]), dtype)
+    return merged
+
+
+def decode_top_k(
+    meta_info: Mapping[str, Any], output_ids: ArrayLike, k: int, *, vocab_size: int | None = None
+) -> CandidateSets:
+    """Decode sets of the k most likely tokens from any SGLang's answer to `top_logprobs_num` >= `k`.
+
+    ::
+
+        C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
+
+    So all ties at the k-th place are kept, if the answer lists them. With `top_logprobs_num` equal to `k`,
+    SGLang cuts the ties; request a few more to keep them. Tokens of zero probability are left out. The
+    sampled token's log-prob comes from `output_token_logprobs`.
+
+    Args:
+        meta_info: the response's `meta_info`. It holds SGLang's lists (`output_top_logprobs`), SGLang's flat
+            arrays as JSON or base64 (`return_flat_raw_output_top_logprobs`), or the patch set's arrays
+            (`return_logprobs_in_base64`).
+        output_ids: integers [T], the response's `output_ids`.
+        k: 1 or more.
+        vocab_size: if given, ids at or above it are errors.
+
+    Raises:
+        InvalidInputError: `k` is not an integer of 1 or more.
+        MissingCandidateSetsError: the response has no fixed-k log-probs, or none for some position.
+        WireError: any other field is malformed, or lists fewer than `k` tokens. The message names the field.
+    """
+    try:
+        least = index(k)
+    except TypeError:
+        least = 0
+    if least < 1 or isinstance(k, bool):
+        raise InvalidInputError(f"k: got {k!r}, expected an integer of 1 or more")
+    sampled = token_ids_of("output_ids", output_ids)
+    ids, logprobs, lengths, fields = _read(meta_info, len(sampled))
+    lengths = lengths[: len(sampled)]
+    ids, logprobs = ids[: lengths.clip(0).sum()], logprobs[: lengths.clip(0).sum()]
+    _check_rows(fields["offsets"], lengths, least)
+    check_range(fields["token_ids"], ids, 0, "token ids from 0 on")
+    check_vocab(fields["token_ids"], ids, vocab_size)
+    with naming(fields):
+        values = as_float32("logprobs", logprobs)
+        check_distinct(ids, rows_of(offsets_of(lengths)))
+    if (e := first_true(np.isnan(values))) is not None:
+        raise WireError(fields["logprobs"], f"got nan at position {rows_of(offsets_of(lengths))[e]}")
+    reported = output_token_logprobs.sampled_logprobs(meta_info, sampled)
+    return _cut(ids, values, offsets_of(lengths), least, sampled, reported, fields).to_sets()
+
+
+def _cut(
+    ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    offsets: NDArray[np.int64],
+    k: int,
+    sampled: NDArray[np.integer[Any]],
+    reported: NDArray[np.float32],
+    fields: Mapping[str, str],
+) -> Decoded:
+    """Keep the k most likely tokens of each row, all ties with the k-th, and the sampled token."""
+    rows = rows_of(offsets)
+    ids, logprobs = sorted_by_logprob(rows, ids, logprobs)
+    kth, lowest = logprobs[offsets[:-1] + (k - 1)], logprobs[offsets[1:] - 1]
+    is_sampled = ids == sampled[rows]
+    listed = np.zeros(len(sampled), np.bool_)
+    listed[rows[is_sampled]] = True
+    in_row = np.maximum(logprobs[is_sampled], LOWEST)
+    wrong = np.zeros(len(sampled), np.bool_)
+    wrong[listed] = in_row != np.maximum(reported[listed], LOWEST)
+    # A token that is not listed cannot be more likely than a listed one.
+    wrong[~listed] = reported[~listed] > np.maximum(lowest, LOWEST)[~listed]
+    if (t := first_true(wrong)) is not None:
+        raise WireError(
+            output_token_logprobs.FIELD,
+            f"gives the sampled token at position {t} the log-prob {reported[t]}, which is at odds with"
+            f" {fields['logprobs']}; they are of different tokens or distributions",
+        )
+    kept = ((logprobs >= kth[rows]) & (logprobs > LOWEST)) | is_sampled
+    forced = np.flatnonzero(~listed)
+    ids, logprobs, sizes = ids[kept], logprobs[kept], np.bincount(rows[kept], minlength=len(sampled))
+    if len(forced):
+        ends = offsets_of(sizes)[forced + 1]
+        ids, logprobs = np.insert(ids, ends, sampled[forced]), np.insert(logprobs, ends, reported[forced])
+        sizes[forced] += 1
+        ids, logprobs = sorted_by_logprob(rows_of(offsets_of(sizes)), ids, logprobs)
+    return Decoded(ids, logprobs, offsets_of(sizes), sampled, fields)
+
+
+_Rows: TypeAlias = tuple[NDArray[np.int32], NDArray[np.floating[Any]], NDArray[np.int32], dict[str, str]]
+
+
+def _read(meta_info: Mapping[str, Any], num_tokens: int) -> _Rows:
+    """Read whichever form is present, as `(token_ids [n], logprobs [n], lengths [T], fields)`.
+
+    A position without a row has length -1.
+    """
+    for kind in ("base64", "flat_b64", "flat"):
+        values, ids = f"{_LISTS}_val_{kind}", f"{_LISTS}_idx_{kind}"
+        if values in meta_info or ids in meta_info:
+            break
+    else:
+        if meta_info.get(_LISTS) is None:
+            raise MissingCandidateSetsError(
+                _LISTS, "the response holds no fixed-k log-probs; is top_logprobs_num in the request?"
+            )
+        token_ids, logprobs, lengths = entry_rows(_LISTS, meta_info[_LISTS])
+        check_count(_LISTS, len(lengths), num_tokens)
+        return token_ids, logprobs, lengths, _fields(_LISTS, _LISTS, _LISTS)
+
+    nowhere = _NONE if kind == "base64" else _PREFIX
+    for key in (values, ids, _SHAPE, nowhere):
+        if key not in meta_info:
+            raise WireError(key, f"missing beside {values if key != values else ids}")
+    if kind == "flat":
+        logprobs, token_ids = _flat_numbers(values, meta_info[values]), integers(ids, meta_info[ids])
+    else:
+        for key, expected in ((values, "float32"), (ids, "int32")):
+            if kind == "flat_b64" and (got := meta_info.get(f"{key}_dtype")) != expected:
+                raise WireError(f"{key}_dtype", f"got {describe(got)}, expected {expected!r}")
+        logprobs = b64array(values, meta_info[values], FLOAT32)
+        token_ids = b64array(ids, meta_info[ids], INT32)
+    lengths = _lengths(meta_info[_SHAPE], nowhere, meta_info[nowhere], num_tokens)
+    rows, width = meta_info[_SHAPE]
+    for key, array in ((values, logprobs), (ids, token_ids)):
+        if len(array) != rows * width:
+            raise WireError(key, f"got {len(array)} numbers, expected {rows} x {width}, as in {_SHAPE}")
+    return token_ids, logprobs, lengths, _fields(ids, values, _SHAPE)
+
+
+def _fields(ids: str, values: str, counts: str) -> dict[str, str]:
+    return {"token_ids": ids, "logprobs": values, "offsets": counts, "sampled_ids": ids}
+
+
+def _flat_numbers(name: str, values: Any) -> NDArray[np.float64]:
+    if not isinstance(values, list):
+        raise WireError(name, f"got {type(values).__name__}, expected a list of numbers")
+    return numbers(name, values)
+
+
+def _lengths(shape: Any, nowhere: str, none: Any, num_tokens: int) -> NDArray[np.int32]:
+    """Return int32 [T]: k for a position with a row, and -1 for one without."""
+    sizes = integers(_SHAPE, shape).tolist()
+    if len(sizes) != 2 or min(sizes) < 0:
+        raise WireError(_SHAPE, f"got {str(sizes)[:80]}, expected [rows, k]")
+    absent = integers(nowhere, none if nowhere == _NONE else [none])
+    prefix = len(absent) if nowhere == _NONE else int(absent[0])
+    # Check the count before any array of that size is allocated.
+    check_count(_SHAPE, sizes[0] + prefix, num_tokens)
+    num_positions = sizes[0] + prefix
+    if nowhere == _PREFIX:
+        absent = np.arange(prefix, dtype=np.int32)
+    if prefix < 0 or (np.diff(absent, prepend=-1, append=num_positions) <= 0).any():
+        raise WireError(nowhere, f"expected positions below {num_positions}, in ascending order")
+    lengths = np.full(num_positions, sizes[1], np.int32)
+    lengths[absent] = -1
+    return lengths
+
+
+def _check_rows(field: str, lengths: NDArray[np.int32], k: int) -> None:
+    missing = np.flatnonzero(lengths <= 0)
+    if len(missing):
+        raise MissingCandidateSetsError(
+            field,
+            f"no log-probs at {len(missing)} of {len(lengths)} positions, the first at {missing[0]};"
+            " every generated token needs them",
+        )
+    if (t := first_true(lengths < k)) is not None:
+        raise WireError(
+            field,
+            f"lists {lengths[t]} tokens at position {t}, expected {k} or more; is top_logprobs_num {k}?",
+        )

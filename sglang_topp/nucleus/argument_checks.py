@@ -1,0 +1,121 @@
+"""Check the arguments of `top_p_candidates` and `support_candidates`, before an implementation runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_topp.errors import InvalidInputError
+
+__all__ = ["check_support_arguments", "check_top_p_arguments", "not_logprobs", "sampled_out_of_range"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+def check_top_p_arguments(
+    logprobs: Tensor, p: float | Sequence[float] | Tensor, sampled_ids: Sequence[int] | Tensor | None
+) -> tuple[Tensor, NDArray[np.float64], Tensor | None]:
+    """Check the shapes, the dtypes, and `p` of `top_p_candidates`.
+
+    The values of `logprobs` and `sampled_ids` are not checked here, because the implementations read them.
+
+    Returns:
+        `logprobs` [B, V], with float64 converted to float32; `p` as float64 [B] on the host; and
+        `sampled_ids` as int64 [B] on the device of `logprobs`.
+    """
+    logprobs = _checked_logprobs(logprobs)
+    rows = len(logprobs)
+    p_B = _thresholds(p, rows)
+    return logprobs, p_B, None if sampled_ids is None else _checked_sampled(sampled_ids, logprobs)
+
+
+def check_support_arguments(
+    logprobs: Tensor, weights: Tensor, token_ids: Tensor | None, sampled_ids: Sequence[int] | Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Check the arguments of `support_candidates`.
+
+    The values of `token_ids` are checked here too, because they index the rows of `logprobs`.
+
+    Returns:
+        `logprobs` [R, V], with float64 converted to float32; `weights` [R, W]; `token_ids` [R, W] or None;
+        and `sampled_ids` as int64 [R] on the device of `logprobs`.
+    """
+    logprobs = _checked_logprobs(logprobs)
+    rows, vocab = logprobs.shape
+    if not isinstance(weights, Tensor) or weights.ndim != 2 or len(weights) != rows:
+        raise InvalidInputError(f"weights: got {_describe(weights)}, expected a tensor [{rows}, W]")
+    if token_ids is None:
+        if weights.shape[1] != vocab:
+            raise InvalidInputError(
+                f"weights: got {_describe(weights)} without token_ids, expected [{rows}, {vocab}]"
+            )
+    elif token_ids.shape != weights.shape or token_ids.dtype not in _INTEGERS:
+        raise InvalidInputError(
+            f"token_ids: got {_describe(token_ids)}, expected integers {list(weights.shape)}"
+        )
+    elif token_ids.numel() and not (int(token_ids.amin()) >= 0 and int(token_ids.amax()) < vocab):
+        raise InvalidInputError(f"token_ids: got ids outside of 0 to {vocab - 1}")
+    return logprobs, weights.detach(), token_ids, _checked_sampled(sampled_ids, logprobs)
+
+
+def _checked_logprobs(logprobs: Tensor) -> Tensor:
+    if not isinstance(logprobs, Tensor) or logprobs.ndim != 2 or logprobs.dtype not in _DTYPES:
+        raise InvalidInputError(f"logprobs: got {_describe(logprobs)}, expected a float tensor [B, V]")
+    vocab = logprobs.shape[1]
+    if vocab == 0 or vocab > np.iinfo(np.int32).max:
+        raise InvalidInputError(f"logprobs: got a vocabulary of {vocab}, expected 1 to 2^31 - 1")
+    return (logprobs.float() if logprobs.dtype == torch.float64 else logprobs).detach()
+
+
+def _checked_sampled(sampled_ids: Sequence[int] | Tensor, logprobs: Tensor) -> Tensor:
+    rows = len(logprobs)
+    try:
+        sampled = torch.as_tensor(sampled_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"sampled_ids: expected {rows} integers: {error}") from None
+    if sampled.shape != (rows,) or (sampled.dtype not in _INTEGERS and rows):
+        raise InvalidInputError(f"sampled_ids: got {_describe(sampled)}, expected integers [{rows}]")
+    return sampled.to(logprobs.device, torch.int64)
+
+
+def _thresholds(p: float | Sequence[float] | Tensor, rows: int) -> NDArray[np.float64]:
+    """Return `p` as float64 [B] on the host."""
+    if isinstance(p, float):
+        if not 0 <= p <= 1:
+            raise InvalidInputError(f"p: got {p}, expected 0 to 1")
+        return np.full(rows, p)
+    try:
+        p_B = np.asarray(p.detach().cpu().double() if isinstance(p, Tensor) else p)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"p: expected a float or {rows} floats: {error}") from None
+    if p_B.dtype.kind not in "fiu" and p_B.size:
+        raise InvalidInputError(f"p: got {p_B.dtype}, expected a float or {rows} floats")
+    if p_B.ndim == 0:
+        p_B = np.full(rows, p_B)
+    if p_B.shape != (rows,):
+        raise InvalidInputError(f"p: got shape {list(p_B.shape)}, expected a float or [{rows}]")
+    if (bad := np.flatnonzero(~((p_B >= 0) & (p_B <= 1)))).size:
+        raise InvalidInputError(f"p: got {p_B[bad[0]]} for row {bad[0]}, expected 0 to 1")
+    return p_B.astype(np.float64, copy=False)
+
+
+def not_logprobs(row: int, highest: float) -> InvalidInputError:
+    """Return the error for a row whose maximum is NaN or above `MAX_LOGPROB`."""
+    problem = "NaN" if np.isnan(highest) else f"{highest:g}, which is above 0"
+    return InvalidInputError(f"logprobs: row {row} holds {problem}; expected natural log-probs, at most 0")
+
+
+def sampled_out_of_range(row: int, token_id: int, vocab: int) -> InvalidInputError:
+    """Return the error for a sampled id outside the vocabulary."""
+    return InvalidInputError(f"sampled_ids: got {token_id} for row {row}, expected 0 to {vocab - 1}")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__

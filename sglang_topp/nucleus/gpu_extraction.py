@@ -1,0 +1,234 @@
+"""Extract candidate sets on a GPU with the Triton kernels, with or without waiting for the device.
+
+The host does not know the sizes of the sets before it waits. So `stage_top_p` and `stage_support` write the
+sets to a staging area of fixed size, and leave out rows that do not fit. Once the host has copied the area,
+it sees which rows were left out, and the caller extracts them again. `top_p_candidates` and
+`support_candidates` wait for the sizes and allocate exactly what they need.
+
+Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C places
+of the staging area, n entries of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.nucleus import sampler_support_triton, top_p_triton
+from sglang_topp.nucleus.host_to_device import to_device
+from sglang_topp.nucleus.kernel_error_codes import row_error
+from sglang_topp.nucleus.top_p_torch import sort_key_descending
+
+__all__ = [
+    "StagedRows",
+    "StagingArea",
+    "stage_support",
+    "stage_top_p",
+    "support_candidates",
+    "top_p_candidates",
+]
+
+_SIZE, _START, _ERROR_CODE, _ERROR_DETAIL = range(4)
+
+
+@dataclass(frozen=True)
+class StagingArea:
+    """Candidate sets on the device, or on their way to the host.
+
+    Attributes:
+        entries: int32 [2, C], token ids and the bits of their float32 log-probs.
+        rows: int32 [4, B]. Each row has the size of its set, its place or -1, an error code, and the error's
+            detail (`kernel_error_codes`).
+    """
+
+    entries: Tensor
+    rows: Tensor
+
+    def map(self, copy_tensor: Callable[[Tensor], Tensor]) -> StagingArea:
+        """Copy both tensors. The copies may still be in progress on return."""
+        return StagingArea(copy_tensor(self.entries), copy_tensor(self.rows))
+
+    def read(self) -> StagedRows:
+        """Return the area as NumPy arrays. Both tensors must be on the host by now."""
+        return StagedRows(self.entries.numpy(), self.rows.numpy())
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """A `StagingArea` on the host.
+
+    Attributes:
+        entries: int32 [2, C].
+        rows: int32 [4, B].
+    """
+
+    entries: NDArray[np.int32]
+    rows: NDArray[np.int32]
+
+    @property
+    def left_out(self) -> NDArray[np.intp]:
+        """The rows that did not fit in the staging area."""
+        return np.flatnonzero((self.rows[_SIZE] > 0) & (self.rows[_START] < 0))
+
+    def problems(self, sampled_B: Tensor | None, vocab: int) -> dict[int, InvalidInputError]:
+        """Return the error of each invalid row. Such rows have no set."""
+        codes, details = self.rows[_ERROR_CODE].tolist(), self.rows[_ERROR_DETAIL].tolist()
+        wrong = np.flatnonzero(self.rows[_ERROR_CODE]).tolist()
+        return {row: row_error(row, codes[row], details[row], sampled_B, vocab) for row in wrong}
+
+    def sets(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int64]]:
+        """Return `(token_ids [n], logprobs [n], offsets [B + 1])` of the rows that fit, sorted as a set."""
+        sizes = np.where(self.rows[_START] >= 0, self.rows[_SIZE], 0)
+        offsets = offsets_of(sizes)
+        # The rows are in the staging area in their order, without gaps.
+        token_ids = self.entries[0, : offsets[-1]]
+        logprobs = self.entries[1, : offsets[-1]].view(np.float32)
+        keys = sort_key_descending(torch.from_numpy(logprobs)).numpy()
+        order = np.lexsort((token_ids, keys, np.repeat(np.arange(len(sizes)), sizes)))
+        return token_ids[order], logprobs[order], offsets
+
+
+def stage_top_p(
+    logprobs_BV: Tensor,
+    p_B: NDArray[np.float64],
+    sampled_B: Tensor | None,
+    *,
+    capacity: int,
+    lowest: float | None = None,
+    is_taken_B: Tensor | None = None,
+) -> StagingArea:
+    """Write the sets of `top_p_candidates` to a staging area, without waiting for the device.
+
+    All allocations depend on shapes alone.
+
+    Args:
+        logprobs_BV: floats on a GPU, contiguous along a row.
+        p_B: thresholds on the host.
+        sampled_B: int64, on the GPU.
+        capacity: C, the size of the staging area.
+        lowest: log-probs at or below this value stand for probability 0. Default: the dtype's lowest value.
+        is_taken_B: bool, on the GPU. The other rows are skipped, as rows with a threshold of 0 are.
+    """
+    limits_B = _limits(p_B, logprobs_BV)
+    if is_taken_B is not None:
+        limits_B = torch.where(is_taken_B, limits_B, 0.0)
+    cuts = top_p_triton.find_cuts(logprobs_BV, limits_B, sampled_B, _lowest(lowest, logprobs_BV))
+    starts_B = top_p_triton.place(cuts.sizes, capacity)
+    entries_2C = _entries(capacity, logprobs_BV)
+    top_p_triton.compact(logprobs_BV, sampled_B, cuts, starts_B, entries_2C)
+    return StagingArea(
+        entries_2C, torch.stack([cuts.sizes, starts_B, cuts.error_codes, cuts.highest.view(torch.int32)])
+    )
+
+
+def stage_support(
+    logprobs_BV: Tensor,
+    rows_R: Tensor,
+    is_drawn_RW: Tensor,
+    token_ids_RW: Tensor | None,
+    sampled_R: Tensor,
+    *,
+    capacity: int,
+    lowest: float | None = None,
+) -> StagingArea:
+    """Write the sets of `support_candidates` to a staging area, without waiting for the device.
+
+    All allocations depend on shapes alone.
+
+    Args:
+        logprobs_BV: floats on a GPU, contiguous along a row.
+        rows_R: int64 on the GPU, the rows of `logprobs_BV` that the weights belong to.
+        is_drawn_RW: bool, which weights are above 0.
+        token_ids_RW: int32, or None if W is V.
+        sampled_R: int64.
+        capacity: C, the size of the staging area.
+        lowest: as for `stage_top_p`.
+    """
+    drawn = (logprobs_BV, rows_R, is_drawn_RW, token_ids_RW, sampled_R)
+    found_3R = sampler_support_triton.count(*drawn, _lowest(lowest, logprobs_BV))
+    starts_R = top_p_triton.place(found_3R[0], capacity)
+    entries_2C = _entries(capacity, logprobs_BV)
+    sampler_support_triton.compact(*drawn, found_3R[0], starts_R, entries_2C)
+    return StagingArea(entries_2C, torch.stack([found_3R[0], starts_R, found_3R[1], found_3R[2]]))
+
+
+def top_p_candidates(
+    logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, *, lowest: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `sglang_topp.nucleus.top_p_candidates` for checked arguments.
+
+    Waits for the device once, to read the sizes. `lowest` is as for `stage_top_p`.
+    """
+    logprobs_BV = _with_contiguous_rows(logprobs_BV)
+    cuts = top_p_triton.find_cuts(
+        logprobs_BV, _limits(p_B, logprobs_BV), sampled_B, _lowest(lowest, logprobs_BV)
+    )
+    found = torch.stack([cuts.sizes, cuts.sizes, cuts.error_codes, cuts.highest.view(torch.int32)])
+    offsets_B1, entries_2n = _exact_room(found, sampled_B, logprobs_BV)
+    top_p_triton.compact(logprobs_BV, sampled_B, cuts, offsets_B1[:-1], entries_2n)
+    return _ordered(cuts.sizes, entries_2n, offsets_B1)
+
+
+def support_candidates(
+    logprobs_RV: Tensor,
+    weights_RW: Tensor,
+    token_ids_RW: Tensor | None,
+    sampled_R: Tensor,
+    *,
+    lowest: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `sglang_topp.nucleus.support_candidates` for checked arguments.
+
+    Waits for the device once, to read the sizes. `lowest` is as for `stage_top_p`.
+    """
+    logprobs_RV = _with_contiguous_rows(logprobs_RV)
+    rows_R = torch.arange(len(logprobs_RV), device=logprobs_RV.device)
+    ids_RW = None if token_ids_RW is None else token_ids_RW.to(torch.int32).contiguous()
+    drawn = (logprobs_RV, rows_R, (weights_RW > 0).contiguous(), ids_RW, sampled_R)
+    found_3R = sampler_support_triton.count(*drawn, _lowest(lowest, logprobs_RV))
+    sizes_R = found_3R[0]
+    offsets_R1, entries_2n = _exact_room(torch.cat([sizes_R[None], found_3R]), sampled_R, logprobs_RV)
+    sampler_support_triton.compact(*drawn, sizes_R, offsets_R1[:-1], entries_2n)
+    return _ordered(sizes_R, entries_2n, offsets_R1)
+
+
+def _exact_room(found_4R: Tensor, sampled_R: Tensor | None, logprobs_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows' offsets, and memory for exactly their entries. Raise the first invalid row's error."""
+    found = StagedRows(np.empty((2, 0), np.int32), found_4R.cpu().numpy())
+    for first in found.problems(sampled_R, logprobs_RV.shape[1]).values():
+        raise first
+    offsets = offsets_of(found.rows[_SIZE])
+    return to_device(offsets, logprobs_RV.device), _entries(int(offsets[-1]), logprobs_RV)
+
+
+def _ordered(sizes_R: Tensor, entries_2n: Tensor, offsets_R1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    ids_n, logprobs_n = entries_2n[0], entries_2n[1].view(torch.float32)
+    row_n = torch.repeat_interleave(sizes_R, output_size=len(ids_n)).long()
+    by_id = ids_n.argsort(stable=True)
+    order_n = by_id[((row_n << 32) + sort_key_descending(logprobs_n))[by_id].argsort(stable=True)]
+    return ids_n[order_n], logprobs_n[order_n], offsets_R1
+
+
+def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
+    return torch.empty((2, capacity), dtype=torch.int32, device=logprobs_BV.device)
+
+
+def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
+    """Return float64 [B]: a token is inside if the mass above it is less than this."""
+    # p = 1 keeps the whole row, even if a part of it sums to 1 or more by rounding.
+    return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
+
+
+def _lowest(lowest: float | None, logprobs_BV: Tensor) -> float:
+    return torch.finfo(logprobs_BV.dtype).min if lowest is None else lowest
+
+
+def _with_contiguous_rows(logprobs_BV: Tensor) -> Tensor:
+    return logprobs_BV if logprobs_BV.stride(1) == 1 else logprobs_BV.contiguous()

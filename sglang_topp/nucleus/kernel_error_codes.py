@@ -1,0 +1,36 @@
+"""Error codes that GPU kernels write per row, and the exceptions that they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.nucleus.argument_checks import not_logprobs, sampled_out_of_range
+
+__all__ = ["NOT_LOGPROBS", "SAMPLED_OUT_OF_RANGE", "TOKEN_OUT_OF_RANGE", "ZERO_PROBABILITY", "row_error"]
+
+SAMPLED_OUT_OF_RANGE = 1
+"""The sampled id is outside the vocabulary."""
+NOT_LOGPROBS = 2
+"""The row holds NaN or a value above 0. The detail holds the bits of the highest value, or of NaN."""
+TOKEN_OUT_OF_RANGE = 3
+"""A weight's id is outside the vocabulary. The detail is that id."""
+ZERO_PROBABILITY = 4
+"""A token of probability 0 has a weight and was not sampled. The detail is its id."""
+
+
+def row_error(row: int, code: int, detail: int, sampled_B: Tensor | None, vocab: int) -> InvalidInputError:
+    """Return the exception for a row's error code and detail. `sampled_B` is read only if it is invalid."""
+    if code == NOT_LOGPROBS:
+        return not_logprobs(row, float(np.int32(detail).view(np.float32)))
+    if code == TOKEN_OUT_OF_RANGE:
+        return InvalidInputError(f"token_ids: got {detail} in row {row}, outside of 0 to {vocab - 1}")
+    if code == ZERO_PROBABILITY:
+        return InvalidInputError(
+            f"weights: row {row} can draw token {detail}, whose log-prob is -inf;"
+            " expected one above zero probability"
+        )
+    assert code == SAMPLED_OUT_OF_RANGE
+    assert sampled_B is not None
+    return sampled_out_of_range(row, int(sampled_B[row]), vocab)

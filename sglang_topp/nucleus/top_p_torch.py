@@ -1,0 +1,235 @@
+"""Extract top-p candidate sets in plain torch, on any device, without sorting the vocabulary.
+
+A nucleus is usually tens of tokens out of a hundred thousand. So a row is cut into blocks of neighboring ids,
+and only the blocks with the highest maxima are read. Let `bound` be the lowest maximum among these blocks.
+Every token above `bound` lies in one of them. If these tokens have a mass of `p`, the mass above any other
+token is at least `p`, so the blocks contain the whole nucleus. This is checked for every row. Rows that fail
+are read again with more blocks, and finally in full. No result is approximate.
+
+The cost is one pass for the block maxima, and then work on some thousand values per row.
+
+Shape legend: B rows, R rows with p > 0 (or those not yet finished), V vocabulary, N whole blocks of S tokens,
+K chosen blocks, M values read per row, n entries of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_topp.candidates.validation import MAX_LOGPROB
+from sglang_topp.nucleus.argument_checks import not_logprobs, sampled_out_of_range
+
+__all__ = ["sort_key_descending", "top_p_candidates"]
+
+_BLOCK = 64
+# Blocks read in each attempt. 128 suffice for nearly every row of a model at p = 0.95. 1024 cost a fraction
+# of sorting a whole row of a large vocabulary.
+_ATTEMPTS = (128, 1024)
+# Values sorted together when whole rows are read: as many as fit a CPU's cache, or an accelerator's memory.
+_WHOLE_VALUES_CPU = 1 << 16
+_WHOLE_VALUES = 1 << 25
+
+
+class _Asked(NamedTuple):
+    """The rows to extract, one entry per row in every field."""
+
+    rows_R: Tensor  # int64, the row's number in the batch
+    limit_R: Tensor  # float64, a token is inside if the mass above it is less than this
+    sampled_R: Tensor  # int64
+    sampled_logprobs_R: Tensor  # float32, or NaN if no token is to be added: NaN is below nothing
+
+    def take(self, which: Tensor) -> _Asked:
+        return _Asked(*(field[which] for field in self))
+
+
+class _Part(NamedTuple):
+    """The candidate sets of some rows, as flat tensors."""
+
+    rows_R: Tensor
+    ids_n: Tensor
+    logprobs_n: Tensor
+    sizes_R: Tensor
+
+
+def top_p_candidates(
+    logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `sglang_topp.nucleus.top_p_candidates` for checked arguments."""
+    offsets = torch.zeros(len(p_B) + 1, dtype=torch.int64, device=logprobs_BV.device)
+    row_numbers = np.flatnonzero(p_B)
+    if not len(row_numbers):
+        none = logprobs_BV.new_empty(0, dtype=torch.float32)
+        return none.int(), none, offsets
+    asked = _what_is_asked(logprobs_BV, p_B, sampled_B, row_numbers)
+    parts = list(_parts(logprobs_BV, asked, row_numbers))
+    for part in parts:
+        offsets[part.rows_R + 1] = part.sizes_R
+    ids_n, logprobs_n = _in_row_order(parts)
+    return ids_n, logprobs_n, offsets.cumsum_(0)
+
+
+def _what_is_asked(
+    logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, row_numbers: NDArray[np.intp]
+) -> _Asked:
+    """Return the rows with `p > 0`. Raise if one of their sampled ids is outside the vocabulary."""
+    device = logprobs_BV.device
+    rows_R = torch.from_numpy(row_numbers).to(device)
+    # p = 1 keeps the whole row, even if a part of it sums to 1 or more by rounding.
+    limit_R = torch.from_numpy(np.where(p_B == 1, np.inf, p_B)[row_numbers]).to(device)
+    if sampled_B is None:
+        return _Asked(rows_R, limit_R, rows_R, torch.full_like(limit_R, torch.nan, dtype=torch.float32))
+    sampled_R = sampled_B[rows_R]
+    vocab = logprobs_BV.shape[1]
+    nonsense_R = (sampled_R < 0) | (sampled_R >= vocab)
+    if bool(nonsense_R.any()):
+        worst = int(nonsense_R.nonzero()[0])
+        raise sampled_out_of_range(int(rows_R[worst]), int(sampled_R[worst]), vocab)
+    return _Asked(rows_R, limit_R, sampled_R, logprobs_BV[rows_R, sampled_R].float())
+
+
+def _parts(logprobs_BV: Tensor, asked: _Asked, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
+    """Yield the sets found in each row's highest blocks, then those of rows that need more blocks.
+
+    If a row is in several parts, the last one is correct.
+    """
+    num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
+    attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
+    if attempts:
+        blocks_BNS = logprobs_BV[:, : num_blocks * _BLOCK].view(-1, num_blocks, _BLOCK)
+        # Reduce runs of neighboring rows, so that rows with p = 0 are neither read nor copied.
+        breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
+        runs = zip([0, *breaks], [*breaks, len(row_numbers)], strict=True)
+        maxima = [blocks_BNS[row_numbers[a] : row_numbers[b - 1] + 1].amax(2) for a, b in runs]
+        maxima_RN = torch.cat(maxima) if len(maxima) > 1 else maxima[0]
+    for num_chosen in attempts:
+        highest_RK, chosen_RK = maxima_RN.topk(num_chosen, sorted=False)
+        chosen_RK = chosen_RK.sort(1).values  # so that ids ascend along a row of values
+        values_RM = blocks_BNS[asked.rows_R[:, None], chosen_RK].flatten(1)
+        if tail:
+            values_RM = torch.cat([values_RM, logprobs_BV[asked.rows_R, -tail:]], 1)
+            chosen_RK = torch.nn.functional.pad(chosen_RK, (0, 1), value=num_blocks)
+        part, short_R = _cut(values_RM, asked, highest_RK.amin(1), chosen_RK)
+        yield part
+        if not bool(short_R.any()):
+            return
+        asked, maxima_RN = asked.take(short_R), maxima_RN[short_R]
+
+    on_cpu = logprobs_BV.device.type == "cpu"
+    rows_at_once = max(1, (_WHOLE_VALUES_CPU if on_cpu else _WHOLE_VALUES) // logprobs_BV.shape[1])
+    for some in torch.split(torch.arange(len(asked.rows_R), device=logprobs_BV.device), rows_at_once):
+        whole = asked.take(some)
+        yield _cut(logprobs_BV[whole.rows_R], whole)[0]
+
+
+def _cut(
+    values_RM: Tensor, asked: _Asked, bound_R: Tensor | None = None, blocks_RK: Tensor | None = None
+) -> tuple[_Part, Tensor]:
+    """Sort each row's values above its bound, and cut each row where its nucleus ends.
+
+    Args:
+        values_RM: log-probs, with ids that ascend along a row.
+        asked: the rows to extract.
+        bound_R: an upper bound of the values that are not in `values_RM`. None if M is all of V.
+        blocks_RK: the blocks that M consists of. None if M is all of V.
+
+    Returns:
+        The sets, and bool [R] that marks short rows. The values of a short row have too little mass, so its
+        nucleus may contain tokens that were not read.
+    """
+    # amax and topk return NaN if a row holds one, and NaN is not `<=` anything.
+    if not float(values_RM.amax()) <= MAX_LOGPROB:
+        highest_R = values_RM.amax(1)
+        worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])
+        raise not_logprobs(int(asked.rows_R[worst]), float(highest_R[worst]))
+
+    num_rows, width = values_RM.shape
+    lowest = torch.finfo(values_RM.dtype).min
+    above_RM = values_RM > (lowest if bound_R is None else bound_R.clamp(min=lowest)[:, None])
+    entry_n = above_RM.flatten().nonzero().squeeze(1)
+    edges = torch.arange(0, (num_rows + 1) * width, width, device=entry_n.device)
+    edges = torch.searchsorted(entry_n, edges)
+    start_R, end_R = edges[:-1], edges[1:]
+
+    logprobs_n = values_RM.flatten()[entry_n].float()
+    key_n = sort_key_descending(logprobs_n)
+    if num_rows > 1:
+        key_n = ((entry_n // width) << 32) + key_n
+    key_n, order_n = key_n.sort(stable=True)
+    entry_n, logprobs_n = entry_n[order_n], logprobs_n[order_n]
+
+    # On an accelerator, rounding may make a sum smaller than the previous one, by far less than 1e-6.
+    mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
+    torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
+    stop_R = torch.searchsorted(mass_before, mass_before[start_R] + asked.limit_R)
+    # The highest value is always inside. A p below the sum's rounding error would exclude it.
+    stop_R = torch.maximum(stop_R, start_R + 1)
+    short_R = stop_R > end_R
+    if bound_R is not None:
+        short_R &= bound_R > lowest  # otherwise no token below the bound has any probability
+    stop_R = torch.minimum(stop_R, end_R)
+    least_R = torch.full_like(asked.sampled_logprobs_R, torch.inf)
+    if len(key_n):
+        some_R = stop_R > start_R
+        # Tokens tied with the last one inside have the same mass above them, so they are inside too.
+        tied_R = torch.searchsorted(key_n, key_n[stop_R - 1], right=True)
+        stop_R = torch.where(some_R, tied_R, stop_R)
+        least_R = torch.where(some_R, logprobs_n[stop_R - 1], least_R)
+    sizes_R = stop_R - start_R
+
+    kept_n = _spans(start_R, sizes_R)
+    entry_n, logprobs_n = entry_n[kept_n], logprobs_n[kept_n]
+    ids_n = entry_n % width
+    if blocks_RK is not None:
+        ids_n = blocks_RK[entry_n // width, ids_n // _BLOCK] * _BLOCK + ids_n % _BLOCK
+    part = _Part(asked.rows_R, ids_n.int(), logprobs_n, sizes_R)
+    # A nucleus contains every token that is at least as likely as its least likely token.
+    return _with_sampled(part, asked, asked.sampled_logprobs_R < least_R), short_R
+
+
+def sort_key_descending(logprobs: Tensor) -> Tensor:
+    """Return int32 keys that ascend as float32 log-probs descend. -0.0 and 0.0 have equal keys."""
+    bits = (0.0 - logprobs).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
+    """Return the index of the spans that begin at `start_R`, concatenated."""
+    if len(start_R) == 1:
+        return slice(0, int(sizes_R))
+    ends_R = sizes_R.cumsum(0)
+    total = int(ends_R[-1])
+    shift_n = torch.repeat_interleave(start_R - ends_R + sizes_R, sizes_R, output_size=total)
+    return shift_n + torch.arange(total, device=shift_n.device)
+
+
+def _with_sampled(part: _Part, asked: _Asked, outside_R: Tensor) -> _Part:
+    """Add the sampled tokens that are outside, at the end of their rows: they are the least likely ones."""
+    if not bool(outside_R.any()):
+        return part
+    row_n = torch.repeat_interleave(part.sizes_R)
+    order_n = torch.cat([row_n, outside_R.nonzero().squeeze(1)]).sort(stable=True).indices
+    return _Part(
+        part.rows_R,
+        torch.cat([part.ids_n, asked.sampled_R[outside_R].int()])[order_n],
+        torch.cat([part.logprobs_n, asked.sampled_logprobs_R[outside_R]])[order_n],
+        part.sizes_R + outside_R,
+    )
+
+
+def _in_row_order(parts: list[_Part]) -> tuple[Tensor, Tensor]:
+    """Return `(ids, logprobs)` of all rows, in the order of the rows."""
+    if len(parts) == 1:
+        return parts[0].ids_n, parts[0].logprobs_n
+    sets: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in parts:
+        sizes: list[int] = part.sizes_R.tolist()
+        flat = zip(torch.split(part.ids_n, sizes), torch.split(part.logprobs_n, sizes), strict=True)
+        sets.update(zip(part.rows_R.tolist(), flat, strict=True))
+    ids, logprobs = zip(*(sets[row] for row in sorted(sets)), strict=True)
+    return torch.cat(ids), torch.cat(logprobs)

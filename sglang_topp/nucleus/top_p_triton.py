@@ -1,0 +1,462 @@
+"""Triton kernels that extract top-p candidate sets. No kernel needs a size on the host.
+
+One pass over a row takes the maximum of every block of neighboring ids. The maxima are a part of the row's
+tokens, so a nucleus of them alone reaches at least as far down as the row's own nucleus. Blocks whose maximum
+is in it are active: they contain the whole nucleus. The kernels then search for the exact cutoff among the
+values of the active blocks, and write out the tokens above it. Most rows of a model have some dozens of
+active blocks out of thousands (normal logits with standard deviation 6 at p = 0.95: 85 of 2,374). In a flat
+row all blocks are active, which is slower but exact too.
+
+The search narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several pivots at once,
+until at most one entry is left in it. This takes about ten rounds, so the values stay in registers if they
+fit. Sums are float64. One program handles each row, in a fixed order, so results repeat to the last bit.
+Arguments that change between decode steps are not specialized on, so a step never compiles a kernel again.
+
+Shape legend: B rows, V vocabulary, N blocks of S tokens, C places for candidates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_topp.candidates.validation import MAX_LOGPROB
+from sglang_topp.nucleus.kernel_error_codes import NOT_LOGPROBS, SAMPLED_OUT_OF_RANGE
+
+__all__ = ["Cuts", "compact", "find_cuts", "launch", "place"]
+
+_BLOCK = 64
+_MAX_BLOCKS = 1 << 13  # per row; larger vocabularies have larger blocks
+_BLOCKS_AT_ONCE = 64
+_TILE = 512
+_HELD = 4096  # values that a search keeps in registers
+_PIVOTS = 8
+_WARPS = 16
+_HIGHEST = tl.constexpr(MAX_LOGPROB)
+_NAN = tl.constexpr(float("nan"))
+_SAMPLED_OUT_OF_RANGE, _NOT_LOGPROBS = tl.constexpr(SAMPLED_OUT_OF_RANGE), tl.constexpr(NOT_LOGPROBS)
+
+
+class Cuts(NamedTuple):
+    """The cutoffs of the nuclei of some rows, on the device of their log-probs.
+
+    Attributes:
+        sizes: int32 [B], the number of candidates, including the sampled token.
+        error_codes: int32 [B], 0 or an error code (`kernel_error_codes`).
+        highest: float32 [B], the row's highest log-prob, or NaN if the row holds NaN.
+        keys: int32 [B]. A token is inside if its sort key is below this.
+        blocks: int32 [B, N], the active blocks, ascending.
+        active: int32 [B], the number of active blocks.
+        block: S.
+    """
+
+    sizes: Tensor
+    error_codes: Tensor
+    highest: Tensor
+    keys: Tensor
+    blocks: Tensor
+    active: Tensor
+    block: int
+
+
+def launch(tensor: Tensor) -> torch.cuda.device:
+    """Return the context in which to launch kernels on this tensor, as Triton uses the current device."""
+    return torch.cuda.device(tensor.get_device())
+
+
+def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, lowest: float) -> Cuts:
+    """Find the cutoff of each row's nucleus, without waiting for the device.
+
+    Args:
+        logprobs_BV: contiguous along a row.
+        limits_B: float64. A token is inside if the mass above it is less than this. 0 skips the row.
+        sampled_B: int64. An id outside the vocabulary sets the row's error code.
+        lowest: log-probs at or below this value stand for probability 0.
+    """
+    num_rows, vocab = logprobs_BV.shape
+    block = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _MAX_BLOCKS)))
+    num_blocks = triton.cdiv(vocab, block)
+    device = logprobs_BV.device
+    maxima_BN = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
+    blocks_BN = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
+    sizes_B, error_codes_B, keys_B, active_B = (
+        torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(4)
+    )
+    highest_B = torch.empty(num_rows, dtype=torch.float32, device=device)
+    cuts = Cuts(sizes_B, error_codes_B, highest_B, keys_B, blocks_BN, active_B, block)
+    if not num_rows:
+        return cuts
+    blocks_at_once = max(1, _BLOCKS_AT_ONCE * _BLOCK // block)
+    with launch(logprobs_BV):
+        _maxima_kernel[(num_rows, triton.cdiv(num_blocks, blocks_at_once))](
+            logprobs_BV,
+            limits_B,
+            maxima_BN,
+            vocab,
+            num_blocks,
+            logprobs_BV.stride(0),
+            BLOCK=block,
+            BLOCKS=blocks_at_once,
+        )
+        _cut_kernel[(num_rows,)](
+            logprobs_BV,
+            limits_B,
+            sampled_B,
+            maxima_BN,
+            *cuts[:-1],
+            vocab,
+            num_blocks,
+            logprobs_BV.stride(0),
+            _key(lowest),
+            HAS_SAMPLED=sampled_B is not None,
+            BLOCK=block,
+            HELD=_size(cuts, _HELD),
+            TILE=_size(cuts, _TILE),
+            PIVOTS=_PIVOTS,
+            num_warps=_WARPS,
+        )
+    return cuts
+
+
+def place(sizes_B: Tensor, capacity: int) -> Tensor:
+    """Assign each row's candidates a start among `capacity` places: int32 [B], -1 if the row does not fit.
+
+    Rows are placed one after the other. A row larger than `capacity` takes no place.
+    """
+    starts_B = torch.empty_like(sizes_B)
+    if len(sizes_B):
+        with launch(sizes_B):
+            _place_kernel[(1,)](sizes_B, starts_B, len(sizes_B), capacity, TILE=_TILE)
+    return starts_B
+
+
+def compact(
+    logprobs_BV: Tensor, sampled_B: Tensor | None, cuts: Cuts, starts_B: Tensor, entries_2C: Tensor
+) -> None:
+    """Write each row's candidates to its place, ids ascending. A sampled token outside the nucleus is last.
+
+    Args:
+        logprobs_BV, sampled_B: as passed to `find_cuts`.
+        starts_B: integers, the places of the rows. -1 leaves a row out.
+        entries_2C: int32, token ids and then the bits of their float32 log-probs.
+    """
+    if not len(starts_B):
+        return
+    with launch(logprobs_BV):
+        _compact_kernel[(len(starts_B),)](
+            logprobs_BV,
+            sampled_B,
+            cuts.sizes,
+            cuts.keys,
+            cuts.blocks,
+            cuts.active,
+            starts_B,
+            entries_2C,
+            logprobs_BV.shape[1],
+            cuts.blocks.shape[1],
+            logprobs_BV.stride(0),
+            entries_2C.shape[1],
+            HAS_SAMPLED=sampled_B is not None,
+            BLOCK=cuts.block,
+            TILE=_size(cuts, _TILE),
+        )
+
+
+def _size(cuts: Cuts, largest: int) -> int:
+    """Return how many of a row's values to process at once."""
+    num_values: int = triton.next_power_of_2(cuts.blocks.shape[1]) * cuts.block
+    return max(cuts.block, min(largest, num_values))
+
+
+def _key(lowest: float) -> int:
+    """Compute `_sort_key_descending` of one number on the host."""
+    bits = int(torch.tensor(0.0 - lowest, dtype=torch.float32).view(torch.int32))
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _sort_key_descending(values):  # type: ignore[no-untyped-def]  # a kernel, not a Python function
+    """Compute `top_p_torch.sort_key_descending` in a kernel."""
+    bits = (0.0 - values).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _tile(  # type: ignore[no-untyped-def]
+    row_ptr, blocks_ptr, start, num_values, vocab, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """Load the next values of a row's active blocks, and their token ids. Missing values are -inf."""
+    at = start + tl.arange(0, TILE)
+    block = tl.load(blocks_ptr + at // BLOCK, mask=at < num_values, other=0)
+    token_ids = block * BLOCK + at % BLOCK
+    is_there = (at < num_values) & (token_ids < vocab)
+    values = tl.load(row_ptr + token_ids, mask=is_there, other=float("-inf")).to(tl.float32)
+    return token_ids, values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _values(  # type: ignore[no-untyped-def]
+    row_ptr,
+    blocks_ptr,
+    start,
+    num_values,
+    vocab,
+    IS_GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Load the next values of a row, from its active blocks or contiguous. Missing values are -inf."""
+    if IS_GATHERED:
+        _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)
+    else:
+        at = start + tl.arange(0, TILE)
+        values = tl.load(row_ptr + at, mask=at < num_values, other=float("-inf"))
+    return values
+
+
+@triton.jit
+def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
+    """Return the mass and the count of each value that is above each pivot, both [P, T]."""
+    is_above_PT = keys_T[None, :] < keys_P[:, None]
+    return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _search(  # type: ignore[no-untyped-def]
+    row_ptr,
+    blocks_ptr,
+    num_values,
+    vocab,
+    limit,
+    highest_key,
+    lowest_key,
+    IS_GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+    TILE: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    """Find the key below which a nucleus lies, and the number of its entries.
+
+    Between rounds, the mass above `low` is less than the limit, so entries at `low` are inside. The mass
+    above `high` is not less, or no possible entry is beyond `high`. So a single entry between them is inside
+    too. Up to HELD values are read once; longer rows are read in every round.
+    """
+    low = highest_key.to(tl.int64)
+    high = tl.full((), 0, tl.int64) + lowest_key
+    below_low = tl.full((), 0, tl.int32)
+    below_high = tl.full((), 0, tl.int32)
+    pivot = tl.arange(0, PIVOTS)
+    is_held = num_values <= HELD
+    held = _values(row_ptr, blocks_ptr, 0, tl.where(is_held, num_values, 0), vocab, IS_GATHERED, BLOCK, HELD)
+    held_keys, held_masses = _sort_key_descending(held), tl.exp(held.to(tl.float64))
+    is_open = low < high
+    while is_open:
+        step = (high - low + (PIVOTS - 1)) // PIVOTS
+        keys_P = tl.minimum(low + step * (pivot + 1).to(tl.int64), high).to(tl.int32)
+        if is_held:
+            masses_PH, counts_PH = _above(held_keys, held_masses, keys_P)
+            masses_P, counts_P = tl.sum(masses_PH, 1), tl.sum(counts_PH, 1)
+        else:
+            masses_PT = tl.zeros((PIVOTS, TILE), tl.float64)
+            counts_PT = tl.zeros((PIVOTS, TILE), tl.int32)
+            for start in range(0, num_values, TILE):
+                values = _values(row_ptr, blocks_ptr, start, num_values, vocab, IS_GATHERED, BLOCK, TILE)
+                masses, counts = _above(_sort_key_descending(values), tl.exp(values.to(tl.float64)), keys_P)
+                masses_PT += masses
+                counts_PT += counts
+            masses_P, counts_P = tl.sum(masses_PT, 1), tl.sum(counts_PT, 1)
+        num_passed = tl.sum((masses_P < limit).to(tl.int32), 0)
+        if num_passed > 0:
+            below_low = tl.sum(tl.where(pivot == num_passed - 1, counts_P, 0), 0)
+        below_high = tl.sum(tl.where(pivot == tl.minimum(num_passed, PIVOTS - 1), counts_P, 0), 0)
+        high = tl.minimum(low + step * (num_passed + 1).to(tl.int64), high)
+        low = tl.minimum(low + step * num_passed.to(tl.int64), high)
+        is_open = (below_high - below_low > 1) & (high - low > 1)
+    return high, below_high
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _maxima_kernel(  # type: ignore[no-untyped-def]
+    logprobs_ptr,
+    limits_ptr,
+    maxima_ptr,
+    vocab,
+    num_blocks,
+    row_stride,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(limits_ptr + row) > 0:
+        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+        at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        values = tl.load(logprobs_ptr + row * row_stride + at, mask=at < vocab, other=float("-inf"))
+        values = values.to(tl.float32)
+        is_nan = values != values  # a maximum may or may not return NaN
+        highest = tl.max(tl.where(is_nan, float("-inf"), values), 1)
+        highest = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, _NAN, highest)
+        tl.store(maxima_ptr + row * num_blocks + block, highest, mask=block < num_blocks)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cut_kernel(  # type: ignore[no-untyped-def]
+    logprobs_ptr,
+    limits_ptr,
+    sampled_ptr,
+    maxima_ptr,
+    sizes_ptr,
+    error_codes_ptr,
+    highest_ptr,
+    keys_ptr,
+    blocks_ptr,
+    active_ptr,
+    vocab,
+    num_blocks,
+    row_stride,
+    lowest_key,
+    HAS_SAMPLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+    TILE: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    limit = tl.load(limits_ptr + row)
+    tl.store(sizes_ptr + row, 0)
+    tl.store(error_codes_ptr + row, 0)
+    tl.store(active_ptr + row, 0)
+    if limit <= 0:
+        return
+    if HAS_SAMPLED:
+        sampled = tl.load(sampled_ptr + row)
+        if (sampled < 0) | (sampled >= vocab):
+            tl.store(error_codes_ptr + row, _SAMPLED_OUT_OF_RANGE)
+            return
+    row_ptr = logprobs_ptr + row * row_stride
+    maxima_ptr += row * num_blocks
+    blocks_ptr += row * num_blocks
+
+    highest_H = tl.full((HELD,), float("-inf"), tl.float32)
+    has_nan_H = tl.zeros((HELD,), tl.int32)
+    for start in range(0, num_blocks, HELD):
+        at = start + tl.arange(0, HELD)
+        maxima = tl.load(maxima_ptr + at, mask=at < num_blocks, other=float("-inf"))
+        is_nan = maxima != maxima
+        has_nan_H |= is_nan.to(tl.int32)
+        highest_H = tl.maximum(highest_H, tl.where(is_nan, float("-inf"), maxima))
+    highest = tl.max(highest_H, 0)
+    if tl.max(has_nan_H, 0) > 0:
+        highest = highest * _NAN
+    tl.store(highest_ptr + row, highest)
+    if not (highest.to(tl.float64) <= _HIGHEST):
+        tl.store(error_codes_ptr + row, _NOT_LOGPROBS)
+        return
+
+    highest_key = _sort_key_descending(highest)
+    key, num_active = _search(
+        maxima_ptr,
+        maxima_ptr,
+        num_blocks,
+        vocab,
+        limit,
+        highest_key,
+        lowest_key,
+        False,
+        BLOCK,
+        HELD,
+        TILE,
+        PIVOTS,
+    )
+    written = tl.full((), 0, tl.int32)
+    for start in range(0, num_blocks, HELD):
+        at = start + tl.arange(0, HELD)
+        maxima = tl.load(maxima_ptr + at, mask=at < num_blocks, other=float("-inf"))
+        is_active = _sort_key_descending(maxima).to(tl.int64) < key
+        tl.store(blocks_ptr + written + tl.cumsum(is_active.to(tl.int32), 0) - 1, at, mask=is_active)
+        written += tl.sum(is_active.to(tl.int32), 0)
+    tl.store(active_ptr + row, num_active)
+    tl.debug_barrier()  # the search below reads blocks that other threads wrote
+
+    key, size = _search(
+        row_ptr,
+        blocks_ptr,
+        num_active * BLOCK,
+        vocab,
+        limit,
+        highest_key,
+        key,
+        True,
+        BLOCK,
+        HELD,
+        TILE,
+        PIVOTS,
+    )
+    tl.store(keys_ptr + row, key.to(tl.int32))
+    if HAS_SAMPLED:
+        sampled_key = _sort_key_descending(tl.load(row_ptr + sampled).to(tl.float32))
+        size += (sampled_key.to(tl.int64) >= key).to(tl.int32)
+    tl.store(sizes_ptr + row, size)
+
+
+@triton.jit(do_not_specialize=["num_rows", "capacity"])  # type: ignore[untyped-decorator]
+def _place_kernel(sizes_ptr, starts_ptr, num_rows, capacity, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    end = tl.full((), 0, tl.int64)
+    for first in range(0, num_rows, TILE):
+        row = first + tl.arange(0, TILE)
+        sizes = tl.load(sizes_ptr + row, mask=row < num_rows, other=0).to(tl.int64)
+        taken = tl.where(sizes <= capacity, sizes, 0)
+        ends = end + tl.cumsum(taken, 0)
+        fits = (sizes <= capacity) & (ends <= capacity)
+        tl.store(starts_ptr + row, tl.where(fits, ends - sizes, -1).to(tl.int32), mask=row < num_rows)
+        end += tl.sum(taken, 0)
+
+
+@triton.jit(do_not_specialize=["capacity"])  # type: ignore[untyped-decorator]
+def _compact_kernel(  # type: ignore[no-untyped-def]
+    logprobs_ptr,
+    sampled_ptr,
+    sizes_ptr,
+    keys_ptr,
+    blocks_ptr,
+    active_ptr,
+    starts_ptr,
+    entries_ptr,
+    vocab,
+    num_blocks,
+    row_stride,
+    capacity,
+    HAS_SAMPLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    size = tl.load(sizes_ptr + row)
+    place = tl.load(starts_ptr + row).to(tl.int64)
+    if (size == 0) | (place < 0):
+        return
+    row_ptr = logprobs_ptr + row * row_stride
+    ids_ptr = entries_ptr
+    bits_ptr = entries_ptr + capacity
+    key = tl.load(keys_ptr + row)
+    end = place + size
+    num_values = tl.load(active_ptr + row) * BLOCK
+    for start in range(0, num_values, TILE):
+        token_ids, values = _tile(
+            row_ptr, blocks_ptr + row * num_blocks, start, num_values, vocab, BLOCK, TILE
+        )
+        is_inside = _sort_key_descending(values) < key
+        at = place + tl.cumsum(is_inside.to(tl.int32), 0) - 1
+        tl.store(ids_ptr + at, token_ids, mask=is_inside)
+        tl.store(bits_ptr + at, values.to(tl.int32, bitcast=True), mask=is_inside)
+        place += tl.sum(is_inside.to(tl.int32), 0)
+    if HAS_SAMPLED:
+        is_outside = place < end
+        sampled = tl.load(sampled_ptr + row)
+        value = tl.load(row_ptr + sampled).to(tl.float32)
+        tl.store(ids_ptr + place, sampled.to(tl.int32), mask=is_outside)
+        tl.store(bits_ptr + place, value.to(tl.int32, bitcast=True), mask=is_outside)

@@ -1,0 +1,197 @@
+"""Plots of candidate sets for notebooks and papers. Needs matplotlib (`sglang-topp[plot]`).
+
+Each function draws into `ax`, or into the current Axes, and returns it. Positions without a set are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.entropy import set_entropy
+from sglang_topp.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["kept_mass", "over_positions", "ratios", "set_sizes"]
+
+# Color-blind readers can distinguish both, also in gray.
+_BLUE, _ORANGE = "#0072b2", "#e69f00"
+_MAX_STRETCHES = 128
+_RATIO_TICKS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5)
+_LABELS = {"size": "set size", "mass": "kept mass", "entropy": "entropy (nats)"}
+
+
+class HasCandidates(Protocol):
+    """A `Rollout`, or any object with its candidate sets."""
+
+    @property
+    def candidates(self) -> CandidateSets | None:
+        """The sets of its tokens."""
+
+
+def set_sizes(rollouts: Iterable[HasCandidates], ax: Axes | None = None) -> Axes:
+    """Draw the histogram of set sizes on log axes, with the median and the 99th percentile.
+
+    Raises:
+        InvalidInputError: there is no set.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    sizes = np.concatenate([sets.sizes[sets.sizes > 0] for sets in _sets_of(rollouts)])
+    ax = _axes(ax)
+    powers = np.arange(int(sizes.max()).bit_length() + 1)
+    # A bar ends at its power of two, so the first holds the sets of one.
+    ax.hist(sizes, bins=[0.5, *(2.0**powers + 0.5)], color=_BLUE, edgecolor="white", linewidth=0.5)
+    for q, style in ((50, "--"), (99, ":")):
+        value = np.percentile(sizes, q, method="inverted_cdf")
+        ax.axvline(value, color="black", linestyle=style, linewidth=1, label=f"p{q}: {value:,.0f}")
+    ax.set(xscale="log", yscale="log", xlabel="candidates", ylabel="tokens")
+    ax.legend(title=f"{np.mean(sizes == 1):.1%} of one candidate")
+    return ax
+
+
+def kept_mass(rollouts: Iterable[HasCandidates], ax: Axes | None = None) -> Axes:
+    """Draw the histogram of the kept mass, with the tokens on a log axis and the mean marked.
+
+    Raises:
+        InvalidInputError: there is no set, or sets have no log-probs.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    mass = np.concatenate([_values("mass", sets)[sets.sizes > 0] for sets in _sets_of(rollouts)])
+    ax = _axes(ax)
+    low = min(0.8, float(np.floor(mass.min() * 50)) / 50)
+    ax.hist(np.minimum(mass, 1), bins=np.linspace(low, 1, 51).tolist(), color=_BLUE)
+    ax.axvline(mass.mean(), color="black", linestyle="--", linewidth=1, label=f"mean {mass.mean():.4f}")
+    ax.set(yscale="log", xlabel="kept mass", ylabel="tokens")
+    ax.legend()
+    return ax
+
+
+def over_positions(
+    rollouts: Iterable[HasCandidates],
+    ax: Axes | None = None,
+    *,
+    value: Literal["size", "mass", "entropy"] = "size",
+) -> Axes:
+    """Draw the median and the 10th to 90th percentile of a value over the position in the output.
+
+    Long outputs are cut into at most 128 stretches of equal length.
+
+    Raises:
+        InvalidInputError: there is no set, sets have no log-probs, or `value` is another.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    if value not in _LABELS:
+        raise InvalidInputError(f"value: got {value!r}, expected one of {', '.join(_LABELS)}")
+    sets = _sets_of(rollouts)
+    positions = np.concatenate([np.flatnonzero(one.sizes) for one in sets])
+    values = np.concatenate([_values(value, one)[one.sizes > 0] for one in sets])
+    width = -(-int(positions.max() + 1) // _MAX_STRETCHES)
+    stretches = positions // width
+    order = np.argsort(stretches, kind="stable")
+    numbers, starts = np.unique(stretches[order], return_index=True)
+    parts = np.split(values[order], starts[1:])
+    low, middle, high = np.transpose([np.percentile(part, (10, 50, 90)) for part in parts])
+    centers = (numbers + 0.5) * width
+    ax = _axes(ax)
+    ax.fill_between(centers, low, high, color=_BLUE, alpha=0.25, linewidth=0, label="p10 to p90")
+    ax.plot(centers, middle, color=_BLUE, label="median")
+    ax.set(
+        xlabel="position in the output", ylabel=_LABELS[value], yscale="log" if value == "size" else "linear"
+    )
+    ax.legend()
+    return ax
+
+
+def ratios(
+    new: ArrayLike,
+    old: ArrayLike,
+    sets: CandidateSets,
+    ax: Axes | None = None,
+    *,
+    masked_new: ArrayLike | None = None,
+) -> Axes:
+    """Draw the histogram of importance ratios without replay, and with replay if `masked_new` is given.
+
+    The sampler drew each token with `exp(old - sets.logprob_sum)`, which is the denominator of both.
+
+    Args:
+        new: float [T], the trainer's log-probs over the whole vocabulary.
+        old: float [T], the rollout's log-probs over the whole vocabulary.
+        sets: the T candidate sets. Tokens of empty sets are left out.
+        ax: where to draw; the current Axes by default.
+        masked_new: float [T], the trainer's log-probs over the sets (`replay.masked_logprobs`).
+
+    Raises:
+        InvalidInputError: the lengths differ, there is no set, or the sets have no log-probs.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    drawn_with = _floats("old", old, sets) - sets.logprob_sum
+    shown = [("without replay", _floats("new", new, sets), _ORANGE)]
+    if masked_new is not None:
+        shown.append(("with replay", _floats("masked_new", masked_new, sets), _BLUE))
+    is_filled = sets.sizes > 0
+    if not is_filled.any():
+        raise InvalidInputError("sets: got no candidate set")
+    ax = _axes(ax)
+    logs = [(name, (values - drawn_with)[is_filled], color) for name, values, color in shown]
+    most = min(1.0, max(0.25, max(float(np.abs(log).max()) for _, log, _ in logs)))
+    edges = np.exp(np.linspace(-most, most, 82))
+    for name, log, color in logs:
+        ratio = np.exp(log)
+        label = f"{name}: mean {ratio.mean():.4f}, {np.mean(np.abs(ratio - 1) > 0.1):.1%} off by over 10 %"
+        # Ratios beyond the ends are in the last bars.
+        ax.hist(np.clip(ratio, edges[0], edges[-1]), bins=edges.tolist(), color=color, alpha=0.7, label=label)
+    ax.set(xscale="log", yscale="log", xlabel="importance ratio", ylabel="tokens")
+    ax.minorticks_off()
+    ticks = [tick for tick in _RATIO_TICKS if edges[0] <= tick <= edges[-1]]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    # Room for the legend above the bars.
+    ax.set_ylim(top=ax.get_ylim()[1] * 8)
+    ax.legend(loc="upper left")
+    return ax
+
+
+def _axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise ModuleNotFoundError(
+            "matplotlib is not installed; plots are drawn with it: pip install 'sglang-topp[plot]'",
+            name="matplotlib",
+        ) from None
+    return plt.gca()
+
+
+def _sets_of(rollouts: Iterable[HasCandidates]) -> list[CandidateSets]:
+    sets = [one.candidates for one in rollouts if one.candidates is not None]
+    if not any(len(one.token_ids) for one in sets):
+        raise InvalidInputError("rollouts: got no candidate set")
+    return sets
+
+
+def _values(name: str, sets: CandidateSets) -> NDArray[Any]:
+    if name == "size":
+        return sets.sizes
+    if name == "entropy":
+        return set_entropy(sets)
+    mass: NDArray[np.float64] = np.exp(sets.logprob_sum.astype(np.float64))
+    return mass
+
+
+def _floats(name: str, values: ArrayLike, sets: CandidateSets) -> NDArray[np.float64]:
+    floats = np.asarray(values, np.float64)
+    if floats.shape != (len(sets),):
+        raise InvalidInputError(
+            f"{name}: got shape {list(floats.shape)}, expected [{len(sets)}], one per set"
+        )
+    return floats

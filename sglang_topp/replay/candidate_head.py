@@ -1,0 +1,268 @@
+"""Score targets over their candidate sets from hidden states, with an LM head that computes candidates only.
+
+Under a sampling mask, only the logits of the candidates matter, which are a handful per position. Computing
+only these reduces the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor
+the backward has a [T, V] tensor. Positions without a choice are not read.
+
+Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all, A positions
+with a choice, m entries (candidates of those positions that this rank holds).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.torch_tensors import CandidateTensors
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay import gathered_products
+from sglang_topp.replay.lm_head_weight_grad import GradientById, WeightGrad, check_weight_grad
+from sglang_topp.replay.logit_transform import LogitTransform
+from sglang_topp.replay.scores import Scores, accumulation_dtype, score_support
+from sglang_topp.replay.support_index import (
+    Shard,
+    SupportIndex,
+    TargetMatch,
+    check_num_sets,
+    check_targets,
+)
+from sglang_topp.replay.vocab_parallel import reduce_sum
+
+__all__ = ["candidate_logprobs", "check_head", "support_logits"]
+
+_CHUNK_BYTES = 1 << 23  # larger chunks do not fit the cache, and smaller ones need more barriers
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes follow the sets: nothing to compile
+def candidate_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    candidates: CandidateSets | CandidateTensors,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy: bool = False,
+    per_candidate: bool = False,
+    kl_to: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    chunk_candidates: int | None = None,
+    weight_grad: WeightGrad = "dense",
+    backend: Literal["auto", "torch", "triton"] = "auto",
+) -> Scores:
+    """Score `targets` under the policy `softmax(head(hidden))` restricted to the candidate sets.
+
+    ::
+
+        raw_i = logit_scale * (hidden[t] . weight[i] + bias[i])
+        z_i = softcap * tanh(raw_i / softcap) / temperature[t]
+        logprobs[t] = z_target - log(sum over i in C_t of exp(z_i))
+
+    Every returned value is differentiable once, in `hidden`, `weight`, and `bias`. Sums run in float32
+    (float64 for float64 inputs) in a fixed order, so values and gradients repeat to the last bit. A position
+    with one candidate scores exactly 0, and its hidden state is not read. An empty span scores 0. Neither has
+    a gradient.
+
+    Args:
+        hidden: [T, H], float16, bfloat16, float32, or float64. The states that predict the targets;
+            `RowSelection.select` picks them.
+        weight: [V, H], the rows of the LM head that this rank holds.
+        targets: integers [T] on the same device. Each must be in its candidate set. A target with an empty
+            set is ignored.
+        candidates: the sets of the T positions. To score over the same sets again (policy, reference, PPO
+            epochs), pass `sets.to_torch(device)` each time. It is copied, checked, and indexed in the first
+            call. On a GPU, later calls and their backwards do not wait for the device. So they do not raise
+            the errors below that depend on values, and the position's scores are NaN instead; pass the sets
+            themselves to get the message. Backend "torch" and `weight_grad="sparse"` wait in any case.
+        bias: [V], or None.
+        temperature: above 0, one number or [T]. It has no gradient.
+        softcap: above 0, or None.
+        logit_scale: above 0. Cohere's `logit_scale`, Falcon-H1's `lm_head_multiplier`, and 1 over Granite's
+            `logits_scaling`.
+        entropy: also return the entropy over the support, differentiable.
+        per_candidate: also return the log-prob of every candidate, differentiable.
+        kl_to: [n], another policy's log-prob of every entry of the sets. Also return
+            KL(this policy || other), differentiable in this policy. Pass `Scores.candidate_logprobs` of a
+            reference model, or `candidates.logprobs` for the rollout itself. The log-probs are renormalized
+            over each set, so they may be over the whole vocabulary.
+        tp_group: the ranks that share the vocabulary, or None. Every rank passes the same `hidden`,
+            `targets`, and sets. Every rank gets the same scores and the whole gradient of `hidden`. The
+            incoming gradient must be the same on every rank.
+        vocab_start: the token id of `weight[0]`.
+        vocab_size: the number of ids that exist, if the head is padded. Larger ids in the sets are errors.
+        chunk_candidates: rows gathered, or sums held, at a time, without Triton. Default: as many as take
+            8 MiB.
+        weight_grad: the destination of the gradient of `weight`.
+
+            - "dense": autograd receives [V, H].
+            - "sparse": autograd receives a coalesced `torch.sparse_coo` tensor with the rows of the ids that
+              occur, for `SGD` and `SparseAdam`. `weight` must be a leaf. If `weight.grad` is dense, autograd
+              adds the rows to it in place. The backward waits for the device once.
+            - a buffer [V, H], float32 (float64 for float64) or of `weight`'s dtype: each backward adds the
+              rows of the ids that occur, in place, with each sum rounded once. Time and memory depend on
+              the candidates, not on V. Pass `weight.grad` (zeros if it is None) or Megatron's
+              `weight.main_grad`, again in each call. Autograd and hooks then see no gradient of `weight`:
+              they get None, or are not called. So use a buffer only if the code that reduces gradients
+              reads it. torch's DistributedDataParallel reads `weight.grad`, which its forward may replace:
+              read `weight.grad` inside the wrapped module's forward, or after it. Megatron's reads
+              `weight.main_grad`. It finds `weight.grad_added_to_main_grad` set, and zeros that take no
+              memory in `weight.grad`. FSDP reads neither, so use "dense" there.
+        backend: "torch" runs anywhere. "triton" makes no gathered copies and needs an NVIDIA GPU or Triton's
+            interpreter. "auto" uses Triton if possible.
+
+    Returns:
+        `Scores`, on the inputs' device.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, or lengths do not fit, a target is not in its set, or a score is
+            NaN. The message names the argument or the position.
+        InvalidCandidateSetsError: an id is outside the vocabulary, or not exactly one shard holds it.
+    """
+    check_head(hidden, weight, bias, targets)
+    check_num_sets(candidates, targets)
+    shard = Shard.of(len(weight), vocab_start, vocab_size, parallel=tp_group is not None)
+    support, may_wait = SupportIndex.of(candidates, hidden.device, shard)
+    match = TargetMatch.of(support, targets, may_wait=may_wait)
+    transform = LogitTransform.of(
+        temperature, len(targets), softcap=softcap, logit_scale=logit_scale, may_wait=may_wait
+    )
+    logits = support_logits(
+        hidden,
+        weight,
+        bias,
+        support,
+        transform=transform,
+        tp_group=tp_group,
+        chunk_candidates=chunk_candidates,
+        weight_grad=weight_grad,
+        backend=backend,
+    )
+    return score_support(
+        logits,
+        support,
+        match,
+        entropy=entropy,
+        per_candidate=per_candidate,
+        kl_to=kl_to,
+        tp_group=tp_group,
+    )
+
+
+def support_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    support: SupportIndex,
+    *,
+    transform: LogitTransform,
+    tp_group: dist.ProcessGroup | None,
+    chunk_candidates: int | None,
+    weight_grad: WeightGrad,
+    backend: str,
+) -> Tensor:
+    """Return [m]: the differentiable logits `z` (see `candidate_logprobs`) of the support's entries only.
+
+    The arguments are those of `candidate_logprobs`.
+    """
+    dtype = accumulation_dtype(hidden=hidden, weight=weight)
+    check_weight_grad(weight_grad, weight, hidden, dtype)
+    ops, options = _implementation(backend, hidden, weight, dtype, chunk_candidates)
+    logits = _ByPosition.apply(hidden, weight.detach(), support, tp_group, dtype, ops, options)
+    logits = logits + GradientById.apply(
+        weight, bias, hidden.detach(), support, dtype, weight_grad, ops, options
+    )
+    return transform.of_entries(logits, support.positions)
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None = None) -> None:
+    """Raise InvalidInputError unless shapes and devices fit together, and targets are integers."""
+    if targets is not None:
+        check_targets(targets)
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise InvalidInputError(
+            f"hidden and weight: got shapes {tuple(hidden.shape)} and {tuple(weight.shape)},"
+            " expected [T, H] and [V, H]"
+        )
+    if targets is not None and len(hidden) != len(targets):
+        raise InvalidInputError(f"targets: got {len(targets)} for {len(hidden)} hidden states")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidInputError(f"bias: got shape {tuple(bias.shape)}, expected [{len(weight)}]")
+    for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise InvalidInputError(f"{name}: it is on {tensor.device}, and hidden is on {hidden.device}")
+
+
+class _ByPosition(torch.autograd.Function):
+    """Computes `hidden[position] . weight[id]` [m] for the support's entries, and the gradient of hidden."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        support: SupportIndex,
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        ops: ModuleType,
+        options: dict[str, int],
+    ) -> Tensor:
+        ctx.support, ctx.group, ctx.ops, ctx.options = support, group, ops, options
+        ctx.shape, ctx.dtype = hidden_TH.shape, hidden_TH.dtype
+        ctx.save_for_backward(weight_VH)
+        logits_m: Tensor = ops.gathered_dot(
+            hidden_TH, support.positions, weight_VH, support.ids, out_dtype=dtype, **options
+        )
+        return logits_m
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_m: Tensor) -> tuple[Tensor | None, ...]:
+        (weight_VH,) = ctx.saved_tensors
+        support: SupportIndex = ctx.support
+        entries = weight_VH, support.ids, grad_m
+        if ctx.group is None:
+            grad_hidden = ctx.ops.gathered_sum(
+                *entries, support.positions, ctx.shape[0], out_dtype=ctx.dtype, **ctx.options
+            )
+        else:
+            # Only positions with a choice are sent. The ranks' parts are summed before rounding.
+            grad_AH = ctx.ops.gathered_sum(
+                *entries, support.segment, len(support.rows), out_dtype=grad_m.dtype, **ctx.options
+            )
+            reduce_sum(grad_AH, ctx.group)
+            grad_hidden = grad_m.new_zeros(ctx.shape, dtype=ctx.dtype)
+            grad_hidden.index_copy_(0, support.rows, grad_AH.to(ctx.dtype))
+        return grad_hidden, None, None, None, None, None, None
+
+
+def _implementation(
+    backend: str, hidden: Tensor, weight: Tensor, dtype: torch.dtype, chunk: int | None
+) -> tuple[ModuleType, dict[str, int]]:
+    """Return the module with the products, and the keyword arguments for them."""
+    if chunk is not None and chunk < 1:
+        raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
+    if backend not in ("auto", "torch", "triton"):
+        raise InvalidInputError(f"backend: got {backend!r}, expected 'auto', 'torch' or 'triton'")
+    # The kernels sum in float32 only. float64 is for tests.
+    suits = hidden.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None
+    if backend == "triton" or (backend == "auto" and suits):
+        if dtype != torch.float32:
+            raise InvalidInputError(f"backend: 'triton' sums in float32, and the inputs ask for {dtype}")
+
+        from sglang_topp.replay import gathered_products_triton
+
+        return gathered_products_triton, {}
+    return gathered_products, {
+        "chunk": chunk or max(1, _CHUNK_BYTES // max(1, weight.shape[1] * dtype.itemsize))
+    }

@@ -1,0 +1,186 @@
+"""Logits of candidate tokens alone: dot products and weighted sums of gathered LM-head rows, in plain torch.
+
+The functions run on any device, with bounded memory for any number of entries. Sums are in float32 (float64
+for float64 inputs) and in a fixed order, so results repeat to the last bit. `gathered_products_triton` has
+the same three functions for NVIDIA GPUs.
+
+On a CPU, inputs that already have the dtype of the sums need one torch operation per product. Others need
+several, and the threads wait for each other after each one. On a busy machine, set
+`OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
+
+Shape legend: m entries, S segments, H hidden size, C entries (or segments) of one chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["gathered_add", "gathered_dot", "gathered_sum"]
+
+
+def gathered_dot(
+    left: Tensor,
+    left_rows: Tensor,
+    right: Tensor,
+    right_rows: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    chunk: int,
+) -> Tensor:
+    """Compute `out[e] = sum over h of left[left_rows[e], h] * right[right_rows[e], h]`.
+
+    Args:
+        left: [L, H], of any floating dtype.
+        left_rows: int64 [m], ascending.
+        right: [R, H], of any floating dtype.
+        right_rows: int64 [m].
+        out_dtype: float32 or float64, the dtype of the products and sums.
+        chunk: entries processed at a time, if rows are gathered.
+
+    Returns:
+        [m] of `out_dtype`.
+    """
+    if left.is_cpu and _is_plain(left, out_dtype) and _is_plain(right, out_dtype):
+        return _sampled_product(left, left_rows, right, right_rows)
+    out_m = torch.empty(len(left_rows), dtype=out_dtype, device=left.device)
+    for start in range(0, len(out_m), chunk):
+        part = slice(start, start + chunk)
+        right_CH = right.index_select(0, right_rows[part]).to(out_dtype)
+        if left.is_cpu:
+            present, places = torch.unique_consecutive(left_rows[part], return_inverse=True)
+            some_left = left.index_select(0, present).to(out_dtype)
+            out_m[part] = _sampled_product(some_left, places, right_CH, torch.arange(len(right_CH)))
+        else:
+            right_CH *= left.index_select(0, left_rows[part])
+            torch.sum(right_CH, dim=1, out=out_m[part])
+    return out_m
+
+
+def gathered_sum(
+    source: Tensor,
+    source_rows: Tensor,
+    weights: Tensor,
+    segments: Tensor,
+    num_segments: int,
+    *,
+    out_dtype: torch.dtype,
+    chunk: int,
+) -> Tensor:
+    """Compute `out[s] = sum over the entries e of segment s of weights[e] * source[source_rows[e]]`.
+
+    Args:
+        source: [R, H], of any floating dtype.
+        source_rows: int64 [m].
+        weights: [m], float32 or float64, the dtype of the sums.
+        segments: int64 [m], ascending, below `num_segments`.
+        out_dtype: the dtype to which each finished sum is rounded, once.
+        chunk: entries processed at a time, if rows are gathered.
+
+    Returns:
+        [num_segments, H]. A segment without entries is zero.
+    """
+    if len(segments) and source.dtype == weights.dtype == out_dtype:
+        bounds = torch.searchsorted(segments, torch.arange(num_segments + 1, device=segments.device))
+        return _bags(source, source_rows, weights, bounds)
+    out_SH = source.new_zeros((num_segments, source.shape[1]), dtype=out_dtype)
+    carried, carried_H = -1, torch.empty(0)
+    for start in range(0, len(segments), chunk):
+        part = slice(start, start + chunk)
+        rows, table = source_rows[part], source
+        if table.dtype != weights.dtype:
+            table = table.index_select(0, rows).to(weights.dtype)
+            rows = torch.arange(len(rows), device=source.device)
+        present, counts = torch.unique_consecutive(segments[part], return_counts=True)
+        sums = _bags(table, rows, weights[part], F.pad(counts.cumsum(0), (1, 0)))
+        # A segment may continue in the next chunk. Its sum is carried over and written again, so that the
+        # whole sum is rounded to `out_dtype` once, and not each chunk's part.
+        if int(present[0]) == carried:
+            sums[0] += carried_H
+        carried, carried_H = int(present[-1]), sums[-1]
+        out_SH.index_copy_(0, present, sums.to(out_dtype))
+    return out_SH
+
+
+def gathered_add(
+    out: Tensor, source: Tensor, source_rows: Tensor, weights: Tensor, segments: Tensor, *, chunk: int
+) -> None:
+    """Add `sum over the entries e of segment s of weights[e] * source[source_rows[e]]` to `out[s]`, in place.
+
+    Only rows whose segment has an entry are read and written. Each is rounded to `out`'s dtype once.
+
+    Args:
+        out: [S, H], of any floating dtype.
+        chunk: the function holds `chunk` sums at a time if it gathers rows, and `2 * chunk` otherwise.
+
+    The other arguments are those of `gathered_sum`.
+    """
+    plain = source.dtype == weights.dtype
+    step = 2 * chunk if plain else chunk  # gathered rows need memory twice, sums once
+    present, counts = torch.unique_consecutive(segments, return_counts=True)
+    if not len(present):
+        return
+    step = -(-len(present) // -(-len(present) // step))  # the same number of parts, of equal size
+    bounds = F.pad(counts.cumsum(0), (1, 0))
+    stops = [*bounds[:-1:step].tolist(), len(segments)]
+    for number, start in enumerate(range(0, len(present), step)):
+        part, some = slice(stops[number], stops[number + 1]), slice(start, start + step)
+        entries = source, source_rows[part], weights[part]
+        rows = present[some]
+        if plain:
+            sums_CH = _bags(*entries, bounds[start : start + step + 1] - part.start)
+        else:
+            places = torch.repeat_interleave(counts[some], output_size=part.stop - part.start)
+            sums_CH = gathered_sum(*entries, places, len(rows), out_dtype=weights.dtype, chunk=chunk)
+        _add_rows(out, rows, sums_CH)
+        del sums_CH  # free it before the next one is allocated
+
+
+def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Compute `out[rows] += values`, rounded once. `rows` ascend."""
+    if out.dtype != values.dtype:
+        out.index_copy_(0, rows, values.add_(out.index_select(0, rows)).to(out.dtype))
+    elif out.is_cpu:  # one parallel operation; `index_add_` takes five
+        out.add_(
+            torch.sparse_coo_tensor(rows[None], values, out.shape, is_coalesced=True, check_invariants=False)
+        )
+    else:
+        out.index_add_(0, rows, values)
+
+
+def _is_plain(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `_sampled_product` accepts the matrix without a conversion."""
+    return matrix.dtype == dtype and matrix.is_contiguous()
+
+
+def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor) -> Tensor:
+    """Compute `gathered_dot` in one operation, as the entries of `left @ right.T` in a sparse pattern."""
+    _hear_the_beta_warning_once()
+    bounds = torch.searchsorted(left_rows, torch.arange(len(left) + 1))
+    pattern = torch.sparse_csr_tensor(
+        bounds, right_rows, left.new_zeros(len(right_rows)), (len(left), len(right)), check_invariants=False
+    )
+    product: Tensor = torch.sparse.sampled_addmm(pattern, left, right.t(), beta=0.0)
+    return product.values()
+
+
+@functools.cache
+def _hear_the_beta_warning_once() -> None:
+    """Trigger and suppress torch's warning about sparse CSR tensors, which it gives once per process.
+
+    `catch_warnings` is not thread-safe, so it runs only once.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float32, check_invariants=False)
+
+
+def _bags(source: Tensor, source_rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
+    """Return [S, H]: the weighted sum of the rows between each pair of `bounds` [S + 1]."""
+    return F.embedding_bag(
+        source_rows, source.detach(), bounds, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )

@@ -1,0 +1,256 @@
+"""Triton kernels of `gathered_products`, which make no `[m, H]` copy of the gathered rows.
+
+`gathered_dot` reads each gathered row once. `gathered_sum` and `gathered_add` sum the rows of a segment in
+registers and write each sum once, in the output's dtype. A segment longer than `_PIECE` entries is cut into
+pieces; a frequent token or a wide candidate set makes one. A second kernel adds the float32 sums of the
+pieces in order. No kernel uses atomics, so results repeat to the last bit.
+
+Shape legend: m entries, S segments, P pieces, H hidden size, R rows of the output.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["gathered_add", "gathered_dot", "gathered_sum"]
+
+_PIECE = 128
+_DOT_ENTRIES = 4
+_MAX_BLOCK = 1024
+
+
+def gathered_dot(
+    left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor, *, out_dtype: torch.dtype
+) -> Tensor:
+    """Compute `gathered_products.gathered_dot` with float32 sums."""
+    left, right = _with_contiguous_rows(left), _with_contiguous_rows(right)
+    num_entries, width = len(left_rows), left.shape[1]
+    out_m = torch.empty(num_entries, dtype=out_dtype, device=left.device)
+    if num_entries:
+        with torch.cuda.device(left.get_device()):  # Triton launches on the current device
+            _dot_kernel[(triton.cdiv(num_entries, _DOT_ENTRIES),)](
+                left,
+                left_rows,
+                right,
+                right_rows,
+                out_m,
+                num_entries,
+                width,
+                left.stride(0),
+                right.stride(0),
+                ENTRIES=_DOT_ENTRIES,
+                BLOCK=_block(width),
+            )
+    return out_m
+
+
+def gathered_sum(
+    source: Tensor,
+    source_rows: Tensor,
+    weights: Tensor,
+    segments: Tensor,
+    num_segments: int,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Compute `gathered_products.gathered_sum` with float32 sums."""
+    out_SH = torch.empty((num_segments, source.shape[1]), dtype=out_dtype, device=source.device)
+    _sum_segments(source, source_rows, weights, segments, out_SH, None)
+    return out_SH
+
+
+def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tensor, segments: Tensor) -> None:
+    """Compute `gathered_products.gathered_add` with float32 sums, without waiting for the device."""
+    num_entries = len(segments)
+    if not num_entries:
+        return
+    # Number the segments that have an entry from 0. Only the device knows how many they are. Surplus numbers
+    # have no entry, so no program writes for them.
+    number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
+    numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
+    first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
+    _sum_segments(source, source_rows, weights, number_m, out, segments[first])
+
+
+def _sum_segments(
+    source: Tensor,
+    source_rows: Tensor,
+    weights: Tensor,
+    segments: Tensor,
+    out_RH: Tensor,
+    out_row_S: Tensor | None,
+) -> None:
+    """Write each segment's sum to its row of `out_RH`, or add it to the row that `out_row_S` names."""
+    source = _with_contiguous_rows(source)
+    device, width = source.device, source.shape[1]
+    adds = out_row_S is not None
+    num_segments = len(out_RH if out_row_S is None else out_row_S)
+    if not num_segments or not width:
+        return
+    # Only the device knows the number of entries of a segment. Their total bounds the number of pieces, so
+    # the host need not wait. Surplus programs find that they have no piece.
+    num_entries = len(segments)
+    max_pieces = num_segments + num_entries // _PIECE
+    max_long = num_entries // _PIECE
+    start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
+    # An empty segment is a piece that writes zeros, or nothing to add.
+    pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
+    # Only pieces of long segments have a partial sum. `partial_end_S` is their running count.
+    partial_end_S = torch.where(pieces_S > 1, pieces_S, 0).cumsum(0)
+    piece_end_S = pieces_S.cumsum(0)
+    piece_segment_P = torch.searchsorted(piece_end_S, torch.arange(max_pieces, device=device), right=True)
+    partial_PH = torch.empty((2 * max_long, width), dtype=torch.float32, device=device)
+    block = _block(width)
+    blocks = triton.cdiv(width, block)
+    out = (
+        out_RH,
+        start_S1 if out_row_S is None else out_row_S,  # not read without ADDS
+        out_RH.stride(0),
+        out_RH.stride(1),
+        num_segments,
+        width,
+    )
+    with torch.cuda.device(source.get_device()):
+        _piece_kernel[(max_pieces, blocks)](
+            source,
+            source_rows,
+            weights,
+            piece_segment_P,
+            start_S1,
+            pieces_S,
+            piece_end_S,
+            partial_end_S,
+            partial_PH,
+            *out,
+            source.stride(0),
+            ADDS=adds,
+            PIECE=_PIECE,
+            BLOCK=block,
+        )
+        if max_long:
+            long_S = (pieces_S > 1).cumsum(0)
+            long_segment = torch.searchsorted(long_S, torch.arange(1, max_long + 1, device=device))
+            _join_kernel[(max_long, blocks)](
+                partial_PH, long_segment, pieces_S, partial_end_S, *out, ADDS=adds, BLOCK=block
+            )
+
+
+def _with_contiguous_rows(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _block(width: int) -> int:
+    block: int = triton.next_power_of_2(width)
+    return min(_MAX_BLOCK, block)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _dot_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
+    left_ptr,
+    left_rows_ptr,
+    right_ptr,
+    right_rows_ptr,
+    out_ptr,
+    num_entries,
+    width,
+    left_stride,
+    right_stride,
+    ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    exists = entry < num_entries
+    # 64-bit: V * H passes 2^31.
+    left_row = tl.load(left_rows_ptr + entry, mask=exists, other=0).to(tl.int64) * left_stride
+    right_row = tl.load(right_rows_ptr + entry, mask=exists, other=0).to(tl.int64) * right_stride
+    total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mask = exists[:, None] & (column < width)[None, :]
+        left = tl.load(left_ptr + left_row[:, None] + column[None, :], mask=mask, other=0.0)
+        right = tl.load(right_ptr + right_row[:, None] + column[None, :], mask=mask, other=0.0)
+        total += left.to(tl.float32) * right.to(tl.float32)
+    tl.store(out_ptr + entry, tl.sum(total, axis=1), mask=exists)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _piece_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
+    source_ptr,
+    source_rows_ptr,
+    weights_ptr,
+    piece_segment_ptr,
+    segment_start_ptr,
+    pieces_ptr,
+    piece_end_ptr,
+    partial_end_ptr,
+    partial_ptr,
+    out_ptr,
+    out_row_ptr,
+    out_stride,
+    out_column_stride,
+    num_segments,
+    width,
+    source_stride,
+    ADDS: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    piece = tl.program_id(0)
+    segment = tl.load(piece_segment_ptr + piece)
+    if segment < num_segments:
+        pieces = tl.load(pieces_ptr + segment)
+        number = piece - (tl.load(piece_end_ptr + segment) - pieces)
+        start = tl.load(segment_start_ptr + segment) + number * PIECE
+        stop = tl.minimum(start + PIECE, tl.load(segment_start_ptr + segment + 1))
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < width
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for entry in range(start, stop):
+            row = tl.load(source_rows_ptr + entry).to(tl.int64) * source_stride
+            value = tl.load(source_ptr + row + column, mask=mask, other=0.0)
+            total += tl.load(weights_ptr + entry) * value.to(tl.float32)
+        if pieces == 1:
+            row = (tl.load(out_row_ptr + segment) if ADDS else segment).to(tl.int64)
+            place = out_ptr + row * out_stride + column.to(tl.int64) * out_column_stride
+            if ADDS:
+                total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(place, total, mask=mask)
+        else:
+            partial = tl.load(partial_end_ptr + segment) - pieces + number
+            tl.store(partial_ptr + partial.to(tl.int64) * width + column, total, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _join_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
+    partial_ptr,
+    long_segment_ptr,
+    pieces_ptr,
+    partial_end_ptr,
+    out_ptr,
+    out_row_ptr,
+    out_stride,
+    out_column_stride,
+    num_segments,
+    width,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    segment = tl.load(long_segment_ptr + tl.program_id(0))
+    if segment < num_segments:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < width
+        pieces = tl.load(pieces_ptr + segment)
+        first = (tl.load(partial_end_ptr + segment) - pieces).to(tl.int64) * width
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for _ in range(pieces):
+            total += tl.load(partial_ptr + first + column, mask=mask, other=0.0)
+            first += width
+        row = (tl.load(out_row_ptr + segment) if ADDS else segment).to(tl.int64)
+        place = out_ptr + row * out_stride + column.to(tl.int64) * out_column_stride
+        if ADDS:
+            total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(place, total, mask=mask)

@@ -1,0 +1,133 @@
+"""The KL divergence between two policies over candidate sets, with or without one more outcome for the tail.
+
+Shape legend: T positions, A positions of the support, m entries (candidates that this rank holds).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay.scores import check_held
+from sglang_topp.replay.support_index import SupportIndex
+from sglang_topp.replay.vocab_parallel import first_true, reduce_max, reduce_sum
+
+__all__ = ["divergence"]
+
+
+def divergence(
+    logits: Tensor,
+    tail: Tensor | None,
+    support: SupportIndex,
+    other: Tensor,
+    other_tail: Tensor | None,
+    *,
+    reverse: bool,
+    tp_group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return [T], the KL in nats, differentiable once in `logits` and `tail`.
+
+    The KL is 0 at positions that are not in the support. Under tensor parallelism, each rank passes the
+    logits that it holds, and all ranks get the same values. The backward sends nothing. It expects the same
+    incoming gradient on every rank.
+
+    Args:
+        logits: [m], the policy's logits.
+        tail: [A], the log-sum-exp of the policy's logits outside the candidates, over all ranks. Without it,
+            the policy is the softmax over the candidates.
+        other: [m], the other policy's log-probs. With those of all ranks and of the tail, their
+            probabilities sum to 1 over each set.
+        other_tail: [A], if there is a tail. It may be minus infinity, in reverse only if the policy's tail
+            is too.
+        reverse: compute KL(policy || other) instead of KL(other || policy).
+
+    Raises:
+        InvalidInputError: a KL is not finite.
+        InvalidCandidateSetsError: the ranks do not hold every id exactly once.
+    """
+    kl: Tensor = _Divergence.apply(logits, tail, support, other, other_tail, reverse, tp_group)
+    return kl
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_m: Tensor,
+        tail_A: Tensor | None,
+        support: SupportIndex,
+        other_m: Tensor,
+        other_tail_A: Tensor | None,
+        reverse: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        per_entry, offsets = support.per_entry, support.offsets
+
+        def segment_sum(values_m: Tensor) -> Tensor:
+            return torch.segment_reduce(values_m, "sum", offsets=offsets)
+
+        peak_A = reduce_max(torch.segment_reduce(logits_m, "max", offsets=offsets), group)
+        if tail_A is not None:
+            peak_A = torch.maximum(peak_A, tail_A)
+        shifted_m = logits_m - per_entry(peak_A)
+        sums = torch.stack([segment_sum(shifted_m.exp()), offsets.diff().to(logits_m)])
+        total_A, held_A = reduce_sum(sums, group).unbind()
+        check_held(held_A, support)
+
+        policy_tail_A = None
+        if tail_A is not None:
+            shifted_A = tail_A - peak_A
+            log_total_A = (total_A + shifted_A.exp()).log()
+            policy_tail_A = shifted_A - log_total_A
+        else:
+            log_total_A = total_A.log()
+        policy_m = shifted_m - per_entry(log_total_A)
+
+        def terms(policy: Tensor, other: Tensor) -> Tensor:
+            return _terms(policy, other) if reverse else _terms(other, policy)
+
+        kl_A = reduce_sum(segment_sum(terms(policy_m, other_m)), group)
+        if policy_tail_A is not None and other_tail_A is not None:
+            kl_A += terms(policy_tail_A, other_tail_A)
+        if (index := first_true(~kl_A.isfinite())) is not None:
+            raise InvalidInputError(
+                f"the KL at position {int(support.rows[index])} is {float(kl_A[index])}: this policy gives a"
+                " candidate, or all that is outside of the set, no probability, or among its logits is a"
+                " NaN or +inf"
+            )
+        ctx.support, ctx.reverse = support, reverse
+        ctx.save_for_backward(policy_m, policy_tail_A, other_m, other_tail_A, kl_A)
+        return kl_A.new_zeros(support.num_positions).index_copy_(0, support.rows, kl_A)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        policy_m, policy_tail_A, other_m, other_tail_A, kl_A = ctx.saved_tensors
+        support: SupportIndex = ctx.support
+        grad_A = grad_T.index_select(0, support.rows)
+
+        def slope(policy: Tensor, other: Tensor, kl: Tensor) -> Tensor:
+            probability = policy.exp()
+            if not ctx.reverse:
+                return probability - other.exp()
+            return torch.where(probability > 0, probability * (policy - other - kl), 0.0)
+
+        grad_m = slope(policy_m, other_m, support.per_entry(kl_A)) * support.per_entry(grad_A)
+        grad_tail_A = None if policy_tail_A is None else slope(policy_tail_A, other_tail_A, kl_A) * grad_A
+        return grad_m, grad_tail_A, None, None, None, None, None
+
+
+def _terms(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Return `a log(a / b) + b - a` for each outcome. The added `b - a` sums to 0 over all outcomes.
+
+    So no term is negative, nor is their sum. A small KL is accurate, because the rounding errors of log-probs
+    enter it squared.
+    """
+    a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
+    near = a * (torch.expm1(ratio) - ratio)
+    return torch.where(a > 0, torch.where(ratio.abs() < 1, near, b - a - a * ratio), b)

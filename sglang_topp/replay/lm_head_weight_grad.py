@@ -1,0 +1,184 @@
+"""The gradient of the LM head's weight: dense, sparse, or added to a buffer in place.
+
+A dense gradient is [V, H], however few ids occur. To zero it, write it, and add it to the existing gradient
+takes nearly all the time of a candidate-only head. A sparse gradient has only the rows of ids that occur, and
+a buffer is updated only in these rows.
+
+The gradient by id (of weight and bias) and the gradient by position (of hidden states) are separate nodes of
+the graph. So autograd runs only the requested one, which matters because the former may write to a buffer.
+
+Shape legend: V ids held by this rank, H hidden size, T positions, m entries of the support, U ids that
+occur among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay.support_index import SupportIndex
+
+__all__ = ["GradientById", "WeightGrad", "check_weight_grad"]
+
+WeightGrad: TypeAlias = Literal["dense", "sparse"] | Tensor
+
+
+def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
+    """Raise InvalidInputError unless `weight_grad` can take the gradient of `weight`, summed in `dtype`."""
+    if not isinstance(weight_grad, Tensor):
+        if isinstance(weight_grad, str) and weight_grad in ("dense", "sparse"):
+            return
+        hint = "; where weight.grad is None, set it to zeros first" if weight_grad is None else ""
+        raise InvalidInputError(
+            f"weight_grad: got {weight_grad!r}, expected 'dense', 'sparse' or a buffer [V, H]{hint}"
+        )
+    if weight_grad.layout != torch.strided or weight_grad.shape != weight.shape:
+        raise InvalidInputError(
+            f"weight_grad: got shape {tuple(weight_grad.shape)} and layout {weight_grad.layout},"
+            f" expected a dense {tuple(weight.shape)}, as weight"
+        )
+    if weight_grad.dtype not in (dtype, weight.dtype):
+        raise InvalidInputError(
+            f"weight_grad: got dtype {weight_grad.dtype}, expected {dtype} or weight's {weight.dtype}"
+        )
+    if weight_grad.device != weight.device:
+        raise InvalidInputError(
+            f"weight_grad: it is on {weight_grad.device}, and weight is on {weight.device}"
+        )
+    if weight_grad.requires_grad:
+        raise InvalidInputError("weight_grad: it requires a gradient; give a buffer, not a parameter")
+    if _overlaps_itself(weight_grad):
+        raise InvalidInputError("weight_grad: its elements share memory; give a buffer of its own")
+    for name, tensor in (("weight", weight), ("hidden", hidden)):
+        if _share_memory(weight_grad, tensor):
+            raise InvalidInputError(f"weight_grad: it shares {name}'s memory, which it would overwrite")
+    if weight_grad.is_inference():
+        raise InvalidInputError("weight_grad: it was made in inference mode, so backward cannot write to it")
+    if _is_main_grad(weight_grad, weight) and getattr(weight, "overwrite_main_grad", False):
+        raise InvalidInputError(
+            "weight_grad: weight.overwrite_main_grad is set, so main_grad holds no sum to add to;"
+            " use 'dense' with Megatron-FSDP"
+        )
+
+
+class GradientById(torch.autograd.Function):
+    """Adds the bias's part of the raw logits [m], and computes the gradients of weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        hidden_TH: Tensor,
+        support: SupportIndex,
+        dtype: torch.dtype,
+        weight_grad: WeightGrad,
+        ops: Any,
+        options: dict[str, int],
+    ) -> Tensor:
+        ctx.support, ctx.ops, ctx.options = support, ops, options
+        ctx.weight_grad, ctx.shape, ctx.dtype = weight_grad, weight_VH.shape, weight_VH.dtype
+        # Keep a parameter, to read its attributes in the backward. Do not keep any other tensor alive.
+        ctx.leaf = weight_VH if weight_VH.is_leaf else None
+        ctx.is_grad = _is_its_grad(weight_grad, ctx.leaf)
+        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
+        ctx.save_for_backward(hidden_TH)
+        if bias_V is None:
+            return torch.zeros(len(support.ids), dtype=dtype, device=hidden_TH.device)
+        return bias_V.index_select(0, support.ids).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_m: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden_TH,) = ctx.saved_tensors
+        grad_weight = grad_bias = None
+        # Sort by id, so that each row of the gradient is one sum in a fixed order, written once.
+        ids, order, positions = ctx.support.by_id
+        by_id_m = grad_m.index_select(0, order)
+        if ctx.needs_input_grad[0]:
+            entries = hidden_TH, positions, by_id_m
+            if isinstance(ctx.weight_grad, Tensor):
+                _check_still_there(ctx)
+                ctx.ops.gathered_add(ctx.weight_grad, *entries, ids, **ctx.options)
+                grad_weight = _for_megatron(ctx)
+            elif ctx.weight_grad == "sparse":
+                present, places = torch.unique_consecutive(ids, return_inverse=True)
+                rows_UH = ctx.ops.gathered_sum(
+                    *entries, places, len(present), out_dtype=ctx.dtype, **ctx.options
+                )
+                grad_weight = _coo(present, rows_UH, ctx.shape)
+            else:
+                grad_weight = ctx.ops.gathered_sum(
+                    *entries, ids, ctx.shape[0], out_dtype=ctx.dtype, **ctx.options
+                )
+        if ctx.needs_input_grad[1]:
+            bounds = torch.searchsorted(ids, torch.arange(ctx.shape[0] + 1, device=ids.device))
+            grad_bias = torch.segment_reduce(by_id_m, "sum", offsets=bounds).to(ctx.bias_dtype)
+        return grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _check_still_there(ctx: Any) -> None:
+    if ctx.is_grad and not _is_its_grad(ctx.weight_grad, ctx.leaf):
+        raise InvalidInputError(
+            "weight_grad: it was weight.grad when the scores were made, and is not any more; the gradient"
+            " would be lost. Call zero_grad before, or with set_to_none=False"
+        )
+
+
+def _is_its_grad(buffer: WeightGrad, leaf: Tensor | None) -> bool:
+    """Return whether a buffer is `leaf.grad`, or a view of it."""
+    grad = None if leaf is None else leaf.grad
+    if grad is None or grad.layout != torch.strided or not isinstance(buffer, Tensor):
+        return False
+    return buffer is grad or _share_memory(buffer, grad)
+
+
+def _share_memory(left: Tensor, right: Tensor) -> bool:
+    """Return whether the address ranges of two tensors overlap."""
+    (start, stop), (other_start, other_stop) = _stretch(left), _stretch(right)
+    return max(start, other_start) < min(stop, other_stop)
+
+
+def _stretch(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0 or tensor.data_ptr() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _overlaps_itself(matrix: Tensor) -> bool:
+    """Return whether elements may share memory: rows and columns are closer than they are long."""
+    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
+    if rows <= 1 or columns <= 1:
+        return (rows > 1 and row_stride == 0) or (columns > 1 and column_stride == 0)
+    by_rows = column_stride > 0 and row_stride >= column_stride * columns
+    by_columns = row_stride > 0 and column_stride >= row_stride * rows
+    return not (by_rows or by_columns)
+
+
+def _for_megatron(ctx: Any) -> Tensor | None:
+    """Return the gradient that autograd sees if the real one is in a buffer: None, or zeros for Megatron.
+
+    Megatron's data parallelism needs a flag that weight.grad is not to be added to main_grad, and also a
+    weight.grad. A sparse tensor without rows costs nothing, and adds zero.
+    """
+    weight = ctx.leaf
+    if not (hasattr(weight, "grad_added_to_main_grad") and _is_main_grad(ctx.weight_grad, weight)):
+        return None
+    weight.grad_added_to_main_grad = True
+    no_id = torch.empty(0, dtype=torch.int64, device=weight.device)
+    return _coo(no_id, weight.new_empty((0, *ctx.shape[1:])), ctx.shape)
+
+
+def _coo(ids_U: Tensor, rows_UH: Tensor, shape: torch.Size) -> Tensor:
+    """Return a coalesced sparse tensor with these rows. The ids must ascend."""
+    return torch.sparse_coo_tensor(ids_U[None], rows_UH, shape, is_coalesced=True, check_invariants=False)
+
+
+def _is_main_grad(buffer: Tensor, weight: Tensor) -> bool:
+    main_grad = getattr(weight, "main_grad", None)
+    return isinstance(main_grad, Tensor) and main_grad.data_ptr() == buffer.data_ptr()

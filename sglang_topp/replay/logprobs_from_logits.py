@@ -1,0 +1,260 @@
+"""Score targets from existing logits, over the candidate sets or over the whole vocabulary.
+
+This is for a trainer that has `[T, V]` logits anyway. The candidates' logits are gathered, so no dense mask
+is built, and the caller's logits are only read. The gradient is the only new tensor with a vocabulary axis.
+`dense_mask` and `mask_logits` build the dense forms for callers that want them.
+
+Shape legend: T positions, V columns held by this rank, C positions of one chunk, n candidates in all, m
+entries (candidates of positions with a choice that this rank holds).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.torch_tensors import CandidateTensors
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay.logit_transform import LogitTransform
+from sglang_topp.replay.scores import Scores, accumulation_dtype, score_support
+from sglang_topp.replay.support_index import (
+    Shard,
+    SupportIndex,
+    TargetMatch,
+    check_num_sets,
+    check_targets,
+    sets_on,
+)
+from sglang_topp.replay.vocab_softmax import RowSums, local_targets, row_parts, rows_per_chunk, to_gradient
+
+__all__ = ["dense_mask", "full_logprobs", "mask_logits", "masked_logprobs"]
+
+_CHUNK_BYTES = 1 << 23
+
+
+def masked_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    candidates: CandidateSets | CandidateTensors,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    per_candidate: bool = False,
+    kl_to: Tensor | None = None,
+    full: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    chunk_rows: int | None = None,
+) -> Scores:
+    """Score `targets` under `softmax(logits / temperature)` restricted to the candidate sets.
+
+    ::
+
+        logprobs[t] = z[t, target_t] - log(sum over i in C_t of exp(z[t, i])),   z = logits / temperature
+
+    Every returned value is differentiable once, in `logits`. Apart from the gradient, memory grows with the
+    candidates, not with the logits. Sums run in float32 (float64 for float64 inputs). A position with one
+    candidate scores exactly 0, and so does an empty span, whose token the policy did not draw. Neither has a
+    gradient.
+
+    Args:
+        logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the
+            model's soft cap if it has one.
+        full: also return the log-prob and the entropy of every position over the whole vocabulary, both
+            differentiable. The backward still builds one gradient. Every target must then be an id, even if
+            its set is empty. The host waits for the device.
+        chunk_rows: positions processed at a time for `full`. Default: as many as take 8 MiB.
+
+    The other arguments, the result, and the errors are those of `candidate_logprobs`. With a `tp_group`, the
+    gradient is that of this rank's columns.
+
+    Example:
+        Token 0 was drawn from {0, 1}. Its probability is 0.4 over the vocabulary and 0.5 over the set.
+
+        >>> logits = torch.tensor([[0.4, 0.4, 0.2]]).log()
+        >>> sets = CandidateSets([0, 1], None, [0, 2], [0])
+        >>> scores = masked_logprobs(logits, torch.tensor([0]), sets, full=True)
+        >>> scores.logprobs.exp(), scores.full_logprobs.exp()
+        (tensor([0.5000]), tensor([0.4000]))
+    """
+    _check_logits(logits, targets)
+    shard = Shard.of(logits.shape[1], vocab_start, vocab_size, parallel=tp_group is not None)
+    check_num_sets(candidates, targets)
+    support, may_wait = SupportIndex.of(candidates, logits.device, shard)
+    match = TargetMatch.of(support, targets, may_wait=may_wait)
+    transform = LogitTransform.of(temperature, len(targets), may_wait=may_wait)
+    picked, full_logprobs, full_entropy = _FromLogits.apply(
+        logits,
+        support.positions,
+        support.ids,
+        targets if full else None,
+        transform,
+        True,
+        shard,
+        tp_group,
+        chunk_rows,
+    )
+    scores = score_support(
+        transform.of_entries(picked, support.positions),
+        support,
+        match,
+        entropy=entropy,
+        per_candidate=per_candidate,
+        kl_to=kl_to,
+        tp_group=tp_group,
+    )
+    return Scores(
+        scores.logprobs, scores.entropy, scores.candidate_logprobs, scores.kl, full_logprobs, full_entropy
+    )
+
+
+def full_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    chunk_rows: int | None = None,
+) -> Scores:
+    """Score `targets` under `softmax(logits / temperature)` over the whole vocabulary, without replay.
+
+    Returns `Scores.logprobs` and, with `entropy`, `Scores.entropy`, both differentiable in `logits`. The
+    arguments are those of `masked_logprobs`. Padded columns, from `vocab_size` on, have probability 0.
+    """
+    _check_logits(logits, targets)
+    shard = Shard.of(logits.shape[1], vocab_start, vocab_size, parallel=tp_group is not None)
+    nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
+    _, logprobs, entropies = _FromLogits.apply(
+        logits,
+        nothing,
+        nothing,
+        targets,
+        LogitTransform.of(temperature, len(targets)),
+        entropy,
+        shard,
+        tp_group,
+        chunk_rows,
+    )
+    return Scores(logprobs, entropies)
+
+
+def dense_mask(
+    candidates: CandidateSets | CandidateTensors,
+    vocab_start: int,
+    vocab_local: int,
+    device: torch.device | str,
+) -> Tensor:
+    """Return bool [T, vocab_local]: True where `vocab_start + column` is a candidate.
+
+    A row with an empty span is all True; `mask_logits` says why. The mask takes T * vocab_local bytes and is
+    built without a loop, and without waiting for the device.
+    """
+    sets = sets_on(candidates, device)
+    token_ids, sizes = sets.token_ids.long(), sets.offsets.diff()
+    # One more element takes the candidates that other ranks hold.
+    flat = torch.empty(len(sets) * vocab_local + 1, dtype=torch.bool, device=token_ids.device)
+    mask = flat[:-1].view(len(sets), vocab_local)
+    mask.copy_((sizes == 0)[:, None])
+    first = torch.repeat_interleave(
+        torch.arange(len(sets), device=token_ids.device) * vocab_local, sizes, output_size=len(token_ids)
+    )
+    held = (token_ids >= vocab_start) & (token_ids < vocab_start + vocab_local)
+    flat.index_fill_(0, torch.where(held, first + token_ids - vocab_start, len(flat) - 1), True)
+    return mask
+
+
+def mask_logits(
+    logits: Tensor, candidates: CandidateSets | CandidateTensors, *, vocab_start: int = 0
+) -> Tensor:
+    """Return a copy of `logits` [T, V] with minus infinity outside the candidate sets.
+
+    Rows with an empty span are unchanged. A row of minus infinity would be NaN after softmax, and a loss mask
+    of 0 does not remove a NaN. `masked_logprobs` gives 0 there. Both give the same loss: the policy did not
+    draw the token, so its loss mask is 0.
+
+    Raises:
+        InvalidInputError: `logits` is not [T, V] for the T positions of the sets.
+    """
+    if logits.ndim != 2 or len(logits) != len(candidates):
+        raise InvalidInputError(f"logits: got shape {tuple(logits.shape)}, expected [{len(candidates)}, V]")
+    mask = dense_mask(candidates, vocab_start, logits.shape[1], logits.device)
+    return logits.masked_fill(mask.logical_not_(), -torch.inf)
+
+
+def _check_logits(logits: Tensor, targets: Tensor) -> None:
+    check_targets(targets)
+    if logits.ndim != 2 or len(logits) != len(targets):
+        raise InvalidInputError(
+            f"logits: got shape {tuple(logits.shape)} for {len(targets)} targets, expected [T, V]"
+        )
+    if logits.device != targets.device:
+        raise InvalidInputError(f"targets: it is on {targets.device}, and logits is on {logits.device}")
+
+
+class _FromLogits(torch.autograd.Function):
+    """Gathers entries [m] and, with targets, full log-probs and entropies [T]. The gradient is one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        positions_m: Tensor,
+        columns_m: Tensor,
+        targets_T: Tensor | None,
+        transform: LogitTransform,
+        entropy: bool,
+        shard: Shard,
+        group: dist.ProcessGroup | None,
+        chunk_rows: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        dtype = accumulation_dtype(logits=logits_TV)
+        picked_m = logits_TV[positions_m, columns_m].to(dtype)
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.transform, ctx.real = dtype, transform, shard.real
+        ctx.shape, ctx.logits_dtype = logits_TV.shape, logits_TV.dtype
+        ctx.chunk_rows = rows_per_chunk(chunk_rows, shard.real * dtype.itemsize, _CHUNK_BYTES)
+        if targets_T is None:
+            # Do not save the logits, so that the caller can free them.
+            ctx.save_for_backward(positions_m, columns_m)
+            return picked_m, None, None
+        column_T = local_targets(targets_T, shard, group)
+        sums = RowSums(len(logits_TV), dtype, logits_TV.device, entropy=entropy)
+        with torch.autocast(logits_TV.device.type, enabled=False):
+            for part in row_parts(len(logits_TV), ctx.chunk_rows):
+                logits_CV = transform.of_rows_(logits_TV[part, : shard.real].to(dtype, copy=True), part)
+                sums.add(part, logits_CV, column_T[part])
+        softmax = sums.finish(group)
+        ctx.save_for_backward(positions_m, columns_m, logits_TV, column_T, softmax.log_total, softmax.entropy)
+        return picked_m, softmax.logprobs, softmax.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_m: Tensor | None, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        positions_m, columns_m, *full = ctx.saved_tensors
+        dtype = ctx.dtype
+        grad_TV = torch.zeros(ctx.shape, dtype=ctx.logits_dtype, device=positions_m.device)
+        if grad_logprobs_T is not None or grad_entropy_T is not None:
+            logits_TV, column_T, log_total_T, entropy_T = full
+            for part in row_parts(len(logits_TV), ctx.chunk_rows):
+                logits_CV = ctx.transform.of_rows_(logits_TV[part, : ctx.real].to(dtype, copy=True), part)
+                grad_CV = to_gradient(
+                    logits_CV, part, log_total_T, entropy_T, column_T[part], grad_logprobs_T, grad_entropy_T
+                )
+                grad_TV[part, : ctx.real] = ctx.transform.backward_rows_(grad_CV, None, part)
+        if grad_m is not None:
+            # No entry occurs twice, so gather, add, and scatter are exact and deterministic.
+            grad_TV[positions_m, columns_m] = (grad_TV[positions_m, columns_m].to(dtype) + grad_m).to(
+                grad_TV.dtype
+            )
+        return grad_TV, None, None, None, None, None, None, None, None

@@ -1,0 +1,372 @@
+"""Find the rows of this rank's hidden states that score the response tokens.
+
+Hidden states, candidate sets, targets, old log-probs, and loss masks all go through one `RowSelection`, so
+they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`, whichever
+context-parallel rank holds it.
+
+A *response position* counts response tokens, sample after sample, over the whole micro-batch. It indexes
+candidate sets, response ids, and masks that are concatenated in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay.vocab_parallel import reduce_sum
+from sglang_topp.to_numpy import to_numpy
+
+__all__ = ["Layout", "RowSelection", "counted"]
+
+Int64Array: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a micro-batch of sequences in the hidden states of one context-parallel rank.
+
+    ::
+
+        thd   sequences packed one after the other, each padded at its end: hidden is [tokens, H]
+        bshd  one row per sequence, padded on the left, on the right, or on both sides: hidden is [B, S, H]
+
+        zigzag      each sequence (thd) or row (bshd) is cut into 2 * cp_size chunks of equal length; rank r
+                    holds chunks r and 2 * cp_size - 1 - r, in this order
+        contiguous  the whole packed stream (thd) or each row (bshd) is cut into cp_size equal parts; rank r
+                    holds part r
+
+    The lengths of bshd rows do not tell on which side they are padded, and hidden states selected for the
+    wrong side have the right shape. So `select_rows` requires the attention mask for bshd, and reads the
+    padding of each row from it.
+
+    Args:
+        format: "thd" or "bshd".
+        split: how context parallelism splits the sequences; ignored for `cp_size` 1.
+        cp_size, cp_rank: the context-parallel group.
+        sequence_multiple: thd only. Each sequence is padded to a multiple of this; zigzag pads to a multiple
+            of `2 * cp_size` in any case.
+        padded_length: thd only. Tokens of the whole stream before the split, where more padding follows
+            (zigzag: `cp_size` times the tokens of one rank). By default as few as fit.
+    """
+
+    format: Literal["thd", "bshd"] = "thd"
+    split: Literal["zigzag", "contiguous"] = "zigzag"
+    cp_size: int = 1
+    cp_rank: int = 0
+    sequence_multiple: int = 1
+    padded_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in ("thd", "bshd"):
+            raise InvalidInputError(f"format: got {self.format!r}, expected 'thd' or 'bshd'")
+        if self.split not in ("zigzag", "contiguous"):
+            raise InvalidInputError(f"split: got {self.split!r}, expected 'zigzag' or 'contiguous'")
+        if self.cp_size < 1 or not 0 <= self.cp_rank < self.cp_size:
+            raise InvalidInputError(
+                f"got cp_size={self.cp_size}, cp_rank={self.cp_rank}; expected 0 <= cp_rank < cp_size"
+            )
+        if self.sequence_multiple < 1:
+            raise InvalidInputError(f"sequence_multiple: got {self.sequence_multiple}, expected 1 or more")
+        for name, default in (("sequence_multiple", 1), ("padded_length", None)):
+            if self.format == "bshd" and (got := getattr(self, name)) != default:
+                raise InvalidInputError(
+                    f"{name}: got {got} with format 'bshd', expected {default}; the attention mask gives the"
+                    " width of its rows"
+                )
+
+    def select_rows(
+        self,
+        prompt_lengths: ArrayLike,
+        response_lengths: ArrayLike,
+        *,
+        attention_mask: ArrayLike | None = None,
+        loss_mask: ArrayLike | None = None,
+    ) -> RowSelection:
+        """Find this rank's rows that score a response token, and which token each of them scores.
+
+        A response's first token has no row where the prompt is empty: no token precedes it, so no rank
+        scores it (`RowSelection.scored` is False there).
+
+        Args:
+            prompt_lengths, response_lengths: integers [B], 0 or more.
+            attention_mask: [B, S], for bshd only, and required there: the mask of the forward pass, before
+                context parallelism splits it. It is 0 on padding. `collate_rl` returns it.
+            loss_mask: [sum of response lengths], samples concatenated; rows whose mask is 0 or False
+                are left out.
+
+        Raises:
+            InvalidInputError: lengths are negative or differ in number; the attention mask is missing, given
+                for thd, or does not mark one run of as many tokens as the lengths say; the loss mask is
+                not one number per response token; or the padded length is too small or cannot be split.
+        """
+        prompts, responses = (
+            _lengths("prompt_lengths", prompt_lengths),
+            _lengths("response_lengths", response_lengths),
+        )
+        if len(prompts) != len(responses):
+            raise InvalidInputError(
+                f"response_lengths: got {len(responses)} for {len(prompts)} prompt_lengths"
+            )
+        if self.format == "bshd":
+            before, padded = self._padding_of_rows(attention_mask, prompts + responses)
+        elif attention_mask is None:
+            before, padded = self._padding_of_stream(prompts + responses)
+        else:
+            raise InvalidInputError(
+                "attention_mask: got one with format 'thd', expected None; packed sequences begin where their"
+                " lengths say"
+            )
+        num_positions = int(responses.sum())
+        sample = np.repeat(np.arange(len(responses)), responses)
+        position = np.arange(num_positions)
+        within_response = position - np.repeat(np.cumsum(responses) - responses, responses)
+        token = prompts[sample] + within_response - 1  # the one before the token that is scored
+
+        scored = token >= 0
+        if loss_mask is not None:
+            scored &= counted(loss_mask, num_positions)
+        sample, token = sample[scored], token[scored]
+        owner, row, num_rows = self._place(padded, sample, before[sample] + token)
+        mine = owner == self.cp_rank
+        num_sequences = len(prompts) if self.format == "bshd" else 1
+        return RowSelection(row[mine], position[scored][mine], num_rows, num_sequences, responses, scored)
+
+    def _padding_of_rows(
+        self, attention_mask: ArrayLike | None, lengths: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the number of columns before each row's tokens, and each row's width, both int64 [B]."""
+        if attention_mask is None:
+            raise InvalidInputError(
+                "attention_mask: missing; with format 'bshd' only the mask of the forward pass tells on which"
+                " side rows are padded"
+            )
+        mask = to_numpy(attention_mask)
+        if mask.ndim != 2 or len(mask) != len(lengths) or mask.dtype.kind not in "biuf":
+            raise InvalidInputError(
+                f"attention_mask: got {mask.dtype} of shape {mask.shape}, expected numbers"
+                f" [{len(lengths)}, columns]"
+            )
+        is_token = mask != 0
+        num_tokens = is_token.sum(axis=1)
+        if (wrong := np.flatnonzero(num_tokens != lengths)).size:
+            i = int(wrong[0])
+            raise InvalidInputError(
+                f"attention_mask: row {i} marks {num_tokens[i]} tokens, expected {lengths[i]}, its prompt and"
+                " response"
+            )
+        begins = np.diff(np.pad(is_token, ((0, 0), (1, 1))).astype(np.int8), axis=1) == 1
+        if (wrong := np.flatnonzero(begins.sum(axis=1) > 1)).size:
+            raise InvalidInputError(
+                f"attention_mask: row {wrong[0]} has padding between its tokens, expected one run of tokens"
+            )
+        width = mask.shape[1]
+        if width % self._multiple:
+            raise InvalidInputError(
+                f"attention_mask: got {width} columns, expected a multiple of {self._multiple}, which"
+                f" {self.split} context parallelism over {self.cp_size} ranks can split; pad the rows first"
+            )
+        return begins.argmax(axis=1), np.full(len(lengths), width)
+
+    def _padding_of_stream(self, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return 0 and the padded length of each packed sequence, both int64 [B]."""
+        multiple = int(np.lcm(self._multiple if self.split == "zigzag" else 1, self.sequence_multiple))
+        return np.zeros_like(lengths), -(-lengths // multiple) * multiple
+
+    @property
+    def _multiple(self) -> int:
+        """The factor of every length that context parallelism can split."""
+        return 2 * self.cp_size if self.split == "zigzag" and self.cp_size > 1 else self.cp_size
+
+    def _place(
+        self, padded: Int64Array, sample: Int64Array, column: Int64Array
+    ) -> tuple[Int64Array, Int64Array, int]:
+        """Return the rank that holds each token, the token's row there, and the number of rows of each rank.
+
+        Args:
+            padded: [B], each sequence's columns before the split.
+            sample, column: the sequence and the column of each token.
+        """
+        total, first = int(padded.sum()), np.cumsum(padded) - padded
+        if self.format == "thd":
+            total = self._total(total)
+        num_rows = total // self.cp_size
+        if self.split == "zigzag" and self.cp_size > 1:
+            chunk = padded[sample] // (2 * self.cp_size)
+            number, inside = np.divmod(column, chunk)
+            is_first = number < self.cp_size
+            owner = np.where(is_first, number, 2 * self.cp_size - 1 - number)
+            return owner, first[sample] // self.cp_size + np.where(is_first, 0, chunk) + inside, num_rows
+        if self.format == "bshd":
+            part = padded[sample] // self.cp_size
+            owner, inside = np.divmod(column, part)
+            return owner, sample * part + inside, num_rows
+        owner, row = np.divmod(first[sample] + column, max(num_rows, 1))
+        return owner, row, num_rows
+
+    def _total(self, needed: int) -> int:
+        """Return the tokens of the packed stream before the split, including all padding."""
+        if self.padded_length is None:
+            return -(-needed // self.cp_size) * self.cp_size
+        if self.padded_length < needed or self.padded_length % self.cp_size:
+            raise InvalidInputError(
+                f"padded_length: got {self.padded_length}, expected at least {needed}"
+                f" and a multiple of {self.cp_size}"
+            )
+        return self.padded_length
+
+
+@dataclass(frozen=True, eq=False)
+class RowSelection:
+    """R rows of this rank's hidden states, and the response position that each scores.
+
+    Attributes:
+        hidden_rows: int64 [R], into the rank's hidden states as `[num_hidden_rows, H]`.
+        positions: int64 [R], ascending, into the response positions of the micro-batch.
+        num_hidden_rows: the number of rows that this rank holds, by the layout.
+        num_sequences: the number of sequences as the hidden states' first axis counts them: B for bshd, 1 for
+            thd.
+        response_lengths: int64 [B], the number of response positions of each sample.
+        scored: bool [response positions], the positions that any rank scores. It is the same on every rank.
+    """
+
+    hidden_rows: Int64Array
+    positions: Int64Array
+    num_hidden_rows: int
+    num_sequences: int
+    response_lengths: Int64Array
+    scored: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        """Return the number of rows R."""
+        return len(self.positions)
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """Return the selected rows of `hidden`, [R, H]. Differentiable; other rows get zero gradients.
+
+        Args:
+            hidden: [num_hidden_rows, H], or with a sequence axis: [B, S, H] for bshd, [1, tokens, H] or
+                [tokens, 1, H] for thd.
+
+        Raises:
+            InvalidInputError: the shape of `hidden` does not match the layout.
+        """
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if len(flat) != self.num_hidden_rows:
+            raise InvalidInputError(
+                f"hidden: got shape {tuple(hidden.shape)}, {len(flat)} rows; by the layout this rank holds"
+                f" {self.num_hidden_rows}"
+            )
+        # [S, B, H], which some trainers use, has the same number of rows in another order.
+        axes = [length for length in hidden.shape[:-1] if length != 1]
+        if len(axes) > 1 and axes[0] != self.num_sequences:
+            raise InvalidInputError(
+                f"hidden: got shape {tuple(hidden.shape)}; by the layout its first axis counts"
+                f" {self.num_sequences} sequences"
+            )
+        return flat.index_select(0, torch.tensor(self.hidden_rows, device=hidden.device))
+
+    def take(self, values: Tensor) -> Tensor:
+        """Select this rank's part of one value per response position, such as ids, advantages, or masks.
+
+        Raises:
+            InvalidInputError: there is not one value per response position.
+        """
+        self._check_length("values", len(values))
+        return values.index_select(0, torch.tensor(self.positions, device=values.device))
+
+    def take_sets(self, candidates: CandidateSets | Sequence[CandidateSets]) -> CandidateSets:
+        """Select this rank's part of the candidate sets, passed as one value or one per sample.
+
+        Raises:
+            InvalidInputError: there is not one set per response position of each sample.
+        """
+        if not isinstance(candidates, CandidateSets):
+            self._check_samples(candidates)
+            candidates = CandidateSets.concat(candidates)
+        self._check_length("candidates", len(candidates))
+        return candidates.take(self.positions)
+
+    def scatter(self, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
+        """Put [R] values at their response positions, with zeros elsewhere. A group adds those of all ranks.
+
+        Differentiable. The backward sends nothing. It expects the same incoming gradient on every rank, as a
+        loss gives that all ranks compute in the same way, and passes each row its own value.
+
+        Raises:
+            InvalidInputError: there is not one value per row.
+        """
+        if values.shape != (len(self),):
+            raise InvalidInputError(f"values: got shape {tuple(values.shape)}, expected [{len(self)}]")
+        index = torch.tensor(self.positions, device=values.device)
+        result: Tensor = _Scatter.apply(values, index, len(self.scored), cp_group)
+        return result
+
+    def _check_samples(self, candidates: Sequence[CandidateSets]) -> None:
+        if len(candidates) != len(self.response_lengths):
+            raise InvalidInputError(
+                f"candidates: got {len(candidates)} samples, expected {len(self.response_lengths)}"
+            )
+        for sample, (sets, length) in enumerate(zip(candidates, self.response_lengths, strict=True)):
+            if len(sets) != length:
+                raise InvalidInputError(
+                    f"candidates: got {len(sets)} positions for sample {sample}, whose response has {length}"
+                )
+
+    def _check_length(self, name: str, length: int) -> None:
+        if length != len(self.scored):
+            raise InvalidInputError(
+                f"{name}: got {length}, expected one per response position, {len(self.scored)}"
+            )
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values_R: Tensor, index_R: Tensor, length: int, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.save_for_backward(index_R)
+        return reduce_sum(values_R.new_zeros(length).index_copy_(0, index_R, values_R), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (index_R,) = ctx.saved_tensors
+        return grad.index_select(0, index_R), None, None, None
+
+
+def counted(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
+    """Return bool [num_positions]: where the mask is not 0 or False.
+
+    Raises:
+        InvalidInputError: the mask is not one number per position.
+    """
+    mask: NDArray[Any] = to_numpy(loss_mask)
+    if mask.shape != (num_positions,):
+        raise InvalidInputError(
+            f"loss_mask: got shape {mask.shape}, expected [{num_positions}], one per response position"
+        )
+    # Refuse other types, because None, NaN, and the text "0" would all count as "not 0".
+    if mask.size and (mask.dtype.kind not in "biuf" or np.isnan(mask).any()):
+        raise InvalidInputError(f"loss_mask: got dtype {mask.dtype} or a NaN, expected numbers")
+    return mask.astype(np.bool_)
+
+
+def _lengths(name: str, lengths: ArrayLike) -> Int64Array:
+    array = to_numpy(lengths)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidInputError(
+            f"{name}: got shape {array.shape} and dtype {array.dtype}, expected integers [B]"
+        )
+    if (array < 0).any():
+        raise InvalidInputError(f"{name}: got {array.min()}, expected 0 or more")
+    return array.astype(np.int64)

@@ -1,0 +1,233 @@
+"""Support index: tensors that locate the candidates that one vocabulary shard holds, for a replay.
+
+Shape legend: T positions, n candidates in all, A positions with a choice (two candidates or more), m
+candidates of those positions that this shard holds.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.torch_tensors import CandidateTensors, to_torch
+from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
+from sglang_topp.replay.vocab_parallel import first_true
+
+__all__ = ["Shard", "SupportIndex", "TargetMatch", "check_num_sets", "check_targets", "sets_on"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The ids `start <= id < stop` that this rank holds, out of a vocabulary of `vocab_size`.
+
+    `vocab_size` is None if other ranks hold the rest and the caller did not pass the size. A padded
+    vocabulary ends inside its last shard, so `real` counts only the ids that exist.
+    """
+
+    start: int
+    stop: int
+    vocab_size: int | None
+
+    @classmethod
+    def of(cls, held: int, start: int, vocab_size: int | None, *, parallel: bool) -> Shard:
+        """Build the shard of a rank that holds `held` rows or columns from id `start` on."""
+        if start < 0:
+            raise InvalidInputError(f"vocab_start: got {start}, expected 0 or more")
+        if vocab_size is not None and vocab_size < 1:
+            raise InvalidInputError(f"vocab_size: got {vocab_size}, expected 1 or more")
+        if not parallel:
+            stop = start + held
+            vocab_size = stop if vocab_size is None else min(vocab_size, stop)
+        return cls(start, start + held, vocab_size)
+
+    @property
+    def real(self) -> int:
+        """The number of held ids that are not padding."""
+        stop = self.stop if self.vocab_size is None else min(self.stop, self.vocab_size)
+        return max(0, stop - self.start)
+
+
+@dataclass(frozen=True, eq=False)
+class SupportIndex:
+    """The logits that a replay needs: the candidates of every position with a choice.
+
+    A position with one candidate has log-prob 0 under any policy, and an empty span is not scored. Neither
+    has entries here, so neither costs anything. With a tail outcome, one candidate is a choice too; pass
+    `smallest=1` to `of` then.
+
+    All tensors are int64 and on one device, except the int32 `token_ids`. None depends on the targets.
+    """
+
+    token_ids: Tensor
+    """int32 [n]: the ids of all candidate sets."""
+    span_offsets: Tensor
+    """[T + 1]: the offsets of all candidate sets."""
+    rows: Tensor
+    """[A]: positions with a choice, ascending."""
+    sizes: Tensor
+    """[A]: their set sizes, over all shards."""
+    segment: Tensor
+    """[m]: the index of each entry into `rows`, ascending."""
+    positions: Tensor
+    """[m]: the position of each entry."""
+    ids: Tensor
+    """[m]: the column of each entry in this shard (token id - start)."""
+    entries: Tensor
+    """[m]: the index of each entry into the flat arrays of the candidate sets."""
+    offsets: Tensor
+    """[A + 1]: the span of each position of `rows` in the tensors [m]. A shard may have no entry."""
+
+    @property
+    def num_positions(self) -> int:
+        """T."""
+        return len(self.span_offsets) - 1
+
+    @property
+    def num_candidates(self) -> int:
+        """n."""
+        return len(self.token_ids)
+
+    @functools.cached_property
+    def by_id(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`(ids, order, positions)`, all int64 [m]: the entries in the order of their ids."""
+        ids, order = self.ids.sort(stable=True)
+        return ids, order, self.positions.index_select(0, order)
+
+    def per_entry(self, values_A: Tensor) -> Tensor:
+        """Return [m]: for each entry, the value of its position.
+
+        Uses `index_select`, because indexing starts every thread, which costs more than thousands of entries.
+        """
+        return values_A.index_select(0, self.segment)
+
+    @classmethod
+    def of(
+        cls,
+        candidates: CandidateSets | CandidateTensors,
+        device: torch.device,
+        shard: Shard,
+        *,
+        smallest: int = 2,
+    ) -> tuple[SupportIndex, bool]:
+        """Return the index, and whether the host may wait for the device to check values.
+
+        The index of `CandidateTensors` is built once for each shard. Later calls return it, without work on
+        the host and without waiting for the device.
+
+        Args:
+            device: where the index is needed. `CandidateTensors` must be there.
+            smallest: positions with fewer candidates have no entries.
+
+        Raises:
+            InvalidInputError: `CandidateTensors` are on another device.
+            InvalidCandidateSetsError: an id is outside the vocabulary.
+        """
+        sets = sets_on(candidates, device)
+        if (index := sets._index_cache.get((shard, smallest))) is not None:
+            return index, device.type == "cpu"
+        # The tensors outlive this call, and a later call may need gradients.
+        with torch.inference_mode(False), torch.no_grad():
+            index = sets._index_cache[shard, smallest] = _build(sets, shard, smallest)
+        return index, True
+
+
+@dataclass(frozen=True, eq=False)
+class TargetMatch:
+    """Which candidates are the targets."""
+
+    is_target: Tensor
+    """bool [m]: whether the entry is its position's target."""
+    is_absent: Tensor | None
+    """bool [T]: positions whose set lacks the target. Their scores must become NaN. None: there are none."""
+
+    @classmethod
+    def of(cls, support: SupportIndex, targets: Tensor, *, may_wait: bool) -> TargetMatch:
+        """Compare the integer `targets` [T] with the sets. A target with an empty set is ignored.
+
+        Raises:
+            InvalidInputError: with `may_wait`, a target is not in its set.
+        """
+        sizes = support.span_offsets.diff()
+        wanted = torch.repeat_interleave(targets, sizes, output_size=support.num_candidates)
+        is_target = support.token_ids == wanted
+        seen = torch.zeros(len(is_target) + 1, dtype=torch.int64, device=is_target.device)
+        torch.cumsum(is_target, 0, out=seen[1:])
+        is_absent = (seen.index_select(0, support.span_offsets).diff() == 0) & (sizes > 0)
+        if may_wait and (position := first_true(is_absent)) is not None:
+            raise InvalidInputError(
+                f"targets: {int(targets[position])} at position {position} is not among the"
+                f" {int(sizes[position])} candidates there; its log-prob would be minus infinity"
+            )
+        return cls(is_target.index_select(0, support.entries), None if may_wait else is_absent)
+
+
+def check_targets(targets: Tensor) -> None:
+    """Raise InvalidInputError unless targets are integers [T]."""
+    if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
+        raise InvalidInputError(
+            f"targets: got shape {tuple(targets.shape)} and dtype {targets.dtype}, expected integers [T]"
+        )
+
+
+def check_num_sets(candidates: CandidateSets | CandidateTensors, targets: Tensor) -> None:
+    """Raise InvalidInputError unless there is one set for each target."""
+    if len(targets) != len(candidates):
+        raise InvalidInputError(
+            f"candidates: got {len(candidates)} positions for {len(targets)} targets;"
+            " select both with the same RowSelection"
+        )
+
+
+def sets_on(candidates: CandidateSets | CandidateTensors, device: torch.device | str) -> CandidateTensors:
+    """Return the sets as tensors on `device`. Those made from `CandidateSets` have no log-probs.
+
+    Raises:
+        InvalidInputError: `CandidateTensors` are on another device.
+    """
+    if isinstance(candidates, CandidateSets):
+        return to_torch(candidates.token_ids, None, candidates.offsets, candidates.sampled_ids, device=device)
+    if candidates.device != torch.empty(0, device=device).device:  # "cuda" is the current device
+        raise InvalidInputError(
+            f"candidates: they are on {candidates.device}, expected {device}; call"
+            " CandidateSets.to_torch with this device"
+        )
+    return candidates
+
+
+def _build(sets: CandidateTensors, shard: Shard, smallest: int) -> SupportIndex:
+    token_ids, sizes = sets.token_ids, sets.offsets.diff()
+    if shard.vocab_size is not None:
+        _check_ids(sets, shard.vocab_size)
+    has_choice = sizes >= smallest
+    rows = has_choice.nonzero().squeeze(1)
+    position = torch.repeat_interleave(sizes, output_size=len(token_ids))
+    kept = has_choice.index_select(0, position) & (token_ids >= shard.start) & (token_ids < shard.stop)
+    entries = kept.nonzero().squeeze(1)
+    positions = position.index_select(0, entries)
+    segment = (has_choice.cumsum(0) - 1).index_select(0, positions)
+    return SupportIndex(
+        token_ids=token_ids,
+        span_offsets=sets.offsets,
+        rows=rows,
+        sizes=sizes[rows],
+        segment=segment,
+        positions=positions,
+        ids=token_ids.index_select(0, entries).long() - shard.start,
+        entries=entries,
+        offsets=torch.searchsorted(segment, torch.arange(len(rows) + 1, device=token_ids.device)),
+    )
+
+
+def _check_ids(sets: CandidateTensors, vocab_size: int) -> None:
+    entry = first_true(sets.token_ids >= vocab_size)
+    if entry is not None:
+        position = int(torch.searchsorted(sets.offsets, entry, right=True)) - 1
+        raise InvalidCandidateSetsError(
+            "token_ids",
+            f"got {int(sets.token_ids[entry])} at position {position},"
+            f" outside the vocabulary of {vocab_size}",
+        )

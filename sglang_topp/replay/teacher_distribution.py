@@ -1,0 +1,92 @@
+"""A teacher's distribution, from its candidate sets: the candidates and optionally a tail, summing to 1.
+
+The host computes it in float64, because the tail's mass is a small difference of float32 log-probs.
+
+Shape legend: T positions, n candidates in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.csr_operations import first_true, log_sum_exp, offsets_of, rows_of
+from sglang_topp.candidates.validation import LOWEST, MASS_ERROR, NO_TOKEN
+from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
+
+__all__ = ["SMALLEST_TAIL", "TeacherDistribution"]
+
+BoolArray: TypeAlias = NDArray[np.bool_]
+Float64Array: TypeAlias = NDArray[np.float64]
+
+# If float32 log-probs sum to nearly 1, a tail of this mass cannot be told from no tail.
+SMALLEST_TAIL = 1e-6
+# Float32 log-probs of a whole vocabulary sum to 1 within 1e-5. Sets on another scale are far above this.
+_LARGEST_MASS = 1.002
+
+
+@dataclass(frozen=True)
+class TeacherDistribution:
+    """The candidates and an optional tail, with log-probs whose exponentials sum to 1 at each position."""
+
+    sets: CandidateSets
+    """The sets of T positions, without tokens of zero probability. Positions that do not count are empty."""
+    logprobs: Float64Array
+    """[n]: the normalized log-probs of the candidates."""
+    tail: Float64Array | None
+    """[T]: the normalized log-prob of the tail, or None without a tail."""
+
+    @classmethod
+    def of(
+        cls, sets: CandidateSets, counts: BoolArray, *, num_ids: int | None, smallest_tail: float
+    ) -> TeacherDistribution:
+        """Build the teacher's distribution at the positions that count.
+
+        Args:
+            sets: the teacher's sets, with log-probs over the whole vocabulary.
+            counts: [T], which positions count.
+            num_ids: the size of the vocabulary, or None for no tail.
+            smallest_tail: the least mass of a tail, unless no id is outside the set.
+
+        Raises:
+            InvalidInputError: the sets have no log-probs.
+            InvalidCandidateSetsError: the probabilities of a set add up to more than 1.
+        """
+        if not sets.has_logprobs:
+            raise InvalidInputError(
+                "teacher_sets: these sets have no log-probs; a request for top_logprobs_p gives them"
+            )
+        sets = _only(sets, np.repeat(counts, sets.sizes) & (sets.logprobs > LOWEST))
+        logprobs = sets.logprobs.astype(np.float64)
+        log_mass = log_sum_exp(logprobs, sets.offsets)
+        if (t := first_true(log_mass > np.log1p(MASS_ERROR))) is not None:
+            raise InvalidCandidateSetsError(
+                "teacher_sets",
+                f"the probabilities at position {t} add up to {np.exp(log_mass[t]):.6g}, expected at most 1:"
+                " log-probs over the whole vocabulary",
+            )
+        log_total, log_tail = log_mass, None
+        if num_ids is not None:
+            tail = np.where(sets.sizes == num_ids, 0.0, np.maximum(-np.expm1(log_mass), smallest_tail))
+            with np.errstate(divide="ignore"):
+                log_tail = np.log(tail)
+            log_total = np.logaddexp(log_mass, log_tail)
+            log_tail = log_tail - log_total
+        return cls(sets, logprobs - np.repeat(log_total, sets.sizes), log_tail)
+
+
+def _only(sets: CandidateSets, kept: BoolArray) -> CandidateSets:
+    """Return the sets with the `kept` entries only. The first entry stands in for the sampled token."""
+    if not kept.all():
+        sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))
+        token_ids, logprobs, offsets = sets.token_ids[kept], sets.logprobs[kept], offsets_of(sizes)
+    else:
+        token_ids, logprobs, offsets = sets.token_ids, sets.logprobs, sets.offsets
+    sampled = np.full(len(sets), NO_TOKEN, np.int32)
+    filled = np.flatnonzero(np.diff(offsets))
+    sampled[filled] = token_ids[offsets[filled]]
+    return CandidateSets.unchecked(token_ids, logprobs, offsets, sampled)

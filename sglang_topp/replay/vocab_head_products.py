@@ -1,0 +1,118 @@
+"""The LM head over the whole vocabulary, a chunk of positions at a time: logits, and their gradients.
+
+Shape legend: T positions, H hidden size, V ids held by this rank without padding, C positions of one chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sglang_topp.replay.logit_transform import LogitTransform
+from sglang_topp.replay.vocab_parallel import reduce_sum
+from sglang_topp.replay.vocab_softmax import row_parts
+
+__all__ = ["CHUNK_BYTES", "HeadGradients", "VocabHead"]
+
+# Bytes of logits held at a time, unless the caller passes `chunk_rows`.
+CHUNK_BYTES = 1 << 28
+_WEIGHT_ROWS = 1 << 13
+
+
+class VocabHead:
+    """The matrix products of one pass: a chunk's logits, and the gradients from a chunk's logits.
+
+    Sums run in `dtype`. On a GPU, tensor cores multiply half-precision factors directly into float32.
+    Elsewhere the factors are widened first.
+    """
+
+    def __init__(
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        *,
+        num_ids: int,
+        transform: LogitTransform,
+        dtype: torch.dtype,
+    ) -> None:
+        self.dtype = dtype
+        self.transform = transform
+        self.hidden_TH = hidden_TH
+        self.weight_VH = weight_VH[:num_ids]
+        self.bias_V = bias_V
+        self.mixed = (
+            hidden_TH.is_cuda and hidden_TH.dtype == weight_VH.dtype and hidden_TH.dtype != self.dtype
+        )
+        if not self.mixed:
+            self.weight_VH = self.weight_VH.to(self.dtype)
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        product: Tensor
+        if self.mixed:
+            product = torch.mm(left.to(right.dtype), right, out_dtype=self.dtype)
+        else:
+            product = torch.mm(left.to(self.dtype), right.to(self.dtype))
+        return product
+
+    def logits(self, part: slice) -> Tensor:
+        """Return the logits [C, V] in `dtype`, after bias, scale, soft cap, and temperature."""
+        logits_CV = self._product(self.hidden_TH[part], self.weight_VH.t())
+        if self.bias_V is not None:
+            logits_CV += self.bias_V[: logits_CV.shape[1]]
+        return self.transform.of_rows_(logits_CV, part)
+
+    def times_weight(self, grad_CV: Tensor) -> Tensor:
+        """Return [C, H]: the gradient of the chunk's hidden states."""
+        return self._product(grad_CV, self.weight_VH)
+
+    def add_outer(self, grad_VH: Tensor, grad_CV: Tensor, part: slice) -> None:
+        """Add the chunk's part of the head's gradient, by blocks of rows to save a second [V, H] tensor."""
+        right = self.hidden_TH[part]
+        if not self.mixed:
+            grad_VH[: grad_CV.shape[1]].addmm_(grad_CV.t(), right.to(self.dtype))
+            return
+        for rows in row_parts(grad_CV.shape[1], _WEIGHT_ROWS):
+            grad_VH[rows] += self._product(grad_CV[:, rows].t(), right)
+
+
+class HeadGradients:
+    """Accumulates the gradients of hidden states, weight, and bias, chunk by chunk, in the head's `dtype`."""
+
+    def __init__(
+        self,
+        head: VocabHead,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        wanted: tuple[bool, bool, bool],
+    ) -> None:
+        self._head, self._like = head, (hidden_TH, weight_VH, bias_V)
+        self._sums = [
+            torch.zeros_like(tensor, dtype=head.dtype) if wants and tensor is not None else None
+            for tensor, wants in zip(self._like, wanted, strict=True)
+        ]
+
+    def add(self, part: slice, grad_CV: Tensor, slope_CV: Tensor | None) -> None:
+        """Accumulate from the gradient of `head.logits(part)`. `grad_CV` is overwritten.
+
+        `slope_CV` is the transform's `softcap_slope` at these logits.
+        """
+        hidden_TH, weight_VH, bias_V = self._sums
+        self._head.transform.backward_rows_(grad_CV, slope_CV, part)
+        if hidden_TH is not None:
+            hidden_TH[part] = self._head.times_weight(grad_CV)
+        if weight_VH is not None:
+            self._head.add_outer(weight_VH, grad_CV, part)
+        if bias_V is not None:
+            bias_V[: grad_CV.shape[1]] += grad_CV.sum(dim=0)
+
+    def rounded(self, group: dist.ProcessGroup | None) -> list[Tensor | None]:
+        """Return the three gradients in their tensors' dtypes, that of hidden states summed over ranks."""
+        if self._sums[0] is not None:
+            reduce_sum(self._sums[0], group)
+        return [
+            None if total is None or like is None else total.to(like.dtype)
+            for total, like in zip(self._sums, self._like, strict=True)
+        ]

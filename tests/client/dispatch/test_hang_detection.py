@@ -1,0 +1,163 @@
+"""Servers that accept requests and never answer, and servers that are only busy."""
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from sglang_topp import errors
+from sglang_topp_client import AsyncRolloutClient
+from sglang_topp_client.dispatch import endpoint, hang_detection
+from sglang_topp_client.dispatch.hang_detection import HealthCheck
+
+pytestmark = pytest.mark.usefixtures("no_leftovers", "hasty")
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(hang_detection, "_SILENCE_S", 0.3)
+    monkeypatch.setattr(endpoint, "_PROBE_TIMEOUT_S", 0.3)
+
+
+@asynccontextmanager
+async def hung_server():
+    """A server that accepts connections and never answers."""
+    connections = []
+
+    async def connected(reader, writer):
+        connections.append(asyncio.current_task())
+        with suppress(ConnectionError):
+            while await reader.read(65536):
+                pass
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=1024)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+        await asyncio.gather(*connections)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "auto"])
+async def test_calls_of_a_server_that_hangs_go_to_another(engine, kind):
+    async with hung_server() as url, AsyncRolloutClient([url, engine.url], kind=kind) as client:
+        rollouts = await client.generate([[i + 1] for i in range(30)], timeout_s=60)
+        assert len(rollouts) == 30
+
+
+async def test_a_single_server_that_hangs_is_named():
+    async with hung_server() as url, AsyncRolloutClient(url, kind="sglang", max_retries=1) as client:
+        with pytest.raises(errors.TransportError, match=f"{url}: the server hangs") as caught:
+            await client.generate([[1], [2]], timeout_s=60)
+        assert not isinstance(caught.value, errors.RequestTimeoutError)
+
+
+async def test_servers_that_all_hang_are_all_named():
+    async with hung_server() as one, hung_server() as other:
+        async with AsyncRolloutClient([one, other], kind="sglang", max_retries=0) as client:
+            with pytest.raises(errors.TransportError, match="none of the 2 servers answers") as caught:
+                await client.generate([[1], [2]], timeout_s=60)
+        assert one in str(caught.value)
+        assert other in str(caught.value)
+
+
+async def test_a_server_that_hangs_in_the_middle_of_an_answer_fails_its_calls(engine, fakes):
+    async def hang(asked, reply):
+        await reply.start()
+        await reply.event(fakes.chunk(fakes.sample(asked.body["input_ids"], 0), first_token_only=True))
+        # The server answers nothing more, as if its process was stopped or its loop blocked.
+        engine.paths["/model_info"] = never
+        await reply.hung_up()
+
+    async def never(asked, reply):
+        await reply.hung_up()
+
+    engine.script.append(hang)
+    async with AsyncRolloutClient(engine.url, kind="sglang") as client:
+        assert len(await client.generate([5], timeout_s=60)) == 1
+    assert len(engine.calls) == 2
+
+
+async def test_a_long_queue_is_waited_for(engine, fakes):
+    """The server answers probes, so it does not hang, however long a first byte takes."""
+    released = asyncio.Event()
+
+    async def queued(asked, reply):
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+        await fakes.answer_generate(asked, reply)
+
+    engine.paths["/generate"] = queued
+    async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
+        work = asyncio.create_task(client.generate([[1], [2]]))
+        await asyncio.sleep(2.0)
+        assert len(engine.of("/model_info")) >= 2
+        released.set()
+        assert len(await work) == 2
+
+
+async def test_a_server_that_shuts_down_finishes_what_it_has(fakes):
+    """A refused connection is an answer: the server does not hang."""
+    event = b"data: " + json.dumps(fakes.chunk(fakes.sample([5], 0))).encode() + b"\n\ndata: [DONE]\n\n"
+    requests = []
+
+    async def connected(reader, writer):
+        requests.append(await reader.readuntil(b"\r\n\r\n"))
+        server.close()
+        await asyncio.sleep(2.0)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + event)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with AsyncRolloutClient(url, kind="sglang", max_retries=0) as client:
+        assert len(await client.generate([5])) == 1
+    assert len(requests) == 1
+
+
+async def test_a_callers_loop_that_was_blocked_blames_no_server(engine, fakes):
+    """A training step in the event loop's thread delays timers and reads. No server hangs."""
+
+    async def slow(asked, reply):
+        await asyncio.sleep(1.2)
+        await fakes.answer_generate(asked, reply)
+
+    engine.paths["/generate"] = slow
+    async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
+        work = asyncio.create_task(client.generate([5]))
+        for _ in range(3):
+            await asyncio.sleep(0.2)
+            time.sleep(0.8)
+        assert len(await work) == 1
+
+
+async def test_only_two_failed_probes_in_a_row_count():
+    answers = [False, True, False, True, False, False]
+    health = HealthCheck(lambda: asyncio.sleep(0, answers.pop(0)), "http://it")
+    start = time.monotonic()
+    with pytest.raises(errors.TransportError, match="http://it: the server hangs: nothing arrived for"):
+        async with health.watch():
+            await asyncio.sleep(60)
+    assert answers == []
+    assert time.monotonic() - start < 30
+
+
+async def test_a_byte_of_any_call_is_a_sign_of_life():
+    async def probe():
+        raise AssertionError("not silent")
+
+    health = HealthCheck(probe, "http://it")
+    async with health.watch(), health.watch():
+        for _ in range(15):
+            await asyncio.sleep(0.05)
+            health.note_received()
+
+
+async def test_a_timeout_inside_of_a_call_is_not_converted():
+    health = HealthCheck(lambda: asyncio.sleep(0, True), "http://it")
+    with pytest.raises(TimeoutError):
+        async with health.watch(), asyncio.timeout(0.01):
+            await asyncio.sleep(60)

@@ -1,0 +1,199 @@
+"""The load balancer chooses the endpoint of the next call."""
+
+import pytest
+
+from sglang_topp.errors import BadRequestError, OverloadedError, TransportError
+from sglang_topp_client.dispatch import retry_policy
+from sglang_topp_client.dispatch.load_balancer import LoadBalancer
+from sglang_topp_client.transport.fd_limit import FileLimitError
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    for name, value in (("_FIRST_DELAY_S", 0.5), ("_MAX_DELAY_S", 8.0)):
+        monkeypatch.setattr(retry_policy, name, value)
+    monkeypatch.setattr(retry_policy.random, "uniform", lambda low, high: 1.0)
+    return Clock()
+
+
+@pytest.fixture
+def balancer(clock):
+    return LoadBalancer(["a", "b", "c"], clock)
+
+
+def fail(balancer, server, error=None):
+    """Let a call of a server fail."""
+    call = balancer.pick(1, server)
+    assert call.__enter__() == server
+    error = error or TransportError("gone")
+    assert not call.__exit__(type(error), error, None)
+
+
+def take(balancer, count=1, samples=1):
+    """Return the servers of some calls that are in flight together, and the calls."""
+    calls = [balancer.pick(samples) for _ in range(count)]
+    return [call.__enter__() for call in calls], calls
+
+
+def end(calls):
+    for call in calls:
+        call.__exit__(None, None, None)
+
+
+def test_calls_are_spread_evenly(balancer):
+    servers, calls = take(balancer, 9)
+    assert sorted(servers) == list("aaabbbccc")
+    end(calls)
+    assert balancer.num_in_flight == 0
+
+
+def test_idle_endpoints_take_turns(balancer):
+    servers = []
+    for _ in range(6):
+        with balancer.pick(1) as server:
+            servers.append(server)
+    assert servers == list("abcabc")
+
+
+def test_load_is_counted_in_samples_not_calls(balancer):
+    large, calls = take(balancer, samples=100)
+    small, more = take(balancer, 10)
+    assert large == ["a"]
+    assert "a" not in small
+    end(calls + more)
+
+
+def test_a_server_that_fails_is_left_alone_for_a_while(balancer, clock):
+    fail(balancer, "b")
+    assert {take(balancer)[0][0] for _ in range(20)} == {"a", "c"}
+    clock.now += 0.6
+    assert "b" in take(balancer, 3)[0]
+
+
+def test_a_server_that_still_answers_others_is_tried_when_they_are_done(balancer, clock):
+    _, calls = take(balancer, 6)
+    calls[1].__exit__(TransportError, TransportError("gone"), None)
+    clock.now += 9.0
+    servers, more = take(balancer, 3)
+    assert "b" not in servers
+    end(calls[:1] + calls[2:] + more)
+    assert "b" in take(balancer, 3)[0]
+
+
+def test_a_server_on_trial_gets_one_call(balancer, clock):
+    fail(balancer, "b")
+    clock.now += 0.6
+    _, load = take(balancer, 1, samples=50)
+    servers, calls = take(balancer, 10)
+    assert servers.count("b") <= 1
+    end(load + calls)
+    assert take(balancer, 9)[0].count("b") == 3
+
+
+def test_a_second_failure_doubles_the_backoff(balancer, clock):
+    for wait_s in (0.5, 1.0, 2.0, 4.0, 8.0, 8.0):
+        fail(balancer, "a")
+        clock.now += wait_s - 0.01
+        assert "a" not in [take(balancer)[0][0] for _ in range(5)]
+        clock.now += 0.02
+
+
+def test_calls_that_fail_together_count_once(balancer, clock):
+    calls = [balancer.pick(1, "a") for _ in range(5)]
+    assert [call.__enter__() for call in calls] == ["a"] * 5
+    for call in calls:
+        call.__exit__(TransportError, TransportError("gone"), None)
+    clock.now += 0.51
+    assert "a" in take(balancer, 3)[0]
+
+
+def test_retry_after_sets_the_backoff(balancer, clock):
+    fail(balancer, "a", OverloadedError("full", retry_after_s=30.0))
+    clock.now += 29.0
+    assert "a" not in take(balancer, 8)[0]
+    clock.now += 1.5
+    assert balancer.has_ready(without=())
+
+
+def test_a_request_that_is_refused_says_nothing_about_the_server(balancer):
+    with pytest.raises(BadRequestError), balancer.pick(1, "a"):
+        raise BadRequestError("no", status=400)
+    assert "a" in take(balancer, 3)[0]
+
+
+def test_a_cancelled_call_says_nothing_about_the_server(balancer):
+    with pytest.raises(KeyboardInterrupt), balancer.pick(1, "a"):
+        raise KeyboardInterrupt
+    assert "a" in take(balancer, 3)[0]
+    assert balancer.num_in_flight == 0
+
+
+def test_if_all_fail_the_earliest_retry_is_chosen(balancer, clock):
+    fail(balancer, "b")
+    for server in "ac":
+        clock.now += 0.1
+        fail(balancer, server)
+    assert not balancer.has_ready(without=())
+    assert take(balancer)[0] == ["b"]
+
+
+def test_the_preferred_endpoint_is_chosen(balancer):
+    _, load = take(balancer, 6, samples=4)
+    with balancer.pick(1, "c") as chosen:
+        assert chosen == "c"
+    end(load)
+
+
+def test_a_failing_preferred_endpoint_is_not_chosen(balancer):
+    fail(balancer, "c")
+    with balancer.pick(1, "c") as chosen:
+        assert chosen != "c"
+
+
+def test_an_unknown_preferred_endpoint_is_ignored(balancer):
+    with balancer.pick(1, "z") as chosen:
+        assert chosen in "abc"
+
+
+def test_a_single_endpoint_is_always_chosen(clock):
+    balancer = LoadBalancer(["a"], clock)
+    assert not balancer.has_ready(without={"a"})
+    fail(balancer, "a")
+    with balancer.pick(1) as chosen:
+        assert chosen == "a"
+
+
+def test_an_endpoint_that_failed_this_call_is_taken_last(balancer):
+    with balancer.pick(1, "a", without={"a", "b"}) as chosen:
+        assert chosen == "c"
+    with balancer.pick(1, without={"a", "b", "c"}) as chosen:
+        assert chosen in "abc"
+    fail(balancer, "c")
+    # It is not ready, but the others have failed this call.
+    with balancer.pick(1, without={"a", "b"}) as chosen:
+        assert chosen == "c"
+
+
+def test_the_last_errors_are_known_until_a_call_succeeds(balancer, clock):
+    for endpoint in "ab":
+        fail(balancer, endpoint, TransportError(endpoint))
+    assert {endpoint: str(error) for endpoint, error in balancer.failures.items()} == {"a": "a", "b": "b"}
+    clock.now += 10.0
+    with balancer.pick(1, "a"):
+        pass
+    assert list(balancer.failures) == ["b"]
+
+
+def test_a_client_without_files_says_nothing_about_the_endpoint(balancer):
+    with pytest.raises(FileLimitError), balancer.pick(1, "a"):
+        raise FileLimitError("none left")
+    assert balancer.failures == {}
+    assert "a" in take(balancer, 3)[0]

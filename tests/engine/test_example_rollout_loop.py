@@ -1,0 +1,33 @@
+"""The demo with a smaller model: its replayed ratios are 1."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from sglang_topp_patches.compat.releases import Feature
+from tests.skip_missing_features import needs
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rollout_loop.py"
+
+
+@needs(Feature.SAMPLER_SOURCE)
+def test_the_replayed_ratios_are_one() -> None:
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--vocab-size", "4096", "--samples", "4", "--max-new-tokens", "32"],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = re.findall(r"^over the (.*?) {2,}(\S+) +(\S+)%$", ended.stdout, re.MULTILINE)
+    ratios = {label: (float(mean), float(off)) for label, mean, off in rows}
+    assert ratios["candidate sets"] == (1.0, 0.0)
+    # At top-p 0.8, the ratio over the whole vocabulary is the kept mass: the bias that replay removes.
+    mean, off = ratios["whole vocabulary"]
+    assert 0.8 <= mean < 0.95
+    assert off > 30
+    assert "[" in ended.stdout.splitlines()[1]  # the sampled token, marked

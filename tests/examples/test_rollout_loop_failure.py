@@ -1,0 +1,64 @@
+"""The demo fails if a replayed ratio is off. tests/engine checks that it succeeds on the real engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_topp import CandidateSets
+from sglang_topp_client import Rollout
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rollout_loop.py"
+
+
+@pytest.fixture
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rollout_loop", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("shift", "status"), [(0.0, 0), (0.0005, 0), (0.002, 1), (float("nan"), 1)])
+def test_the_exit_status_is_that_of_the_ratios(
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shift: float,
+    status: int,
+) -> None:
+    sets = CandidateSets([5, 3, 7], np.log(np.array([0.5, 0.3, 0.9], np.float32)), [0, 2, 3], [3, 7])
+    ids = np.array([3, 7], np.int32)
+    rollout = Rollout(0, 0, "r", ids, ids, "", sets.sampled_logprobs, sets, "length", "default", 0, 0.1)
+
+    @contextmanager
+    def serve(model_path: Path) -> Iterator[tuple[str, str]]:
+        yield "http://127.0.0.1:1", "http://127.0.0.1:2"
+
+    class Client:
+        def __init__(self, url: str) -> None: ...
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+        def generate(self, *args: Any, **kwargs: Any) -> list[Rollout]:
+            return [rollout]
+
+    def score(model: Any, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+        return rollout.logprobs, rollout.masked_logprobs + np.float32(shift)
+
+    for name, fake in (("serve", serve), ("RolloutClient", Client), ("score", score)):
+        monkeypatch.setattr(example, name, fake)
+    monkeypatch.setattr(sys, "argv", ["rollout_loop.py", "--vocab-size", "300"])
+    assert example.main() == status
+    assert ("FAILED" in capsys.readouterr().out) == bool(status)

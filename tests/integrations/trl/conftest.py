@@ -1,0 +1,54 @@
+"""One engine for all tests of the adapter, which push weights to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_topp_client import RolloutClient
+from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_server.cli.tiny_model import make_tiny_model
+from tests.engine.conftest import fork_server, log_folder
+from tests.engine.start_servers import Engine, run_engine
+from tests.skip_missing_features import skip_without
+
+__all__ = ["fork_server", "log_folder"]
+
+skip_without(Feature.SAMPLER_SOURCE)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("trl") / "model")
+
+
+@pytest.fixture(scope="session")
+def trl_engine(model_path: Path, log_folder: Path) -> Iterator[Engine]:
+    with run_engine(model_path, log_folder / "trl.log") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def client(trl_engine: Engine) -> Iterator[RolloutClient]:
+    with RolloutClient(trl_engine.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The engine runs on the same cores, and torch's threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_the_warning() -> Iterator[None]:
+    """TRL warns that `rollout_func` is experimental."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        yield

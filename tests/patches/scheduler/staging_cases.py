@@ -1,0 +1,372 @@
+"""A pass on a GPU: its sets equal those of the CPU, and nothing waits before the pass is consumed.
+
+`test_staging` runs this file, on a GPU or interpreted. A pass runs SGLang's own functions with the hooks
+around them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_topp import nucleus
+from sglang_topp.nucleus import reference
+from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.memory.budget import Budget, InFlight
+from sglang_topp_patches.scheduler import extraction as cpu
+from sglang_topp_patches.scheduler import (
+    generated_sets,
+    prompt_sets,
+    sampler_support,
+    speculative_verification,
+    staging,
+)
+from sglang_topp_patches.scheduler import token_entries as request_entries
+from sglang_topp_patches.scheduler.auxiliary_output_before_0_5_19 import Committed
+from sglang_topp_patches.scheduler.cache_namespace import Weights
+from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
+from sglang_topp_patches.scheduler.extraction import extract, extract_support
+from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows, TopLogprobsNums
+from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY
+from tests.fake_gpu import forbid_waits, gpu
+
+PROCESS = SchedulerProcess(InFlight(1 << 20))
+VOCAB = 300
+PROCESSOR = SimpleNamespace(enable_fast_input_logprobs=False)
+BOTH = pytest.mark.parametrize("staged_per_row", [256, 1], ids=["all fit", "few fit"])
+
+
+def logprobs_of(rows: int, *, std: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(torch.randn(rows, VOCAB, generator=generator) * std, -1)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", non_blocking=True)
+
+
+@pytest.fixture(autouse=True)
+def no_word_of_the_model() -> Iterator[None]:
+    with mock.patch.object(type(internals()), "sanitizes_logits", return_value=False):
+        yield
+
+
+@pytest.fixture
+def room(staged_per_row: int) -> Iterator[None]:
+    with (
+        mock.patch.object(staging, "budget", return_value=Budget(1 << 20, 1 << 20, staged_per_row)),
+        mock.patch.object(staging, "_LEAST_ROWS", 1),
+    ):
+        yield
+
+
+def by_the_cpu(logprobs: Tensor, p: float, sampled: int) -> list[tuple[bytes, bytes]]:
+    ids, values, _ = reference.top_p_candidates(logprobs[None], p, [sampled])
+    return [(ids.numpy().tobytes(), values.numpy().tobytes())]
+
+
+@BOTH
+@pytest.mark.usefixtures("room")
+def test_sets_are_those_of_the_cpu() -> None:
+    logprobs = logprobs_of(5, std=4)
+    logprobs[2, 7] = torch.nan
+    logprobs[4, 9] = -torch.inf
+    thresholds, sampled = [0.9, 0.0, 0.9, 1.0, 0.99], torch.tensor([1, 2, 3, 4, 9])
+    with gpu():
+        there = logprobs.to("cuda")
+        drawn = sampled.to("cuda")
+        with forbid_waits():
+            sets = extract(PROCESS, there, thresholds, drawn).map(on_host)
+        # Do what SGLang does before it consumes the pass.
+        there.clamp_(min=torch.finfo(torch.float32).min)
+        drawn.zero_()
+        got = sets.on_host()
+    assert list(got.problems) == [2]
+    assert "holds NaN" in got.problems[2]
+    spans = got.spans()
+    assert spans[1] == spans[2] == (b"", b"")
+    for row in (0, 3, 4):
+        assert spans[row : row + 1] == by_the_cpu(logprobs[row], thresholds[row], int(sampled[row]))
+
+
+@BOTH
+@pytest.mark.usefixtures("room")
+def test_settled_sets_are_whole_and_on_the_device() -> None:
+    logprobs, sampled = logprobs_of(3), torch.tensor([5, 6, 7])
+    with gpu():
+        settled = extract(PROCESS, logprobs.to("cuda"), [0.9, 0.5, 1.0], sampled.to("cuda")).settled()
+        assert isinstance(settled, ExtractedSets)
+        assert settled.token_ids.device.type == "cuda"
+        spans = settled.map(lambda tensor: tensor.cpu()).spans()
+    for row, p in enumerate([0.9, 0.5, 1.0]):
+        assert spans[row : row + 1] == by_the_cpu(logprobs[row], p, int(sampled[row]))
+
+
+@BOTH
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize("rule", ["threshold", "sampler"])
+def test_only_the_rows_that_ask_are_kept_and_counted(rule: str) -> None:
+    process = SchedulerProcess(limits := InFlight(1 << 20))
+    logprobs, sampled = logprobs_of(5), torch.tensor([1, 2, 3, 4, 5])
+    with gpu():
+        there, drawn = logprobs.to("cuda"), sampled.to("cuda")
+        is_drawn = torch.ones((2, VOCAB), dtype=torch.bool, device="cuda")
+        rows = torch.tensor([1, 3]).to("cuda")
+        with forbid_waits():
+            if rule == "threshold":
+                sets = extract(process, there, [0.0, 1.0, 0.0, 1.0, 0.0], drawn)
+                num_bytes = 2 * VOCAB * 4
+            else:
+                sets = extract_support(process, there, rows, is_drawn, None, drawn)
+                num_bytes = 2 * VOCAB * (4 + 1)
+        assert limits.total == num_bytes // 8
+        whole = weakref.ref(there)
+        del there
+        assert whole() is None
+        copied = sets.map(on_host)
+        del sets
+        assert limits.total == num_bytes // 8
+        got = copied.on_host()
+        assert limits.total == 0
+    spans = got.spans()
+    if rule == "threshold":
+        assert spans[0] == spans[2] == spans[4] == (b"", b"")
+        spans = [spans[1], spans[3]]
+    assert spans == [*by_the_cpu(logprobs[1], 1.0, 2), *by_the_cpu(logprobs[3], 1.0, 4)]
+
+
+def test_a_pass_that_is_dropped_counts_no_more() -> None:
+    process = SchedulerProcess(limits := InFlight(1 << 20))
+    with gpu():
+        sets = extract(process, logprobs_of(2).to("cuda"), [0.9, 0.5], torch.tensor([1, 2]).to("cuda"))
+        assert limits.total > 0
+        del sets
+    assert limits.total == 0
+
+
+def request(rid: str) -> Any:
+    return SimpleNamespace(
+        rid=rid,
+        customized_info=None,
+        is_retracted=False,
+        sampling_params=SimpleNamespace(),
+        sglang_topp_weights=Weights(0, "7"),
+    )
+
+
+def committed(token: int) -> Committed:
+    return Committed(output_index=0, token_ids=(token,))
+
+
+@BOTH
+@pytest.mark.usefixtures("room")
+def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows by threshold, rows from the sampler, and rows without sets, from the hook to the request."""
+    monkeypatch.setattr(request_entries, "charge", lambda *args: None)
+    monkeypatch.setattr(generated_sets, "is_refused", lambda req: False)
+    logprobs, sampled = logprobs_of(4), torch.tensor([3, 1, 4, 1])
+    weights = torch.where(logprobs > -6.0, logprobs.exp(), 0)
+    rows = RequestedRows(tuple("abcd"), (0.9, 0.0, 0.0, 0.0), drawn=(1, 2), greedy=frozenset({2}))
+    process = SchedulerProcess(InFlight(1 << 20))
+    with gpu():
+        there, drawn, weights_there = logprobs.to("cuda"), sampled.to("cuda"), weights.to("cuda")
+        drawing = sampler_support.Drawing(rows.drawn, rows.greedy)
+        captured = SimpleNamespace(weights=weights_there[1:3], token_ids=None)
+        info = SimpleNamespace(sampling_mask_batch_indices=None)
+        capture = sampler_support.Capture(ForwardPass(process, rows), drawing)
+        with forbid_waits():
+            with sampler_support.capturing(capture):
+                sampler_support.sample_from_probs(lambda *_: (drawn, captured), None, weights_there, info)
+                # SGLang reads only its own tensors there.
+                generated_sets.compute_logprobs(
+                    lambda self, logprobs, *_: logprobs.clamp_(min=torch.finfo(torch.float32).min),
+                    None,
+                    there,
+                    [0] * 4,
+                    [None] * 4,
+                    drawn,
+                )
+            output = PassSets((generated_sets.GeneratedSets(rows, capture.sets, "w", capture.drawn),))
+            output = output.copy_to_host(on_host)
+        # The next step of a CUDA graph overwrites the weights.
+        weights_there.zero_()
+        requests = [request(rid) for rid in "abcd"]
+        output.consume(SimpleNamespace(reqs=requests), [committed(token) for token in sampled.tolist()])
+    entries = [req.customized_info and req.customized_info[KEY][0] for req in requests]
+    assert entries[3] is None
+    assert not any(entry.problem for entry in entries[:3])
+    assert [entries[0].candidates] == by_the_cpu(logprobs[0], 0.9, 3)
+    ids, values, _ = reference.support_candidates(logprobs[1:2], weights[1:2], sampled_ids=[1])
+    assert entries[1].candidates == (ids.numpy().tobytes(), values.numpy().tobytes())
+    assert len(entries[2].candidates[0]) == 4
+    assert process.staging.rows_staged == 3
+    assert (process.staging.rows_taken_again > 0) == (staging.budget().staged_candidates_per_row == 1)
+
+
+@BOTH
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize("is_greedy", [False, True], ids=["sampled", "greedy"])
+def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_greedy: bool) -> None:
+    """Five requests, from SGLang's verification to their entries.
+
+    Only the device knows how many tokens each request accepted. One request does not ask.
+    """
+    monkeypatch.setattr(request_entries, "charge", lambda *args: None)
+    process = SchedulerProcess(limits := InFlight(1 << 24))
+    monkeypatch.setattr(type(internals()), "weight_version", lambda self: "7")
+    monkeypatch.setattr(type(internals()), "answers_requests", lambda self: True)
+    fields: list[dict[str, Any]] = [
+        {"top_logprobs_p": 0.9},
+        {"top_logprobs_source": "sampler"},
+        {},
+        {"top_logprobs_source": "sampler"},
+        {"top_logprobs_p": 0.4},
+    ]
+    width, lens = 3, [1, 3, 2, 2, 3]
+    logprobs = logprobs_of(5 * width, std=3)
+    probs = torch.where(logprobs > -6.0, logprobs.exp(), 0)
+    tokens = logprobs.argmax(-1).int()
+    index = torch.arange(5 * width, dtype=torch.int32).view(5, width)
+    index = torch.where(torch.arange(width) < torch.tensor(lens)[:, None], index, -1).int()
+    requests = [
+        verified_request(rid, each, top_k=1 if is_greedy else 9)
+        for rid, each in zip("abcde", fields, strict=True)
+    ]
+    kernels = SimpleNamespace(draw=lambda **kwargs: None)
+    monkeypatch.setattr(type(internals()), "verification_kernel", lambda self: (kernels, "draw"))
+    with gpu():
+        there = {name: each.to("cuda") for name, each in {"p": probs, "t": tokens, "i": index}.items()}
+        batch = SimpleNamespace(
+            reqs=requests,
+            return_logprob=True,
+            forward_mode=SimpleNamespace(is_idle=lambda: False),
+            sampling_info=SimpleNamespace(is_all_greedy=is_greedy, temperatures=torch.ones(5, 1).to("cuda")),
+        )
+        output = SimpleNamespace(next_token_logits=logprobs.to("cuda"), auxiliary_device_output=None)
+        accept_lens = torch.tensor(lens, dtype=torch.int32).to("cuda")
+
+        def eagle_sample(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            if not is_greedy:
+                target = there["p"].view(5, width, -1)
+                kernels.draw(predicts=there["t"], accept_index=there["i"], target_probs=target)
+            return there["t"], accept_lens, there["i"]
+
+        with forbid_waits():
+            result = speculative_verification.sample(eagle_sample, None, batch, output)
+            speculative_verification.compute_logprobs(
+                process, lambda *args, **kwargs: None, batch, output, result[0]
+            )
+            copied = output.auxiliary_device_output.copy_to_host(on_host)
+        there["p"].zero_()
+        commits = [
+            Committed(0, tuple(tokens.view(5, width)[row, :count].tolist())) for row, count in enumerate(lens)
+        ]
+        copied.consume(SimpleNamespace(reqs=requests), commits)
+    assert limits.total == 0
+    assert process.staging.rows_staged <= 4 * width, "only the requests that ask are staged"
+    for row, (req, each) in enumerate(zip(requests, fields, strict=True)):
+        if not each:
+            assert req.customized_info is None
+            continue
+        found = req.customized_info[KEY]
+        assert [entry.problem for entry in found] == [""] * lens[row]
+        for entry, at in zip(found, range(row * width, row * width + lens[row]), strict=True):
+            token = int(tokens[at])
+            if p := each.get("top_logprobs_p"):
+                expected = by_the_cpu(torch.log_softmax(logprobs[at], -1), p, token)
+                assert np.frombuffer(entry.candidates[0], np.int32).tolist() == (
+                    np.frombuffer(expected[0][0], np.int32).tolist()
+                )
+            else:
+                support = {token} if is_greedy else set(probs[at].nonzero().flatten().tolist())
+                assert set(np.frombuffer(entry.candidates[0], np.int32).tolist()) == support
+
+
+def verified_request(rid: str, custom: dict[str, Any], top_k: int) -> Any:
+    req = request(rid)
+    req.sampling_params = SimpleNamespace(custom_params=custom, top_k=top_k)
+    return req
+
+
+def prompt_pass(
+    logits: Tensor, next_ids: Tensor, counts: list[int], thresholds: tuple[float, ...], *, chunk: int
+) -> prompt_sets.PromptSets:
+    """Score prompts as SGLang does, `chunk` rows at a time, with the hook around it."""
+    rows = RequestedRows(tuple("ab"[: len(counts)]), thresholds)
+    nums = TopLogprobsNums([0] * len(counts))
+    nums.forward_pass = ForwardPass(PROCESS, rows)
+    indices = torch.arange(len(logits), device=logits.device)
+
+    def score(self: Any, *, get_logits_fn: Any, **kwargs: Any) -> None:
+        for start in range(0, len(logits), chunk):
+            get_logits_fn(logits[start : start + chunk])
+
+    prompt_sets.forward(
+        score,
+        PROCESSOR,
+        logits_metadata=SimpleNamespace(
+            top_logprobs_nums=nums,
+            extend_logprob_pruned_lens_cpu=counts,
+            input_logprob_indices_cpu=list(range(len(logits))),
+            extend_input_logprob_token_ids_gpu=next_ids,
+        ),
+        input_logprob_indices=indices,
+        get_logits_fn=lambda states: states,
+    )
+    prompt = nums.forward_pass.prompt
+    assert isinstance(prompt, prompt_sets.PromptSets)
+    return prompt
+
+
+@BOTH
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize("chunk", [9, 5, 2])
+def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Two chunks do not wait for the device. At most two chunks keep their log-probs."""
+    monkeypatch.setattr(prompt_sets, "charge", lambda *args: None)
+    monkeypatch.setattr(prompt_sets, "is_refused", lambda req: False)
+    monkeypatch.setattr(type(internals()), "weight_version", lambda self: "7")
+    logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(3))
+    next_ids = torch.arange(9) * 7
+    with gpu():
+        there, ids = logits.to("cuda"), next_ids.to("cuda")
+        expected = internals().input_logprobs(PROCESSOR, there).cpu()
+        if chunk >= 5:
+            with forbid_waits():
+                output = prompt_pass(there, ids, [4, 5], (0.9, 0.7), chunk=chunk).copy_to_host(on_host)
+        else:
+            output = prompt_pass(there, ids, [4, 5], (0.9, 0.7), chunk=chunk).copy_to_host(on_host)
+        under_way = [each for each in output.chunks if isinstance(each, staging.StagedSets)]
+        assert len(under_way) == min(2, -(-9 // chunk))
+        requests = [request(rid) for rid in "ab"]
+        output.consume(SimpleNamespace(reqs=requests), [None, None])
+    found = [span for req in requests for span in list(req.customized_info[PROMPT_KEY])[1:]]
+    assert len(found) == 9
+    for row, got in enumerate(found):
+        assert [got] == by_the_cpu(expected[row], 0.9 if row < 4 else 0.7, 7 * row)
+
+
+def test_what_ran_in_each_step_before_fails_here() -> None:
+    with gpu():
+        if torch.cuda.is_available():
+            return
+        there = logprobs_of(2).to("cuda")
+        before = mock.patch.object(staging, "is_staged", return_value=False)
+        without_kernels = mock.patch.object(nucleus, "_has_kernels", return_value=False)
+        with (
+            before,
+            without_kernels,
+            forbid_waits(),
+            pytest.raises(AssertionError, match="the host would wait"),
+        ):
+            cpu.extract(PROCESS, there, [0.9, 0.5], torch.tensor([1, 2]).to("cuda"))

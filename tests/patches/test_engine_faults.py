@@ -1,0 +1,438 @@
+"""Faults that the real engine rarely has: each ends its own request with an error, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_topp import formats
+from sglang_topp_patches.compat.releases import Feature, internals
+from sglang_topp_patches.http import route_policy, tokenizer_manager
+from sglang_topp_patches.memory.budget import Budget, InFlight
+from sglang_topp_patches.scheduler import prompt_sets
+from sglang_topp_patches.scheduler.cache_namespace import Weights
+from sglang_topp_patches.scheduler.extraction import extract
+from sglang_topp_patches.scheduler.generated_sets import GeneratedSets, free_sent_entries
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+from sglang_topp_patches.scheduler.prompt_sets import PassExtraction, PromptSets, forget_rows
+from sglang_topp_patches.scheduler.request_budget import admit, is_refused
+from sglang_topp_patches.scheduler.requested_rows import RequestedRows
+from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, join
+from tests.patches.make_http_process import http_process
+from tests.skip_missing_features import needs
+
+VOCAB = 32
+WEIGHTS = Weights(3, "7")
+HTTP = http_process()
+PROCESS = SchedulerProcess(InFlight(1 << 20))
+
+
+@pytest.fixture
+def logprobs() -> torch.Tensor:
+    return torch.log_softmax(torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)) * 3, -1)
+
+
+class Req:
+    """The part of SGLang's `Req` that the hooks use."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid, self.customized_info, self.is_retracted = rid, None, False
+        self.stream, self.send_token_offset, self.finished_output = False, 0, False
+        self.sampling_params = SimpleNamespace(custom_params=None)
+        self.input_embeds: Any = None
+        self.sglang_topp_weights = WEIGHTS
+        admit(self, PROCESS.in_flight)
+
+    def finished(self) -> bool:
+        return False
+
+
+def commit(index: int, *token_ids: int) -> SimpleNamespace:
+    return SimpleNamespace(output_index=index, token_ids=token_ids)
+
+
+def rows_of(req: Req) -> list[Any]:
+    """Return the prompt's entries, after the entry that names their weights."""
+    head, *rows = req.customized_info[PROMPT_KEY]
+    assert (head.candidates, head.weight_version) == (None, "7")
+    return rows
+
+
+def generated(logprobs: torch.Tensor, sampled: list[int]) -> GeneratedSets:
+    rows = RequestedRows(("a", "b", "c"), (0.9, 0.9, 0.9))
+    sets = GeneratedSets(rows, extract(PROCESS, logprobs, rows.thresholds, torch.tensor(sampled)), "default")
+    return sets.copy_to_host(torch.clone)
+
+
+def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
+    logprobs[1, 7] = torch.nan
+    sets = extract(PROCESS, logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
+    assert list(sets.problems) == [1]
+    assert "NaN" in sets.problems[1]
+    positions = join(sets.spans())
+    assert positions.lengths[0] > 0
+    assert positions.lengths[1] == 0
+    assert positions.lengths[2] > 0
+
+
+def test_each_fault_is_told_in_its_own_entry(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    unlikely = int(logprobs[1].argmin())
+    sets = generated(logprobs, sampled)
+    reqs = [Req("a"), Req("b"), Req("x")]
+    sets.consume(
+        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, unlikely), commit(0, sampled[2])]
+    )
+    first, second, third = (req.customized_info[KEY] for req in reqs)
+    # Two positions that did not pass through the sampler, then a valid one.
+    assert [bool(entry.problem) for entry in first] == [True, True, False]
+    assert f"token {unlikely} replaced" in second[0].problem
+    assert "was sampled for request c" in third[0].problem
+
+
+def test_several_tokens_in_one_step_are_refused(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    reqs = [Req("a"), Req("b"), Req("c")]
+    generated(logprobs, sampled).consume(
+        SimpleNamespace(reqs=reqs), [commit(0, sampled[0], 5), None, commit(0, sampled[2])]
+    )
+    assert "2 tokens became visible" in reqs[0].customized_info[KEY][0].problem
+    assert reqs[1].customized_info is None
+    assert not reqs[2].customized_info[KEY][0].problem
+
+
+def test_sampling_without_logprobs_is_told() -> None:
+    req = Req("a")
+    GeneratedSets(RequestedRows(("a",), (0.9,)), None, "default").consume(
+        SimpleNamespace(reqs=[req]), [commit(0, 3)]
+    )
+    assert "without reporting log-probs" in req.customized_info[KEY][0].problem
+
+
+def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch.Tensor) -> None:
+    sets = PromptSets(
+        ("a",), (0.9,), (3,), (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+    )
+    req = Req("a")
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    req.customized_info[KEY] = [Entry((b"", b""))]
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    assert len(rows_of(req)) == 3
+
+
+def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
+    logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_sets, "budget", lambda: Budget(2 * VOCAB, 1000))
+    taken = PassExtraction(PROCESS.in_flight, (1.0, 0.9), (3, 2))
+    rows = (logprobs[[0, 1]], logprobs[[2, 0]], logprobs[[1]])
+    for part in rows:
+        wanted = taken.thresholds[sum(len(chunk.offsets) - 1 for chunk in taken.chunks) :][: len(part)]
+        taken.add(extract(PROCESS, part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
+    assert taken.refused == {0: False}
+    assert taken.thresholds.tolist() == [0, 0, 0, 0.9, 0.9]
+    sets = PromptSets(("a", "b"), (1.0, 0.9), (3, 2), tuple(taken.chunks), WEIGHTS, taken.refused)
+    first, second = Req("a"), Req("b")
+    sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
+    (word,) = first.customized_info[PROMPT_KEY]
+    assert word.status == 413
+    assert "of the prompt's positions" in word.problem
+    # A pass in progress adds nothing, and a retraction does not remove the error.
+    sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
+    forget_rows(None, first)
+    assert first.customized_info[PROMPT_KEY] == [word]
+    assert len(rows_of(second)) == 4
+    assert all(len(ids) > 0 for ids, _ in rows_of(second))
+
+
+def test_prompts_that_are_too_much_together_are_told_to_come_back(logprobs: torch.Tensor) -> None:
+    taken = PassExtraction(InFlight(4 * VOCAB), (1.0, 1.0), (3, 2))
+    taken.add(extract(PROCESS, logprobs[[0, 1, 2, 0, 1]], [1.0] * 5, torch.zeros(5, dtype=torch.int64)))
+    assert taken.refused == {0: True}
+
+
+def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
+    sets = PromptSets(
+        ("a",), (0.9,), (3,), (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+    )
+    req = Req("a")
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    forget_rows(None, req)
+    # The pass that was in progress when the request was retracted.
+    req.is_retracted = True
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    req.is_retracted = False
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    assert len(rows_of(req)) == 3
+
+
+def test_embeddings_that_were_retracted_are_told_to_come_back(logprobs: torch.Tensor) -> None:
+    """SGLang's log-probs then mix two answers."""
+    sampled = logprobs.argmax(1).tolist()
+    for input_embeds, is_ended in ((None, False), ([[0.5]], True)):
+        req = Req("a")
+        req.input_embeds = input_embeds
+        req.customized_info = {KEY: entries_of(logprobs, sampled)}
+        forget_rows(None, req)
+        assert is_refused(req) is is_ended
+    assert req.customized_info[KEY][0].status == 503
+    early = Req("a")
+    early.input_embeds, early.customized_info = [[0.5]], {}
+    forget_rows(None, early)
+    assert not is_refused(early)
+
+
+@pytest.mark.parametrize(
+    ("pushed", "words"), [(Weights(4, "8"), ", '7' and then '8';"), (Weights(4, "7"), "scored; send")]
+)
+def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
+    logprobs: torch.Tensor, pushed: Weights, words: str
+) -> None:
+    chunk = (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    before, after = (PromptSets(("a", "b"), (0.9, 0.0), (3, 0), chunk, each) for each in (WEIGHTS, pushed))
+    req, other = Req("a"), Req("b")
+    for sets in (before, before, after, after):
+        sets.consume(SimpleNamespace(reqs=[req, other]), [None, None])
+        if sets is before:
+            assert not is_refused(req)
+    (*_, word) = {*req.customized_info[PROMPT_KEY], *req.customized_info[KEY]}
+    assert word.status == 503
+    assert words in word.problem
+    assert req.sglang_topp_account.is_closed
+    assert other.customized_info is None
+
+    answer = Answer([], prompt_tokens=9)
+    reason = answer.receive(req.customized_info[KEY], req.customized_info[PROMPT_KEY])["finish_reason"]
+    assert (reason["type"], reason["status_code"], reason["err_type"]) == ("abort", 503, "ServiceUnavailable")
+    assert word.problem in reason["message"]
+
+
+def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Tensor) -> None:
+    """The chunks before its first scored position left KV of the old weights."""
+    chunk = (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    req = Req("a")
+    sets = PromptSets(("a",), (0.9,), (3,), chunk, Weights(4, "8"))
+    sets.consume(SimpleNamespace(reqs=[req]), [None])
+    assert req.customized_info[KEY][0].status == 503
+
+
+def test_a_prompt_scored_again_by_other_weights_comes_from_them_alone(logprobs: torch.Tensor) -> None:
+    chunk = (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    req = Req("a")
+    for weights in (Weights(2, "8"), WEIGHTS):
+        req.sglang_topp_weights = weights
+        PromptSets(("a",), (0.9,), (3,), chunk, weights).consume(SimpleNamespace(reqs=[req]), [None])
+        if weights is not WEIGHTS:
+            forget_rows(None, req)
+    assert len(rows_of(req)) == 3
+    assert req.sglang_topp_account.positions == 3
+
+
+def test_a_request_that_starts_over_has_the_sets_of_its_last_run(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    req = Req("a")
+    req.customized_info = {KEY: entries_of(logprobs, sampled)}
+    batch = SimpleNamespace(reqs=[req, Req("b"), Req("c")])
+    generated(logprobs.flip(0), sampled[::-1]).consume(batch, [commit(0, sampled[2]), None, None])
+    assert req.customized_info[KEY] == entries_of(logprobs, sampled)[2:]
+
+
+class Answer:
+    """Pass one request through the HTTP process, with the fields that SGLang itself writes."""
+
+    def __init__(self, tokens: list[int], prompt_tokens: int = 0, **fields: Any) -> None:
+        obj = SimpleNamespace(
+            rid="a", top_logprobs_p=0.9, return_logprobs_in_base64=True, stream=False, **fields
+        )
+        streaming = SimpleNamespace(incremental_streaming_output=False, disaggregation_mode="null")
+        self.manager = SimpleNamespace(**vars(streaming), server_args=streaming, abort_request=str)
+        self.tokens = tokens
+        self.state = SimpleNamespace(
+            obj=obj,
+            last_output_offset=0,
+            input_token_logprobs_val=[-1.0] * prompt_tokens,
+        )
+        self.meta_info: dict[str, Any] = {
+            "id": "a",
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        }
+
+    def receive(self, entries: Any, prompt: Any = (), finished: bool = True) -> dict[str, Any]:
+        info = {"other": [[1]]}
+        if entries is not None:
+            info[KEY] = [entries]
+        if prompt:
+            rows = internals().prompt_rows()
+            rows.extend(prompt)
+            info[PROMPT_KEY] = [rows[:]]  # the part of the text that SGLang sends
+        recv_obj = SimpleNamespace(rids=["a"], output_ids=[self.tokens], customized_info=info)
+        tokenizer_manager.receive_entries(self.manager, recv_obj)
+        assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
+        tokenizer_manager.write_meta_info(
+            HTTP, None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
+        )
+        return self.send() if finished else self.meta_info
+
+    def send(self) -> dict[str, Any]:
+        """Return the `meta_info` that `_stream_one_response` sends."""
+        out = {"output_ids": getattr(self.state, "output_ids", self.tokens), "meta_info": self.meta_info}
+        return asyncio.run(self._send(out))["meta_info"]
+
+    async def _send(self, out: dict[str, Any]) -> dict[str, Any]:
+        async def chunks(self: Any, *, obj: Any, state: Any, request: Any) -> AsyncGenerator[Any, None]:
+            yield out
+
+        (sent,) = [
+            each
+            async for each in tokenizer_manager.write_sets(
+                HTTP, chunks, self.manager, obj=self.state.obj, state=self.state
+            )
+        ]
+        return sent
+
+
+def entries_of(logprobs: torch.Tensor, sampled: list[int]) -> list[Entry]:
+    sets = extract(PROCESS, logprobs, [0.9] * len(sampled), torch.tensor(sampled))
+    return [Entry(span, weight_version="default") for span in sets.spans()]
+
+
+def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    meta_info = Answer(sampled).receive(entries_of(logprobs, sampled))
+    assert meta_info["finish_reason"] == {"type": "length"}
+    assert len(formats.decode_top_p(meta_info, sampled)) == 3
+
+
+@needs(Feature.WEIGHT_VERSIONS)
+def test_versions_are_those_of_the_entries_whatever_sglang_tells(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    entries = entries_of(logprobs, sampled)
+    entries = [replace(entry, weight_version=name) for entry, name in zip(entries, "778", strict=True)]
+    answer = Answer(sampled)
+    answer.meta_info |= {"weight_version": "9", "weight_versions": [{"version": "9", "start": 0, "end": 3}]}
+    meta_info = answer.receive(entries)
+    assert meta_info["weight_version"] == "8"
+    assert meta_info["weight_versions"] == [
+        {"version": "7", "start": 0, "end": 2},
+        {"version": "8", "start": 2, "end": 3},
+    ]
+
+
+def test_a_chunk_holds_what_there_was_when_it_was_made(logprobs: torch.Tensor) -> None:
+    """SGLang puts its own lists into a chunk, and appends to them until the chunk is sent."""
+    sampled = logprobs.argmax(1).tolist()
+    answer = Answer(sampled[:1])
+    answer.state.obj.stream = True
+    answer.state.output_ids = sampled[:1]
+    reported = answer.meta_info["output_token_logprobs"]
+    first = answer.receive(entries_of(logprobs, sampled)[:1], finished=False)
+    assert "output_top_p_logprobs_lengths" not in first  # encoded only if it is sent
+
+    answer.meta_info = {"id": "a", "finish_reason": None, "output_token_logprobs": reported}
+    reported.append([-1.0, sampled[1], None])
+    answer.tokens = sampled[1:2]
+    second = answer.receive(entries_of(logprobs, sampled)[1:2], finished=False)
+    answer.state.output_ids.append(sampled[1])
+    for meta_info, count in ((first, 1), (second, 2)):
+        answer.meta_info = meta_info
+        sent = answer.send()
+        assert len(sent["output_token_logprobs"]) == count
+        assert len(formats.decode_top_p(sent, sampled[:count])) == count
+
+
+def test_what_was_sent_is_not_held(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    req = Req("a")
+    for index in range(3):
+        extracted = extract(PROCESS, logprobs[:1], [0.9], torch.tensor(sampled[:1]))
+        sets = GeneratedSets(RequestedRows(("a",), (0.9,)), extracted, "default")
+        sets.consume(SimpleNamespace(reqs=[req]), [commit(index, sampled[0])])
+        req.send_token_offset = index  # all but the last one
+        free_sent_entries(None, None, [req], True)
+    req.customized_info[PROMPT_KEY] = ["a row"]
+    assert [entry is None for entry in req.customized_info[KEY]] == [True, True, False]
+    req.send_token_offset, req.finished_output = 3, True
+    free_sent_entries(None, None, [req], True)
+    assert req.customized_info == {KEY: [None, None, None]}
+
+
+def test_a_call_that_was_ended_is_an_error_and_holds_nothing(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    aborted: list[str] = []
+    call = route_policy.Call()
+    token = route_policy.current_call.set(call)
+    answer = Answer(sampled)
+    answer.manager.abort_request = aborted.append
+    answer.state.obj.stream = True
+    answer.state.output_ids = list(sampled)
+    answer.receive(entries_of(logprobs, sampled), finished=False)
+    assert answer.send()["output_top_p_logprobs_lengths"]
+    assert call.account is not None
+    assert call.account.candidates > 0
+    call.account.end("too much")
+    assert aborted == ["a"]
+    with pytest.raises(ValueError, match="too much") as caught:
+        answer.send()
+    assert caught.value.status_code == 429
+    route_policy.current_call.reset(token)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda entries: None, "0 candidate sets for 3 generated tokens"),
+        (lambda entries: entries[:2], "2 candidate sets for 3 generated tokens"),
+        (lambda entries: [*entries, entries[0]], "4 candidate sets for 3"),
+        (lambda entries: [entries[0], None, entries[2]], "position 1: the scheduler sent none"),
+        (lambda entries: [entries[0], entries[1], Entry(None, "it broke")], "position 2: it broke"),
+    ],
+)
+def test_what_is_missing_is_an_error(logprobs: torch.Tensor, change: Any, words: str) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    meta_info = Answer(sampled).receive(change(entries_of(logprobs, sampled)))
+    assert not any("top_p" in key for key in meta_info)
+    reason = meta_info["finish_reason"]
+    assert (reason["type"], reason["status_code"]) == ("abort", 500)
+    assert words in reason["message"]
+
+
+@needs(Feature.WEIGHT_VERSIONS)
+def test_where_no_token_was_asked_for_the_version_is_the_prompts(logprobs: torch.Tensor) -> None:
+    spans = [entry.candidates for entry in entries_of(logprobs, logprobs.argmax(1).tolist())]
+    answer = Answer([], prompt_tokens=3)
+    answer.meta_info["weight_version"] = "8"
+    meta_info = answer.receive(None, [Entry(None, weight_version="7"), *spans])
+    assert meta_info["input_top_p_logprobs_lengths"][0] == -1
+    assert meta_info["weight_version"] == "7"
+    assert meta_info["weight_versions"] == [{"version": "7", "start": 0, "end": 0}]
+
+
+def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:
+    sampled = logprobs.argmax(1).tolist()
+    entries = entries_of(logprobs, sampled)
+    spans = [entry.candidates for entry in entries]
+    good = Answer(sampled, prompt_tokens=3).receive(entries, spans)
+    assert good["input_top_p_logprobs_lengths"][0] == -1
+    for prompt in ((), spans[:2], [spans[0], None, spans[1], spans[2]], [None, spans[0], spans[1]]):
+        count = 4 if len(prompt) == 4 else 3
+        meta_info = Answer(sampled, prompt_tokens=count).receive(entries, prompt)
+        if prompt == [None, spans[0], spans[1]]:
+            assert "prompt position 1" in meta_info["finish_reason"]["message"]
+        else:
+            assert meta_info["finish_reason"]["type"] == "abort"
+
+
+def test_an_abort_keeps_its_own_cause(logprobs: torch.Tensor) -> None:
+    answer = Answer([1, 2, 3])
+    answer.meta_info["finish_reason"] = {"type": "abort", "message": "the user did it"}
+    assert answer.receive(None)["finish_reason"] == {
+        "type": "abort",
+        "message": "the user did it; top_logprobs_p: 0 candidate sets for 3 generated tokens",
+    }

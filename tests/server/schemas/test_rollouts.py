@@ -1,0 +1,162 @@
+"""Bodies of `POST /rollouts`: every accepted form, and errors that name the field."""
+
+import json
+
+import pytest
+
+from sglang_topp.errors import BadRequestError, SglangToppError
+from sglang_topp_server.errors import http_status
+from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.schemas.rollouts import parse_rollouts
+
+CHAT = {"role": "user", "content": "Hi"}
+
+
+def parse(limits=None, **fields):
+    return parse_rollouts(json.dumps(fields).encode(), limits or Limits())
+
+
+@pytest.mark.parametrize("prompts", ["a", ["a"], [[97]], [97]])
+def test_every_way_to_give_one_prompt(prompts):
+    (one,) = parse(prompts=prompts).wanted
+    assert one.prompt in ("a", [97])
+    assert one.samples == (0,)
+    assert one.top_logprobs_p is None
+
+
+@pytest.mark.parametrize("prompts", [[CHAT], [[CHAT]]])
+def test_chat_messages_are_one_prompt(prompts):
+    (one,) = parse(prompts=prompts, sampling_params={"n": 3}).wanted
+    assert one.prompt == (CHAT,)
+    assert one.samples == (0, 1, 2)
+
+
+def test_samples_of_chats_are_counted_per_conversation():
+    limits = Limits(max_samples=8)
+    assert len(parse(limits, prompts=[CHAT] * 4, sampling_params={"n": 8}).wanted) == 1
+    with pytest.raises(BadRequestError, match="got 16 samples"):
+        parse(limits, prompts=[[CHAT], [CHAT]], sampling_params={"n": 8})
+
+
+def test_parameters_and_thresholds_are_spread_over_the_prompts():
+    request = parse(
+        prompts=[[1], [2, 3]], sampling_params=[{"n": 2}, {"temperature": 0}], top_logprobs_p=[0.5, None]
+    )
+    assert [one.samples for one in request.wanted] == [(0, 1), (0,)]
+    assert [one.top_logprobs_p for one in request.wanted] == [0.5, None]
+    assert [dict(one.sampling_params) for one in request.wanted] == [{}, {"temperature": 0}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, ["prompts: missing"]),
+        ({"prompts": None}, ["prompts", "NoneType"]),
+        ({"prompts": []}, ["prompts", "got none"]),
+        ({"prompts": ""}, ["prompts", "empty"]),
+        ({"prompts": [[]]}, ["prompts[0]"]),
+        ({"prompts": ["a", 1]}, ["prompts", "text and token ids"]),
+        ({"prompts": [[1], [1.5]]}, ["prompts[1]", "float"]),
+        ({"prompts": [[1, -1]]}, ["prompts[0]", "-1"]),
+        ({"prompts": [[2**31]]}, ["prompts[0]", "2147483648"]),
+        ({"prompts": [{"role": "user"}, "a"]}, ["prompts[1]: got str, expected a chat message"]),
+        ({"prompts": [CHAT], "resumed_tokens": 2}, ["resumed_tokens: got 2 with chat messages as prompt 0"]),
+        (
+            {"prompts": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            ["prompts[0].content[0]: got a part of type 'image_url'", "no images"],
+        ),
+        ({"prompts": "a", "sampling_params": {"image_data": "a.png"}}, ["sampling_params: got image_data"]),
+        ({"prompts": "a", "sampling_params": 3}, ["sampling_params", "got 3"]),
+        ({"prompts": "a", "sampling_params": [{}, {}]}, ["sampling_params", "2", "1 prompt"]),
+        ({"prompts": "a", "sampling_params": {"n": 0}}, ["sampling_params", "n = 0"]),
+        ({"prompts": "a", "sampling_params": {"n": 1.5}}, ["sampling_params", "n = 1.5"]),
+        ({"prompts": "a", "top_logprobs_p": 1.01}, ["top_logprobs_p", "1.01", "from 0 to 1"]),
+        ({"prompts": "a", "top_logprobs_p": -0.1}, ["top_logprobs_p", "-0.1"]),
+        ({"prompts": "a", "top_logprobs_p": "0.9"}, ["top_logprobs_p"]),
+        ({"prompts": "a", "top_logprobs_p": True}, ["top_logprobs_p", "bool"]),
+        ({"prompts": "a", "top_logprobs_p": float("nan")}, ["top_logprobs_p", "nan"]),
+        ({"prompts": "a", "top_logprobs_p": [0.1, 0.2]}, ["top_logprobs_p", "2", "1 prompt"]),
+        ({"prompts": "a", "stream": "yes"}, ["stream", "got 'yes'", "boolean"]),
+        ({"prompts": "a", "request_id": ""}, ["request_id: got an empty string"]),
+        ({"prompts": "a", "request_id": "x" * 513}, ["request_id", "expected at most 512"]),
+        ({"prompts": "a", "request_id": "a\nb"}, [r"request_id: got the character '\n', expected printable"]),
+        ({"prompts": "a", "request_id": "\0"}, [r"request_id: got the character '\x00'"]),
+        ({"prompts": "a", "request_id": "a\u2028b"}, ["request_id: got the character"]),
+        (
+            {"prompts": "a", "top_logprobs_p": 10**400},
+            ["top_logprobs_p: got a number of 1329 bits", "expected a number from 0 to 1"],
+        ),
+        ({"prompts": "a", "top_logprobs_p": [-(10**400)]}, ["top_logprobs_p[0]", "from 0 to 1"]),
+        ({"prompts": "a", "timeout_s": 10**400}, ["timeout_s: got a number of", "number"]),
+        ({"prompts": "a", "timeout_s": 0}, ["timeout_s", "got 0", "greater than 0"]),
+        ({"prompts": "a", "timeout_s": "5"}, ["timeout_s", "got '5'", "number"]),
+        ({"prompts": "a", "timeout_s": float("inf")}, ["timeout_s", "finite"]),
+        ({"prompts": "a", "top_logprob_p": 0.9}, ["top_logprob_p: no such field", "top_logprobs_p"]),
+        (
+            {"prompts": "a", "sampling_params": {"custom_params": {"top_logprobs_p": 0.9}}},
+            ["custom_params.top_logprobs_p"],
+        ),
+    ],
+)
+def test_a_wrong_field_is_named(fields, words):
+    with pytest.raises(SglangToppError) as raised:
+        parse(**fields)
+    assert http_status(raised.value) == 400
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("body", [b"null", b"3", b'"a"', b"[]"])
+def test_a_body_that_is_not_an_object_is_refused(body):
+    with pytest.raises(BadRequestError, match="the body: got") as raised:
+        parse_rollouts(body, Limits())
+    assert raised.value.status == 400
+
+
+def test_several_errors_are_reported_together():
+    with pytest.raises(BadRequestError, match=r"prompts: missing.*stream: got 1"):
+        parse(stream=1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "samples"),
+    [
+        ("a", {"n": 6}, 6),
+        ([1, 2, 3], {"n": 6}, 6),
+        ([[1], [2]], {"n": 3}, 6),
+        (["a", "b"], [{"n": 5}, {}], 6),
+    ],
+)
+def test_samples_are_counted_before_they_are_created(prompts, params, samples):
+    assert sum(len(one.samples) for one in parse(prompts=prompts, sampling_params=params).wanted) == samples
+    with pytest.raises(BadRequestError, match=f"got {samples} samples, expected at most 5") as raised:
+        parse(Limits(max_samples=5), prompts=prompts, sampling_params=params)
+    assert raised.value.status == 413
+
+
+def test_counts_that_would_not_fit_into_memory():
+    for params in ({"n": 10**15}, [{"n": 10**15}, {"n": -(10**15)}]):
+        with pytest.raises(BadRequestError, match="expected at most 8192"):
+            parse(prompts=["a", "b"], sampling_params=params)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": "y" * 10_000},
+        {"y" * 10_000: 1},
+        {"sampling_params": {"n": 10**400}},
+        {"sampling_params": [1] * 10_000},
+        {f"field_{i}": 1 for i in range(10_000)},
+    ],
+)
+def test_wrong_values_are_abbreviated(fields):
+    with pytest.raises(BadRequestError) as raised:
+        parse(prompts="a", **fields)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("deep", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000])
+def test_deep_nesting_is_refused(deep):
+    with pytest.raises(BadRequestError, match="the body is not JSON: recursion limit exceeded"):
+        parse_rollouts(b'{"prompts":"a","sampling_params":{"x":%s}}' % deep.encode(), Limits())

@@ -1,0 +1,183 @@
+"""Callers that do not read their answers or do not send their bodies, each on its own connection."""
+
+import json
+import select
+import socket
+import time
+from contextlib import suppress
+
+import pytest
+
+# About 6.4 MB of JSON for one sample: more than the kernel buffers for a reader that does not read.
+LARGE = {"set_size": 20_000, "repeat": 10}
+OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture
+def dial(stack):
+    """Open a connection with a small receive buffer, and send some bytes on it."""
+
+    def dial(sidecar, sent=b"", *, receive_buffer=4096):
+        connection = stack.enter_context(socket.socket())
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", sidecar.port))
+        connection.sendall(sent)
+        return connection
+
+    return dial
+
+
+def rollouts(**fields):
+    """Return the bytes of a request."""
+    body = json.dumps({"prompts": "a", "top_logprobs_p": 0.9, **fields}).encode()
+    return b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def is_closed(connection):
+    """Return whether the other side has closed the connection, even if unread bytes are left."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def is_cut_off(connection):
+    """Return whether the answer was cut off. The kernel tells that only to a peer that continues to read."""
+    last = b""
+    try:
+        while data := connection.recv(1 << 16):
+            last = data
+    except ConnectionResetError:
+        return True
+    return not last.endswith((b"]}", b"0\r\n\r\n"))
+
+
+def outcomes(sidecar, outcome):
+    return sidecar.metric("sglang_topp_requests_total", outcome=outcome)
+
+
+# -- readers that do not read ----------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "stream"])
+def stream(request):
+    return request.param
+
+
+def test_the_time_limit_covers_the_last_byte(engine, start, dial, stream, eventually):
+    sidecar = start(engine.url, max_in_flight=4, timeout_s=10, max_stall_s=20)
+    asked = rollouts(sampling_params=LARGE, stream=stream)
+
+    unread = [dial(sidecar, asked) for _ in range(4)]
+
+    eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 4)
+    eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 0, timeout_s=60)
+    assert outcomes(sidecar, "failed") == 4
+    assert sidecar.metric("sglang_topp_errors_total", status="504", type="RequestTimeoutError") == 4
+    assert sidecar.rollouts("b").status_code == 200
+    eventually(lambda: sidecar.num_connections() == 1)
+    for connection in unread:
+        assert is_cut_off(connection)
+
+
+def test_the_callers_own_time_limit_covers_the_last_byte(engine, start, dial, stream, eventually):
+    sidecar = start(engine.url, max_stall_s=20)
+    unread = dial(sidecar, rollouts(sampling_params=LARGE, stream=stream, timeout_s=10))
+
+    eventually(lambda: outcomes(sidecar, "failed") == 1, timeout_s=60)
+    eventually(lambda: sidecar.num_connections() == 1)
+    assert is_cut_off(unread)
+
+
+def test_the_connection_of_a_reader_that_does_not_read_is_reset(engine, start, dial, stream, eventually):
+    sidecar = start(engine.url, max_stall_s=2)
+
+    unread = dial(sidecar, rollouts(sampling_params=LARGE, stream=stream))
+
+    eventually(lambda: outcomes(sidecar, "aborted") == 1)
+    assert sidecar.metric("sglang_topp_in_flight") == 0
+    assert sidecar.metric("sglang_topp_held_bytes") == 0
+    eventually(lambda: sidecar.num_connections() == 1)
+    assert is_cut_off(unread)
+
+
+def test_samples_for_a_reader_that_does_not_read_are_aborted(engine, start, dial, eventually):
+    sidecar = start(engine.url, max_stall_s=2)
+
+    dial(sidecar, rollouts(sampling_params={**LARGE, "n": 2, "fault": "hang-second"}, stream=True))
+
+    eventually(lambda: outcomes(sidecar, "aborted") == 1)
+    eventually(lambda: engine.running == 0 and len(engine.hung_up) == 1)
+
+
+def test_a_reader_that_only_pauses_gets_everything(engine, start, dial, stream):
+    sidecar = start(engine.url, max_stall_s=5)
+    connection = dial(sidecar, rollouts(sampling_params=LARGE, stream=stream), receive_buffer=1 << 16)
+
+    got, paused_s = bytearray(), 0.0
+    while b"]}" not in got[-8:] and b"\n0\r\n\r\n" not in got[-8:]:
+        if len(got) > (paused_s + 1) * 600_000 and paused_s < 8:
+            time.sleep(1)
+            paused_s += 1
+        data = connection.recv(1 << 16)
+        assert data, "it was cut off"
+        got += data
+    assert len(got) > 6_000_000
+    assert paused_s > 5
+
+
+def test_unread_answers_of_any_route_are_reset(engine, start, dial, eventually):
+    sidecar = start(engine.url, max_stall_s=2)
+
+    connection = dial(sidecar)
+    connection.settimeout(1)
+    with suppress(OSError):
+        while True:
+            connection.sendall(OPENAPI * 1000)
+
+    eventually(lambda: is_closed(connection))
+
+
+# -- bodies that do not arrive -----------------------------------------------------------------------
+
+
+def test_incomplete_bodies_take_no_place(engine, start, dial, eventually):
+    sidecar = start(engine.url, max_in_flight=2, max_stall_s=4)
+
+    waiting = [dial(sidecar, rollouts()[:-1]) for _ in range(20)]
+
+    assert sidecar.rollouts("b").status_code == 200
+    eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 0)
+    eventually(lambda: outcomes(sidecar, "slow") == 20)
+    for connection in waiting:
+        answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"and fell 4 s behind, expected 65536 bytes/s" in answer
+    eventually(lambda: all(map(is_closed, waiting)))
+    assert len(engine.bodies) == 1
+
+
+def test_a_body_that_only_drips_in_is_408(engine, start, dial, eventually):
+    sidecar = start(engine.url, max_stall_s=2)
+    connection = dial(sidecar, b"POST /rollouts HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    def drip():
+        if not outcomes(sidecar, "slow"):
+            connection.sendall(b"1\r\n \r\n")
+            time.sleep(0.1)
+        return outcomes(sidecar, "slow")
+
+    eventually(drip)
+    assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_a_long_body_waits_while_others_are_read(engine, start, dial):
+    sidecar = start(engine.url, max_body_bytes=1 << 20, max_stall_s=4)
+    head = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    body = b'{"prompts": "a", "top_logprobs_p": 0.9}'.ljust(1 << 20)
+    for _ in range(4):
+        dial(sidecar, head % len(body) + body[:100_000])
+
+    # A short body does not wait, and a long one does not wait forever.
+    assert sidecar.rollouts("b").status_code == 200
+    assert sidecar.http.post("/rollouts", content=body).status_code == 200
