@@ -28,7 +28,7 @@ import torch
 from benchmarks.harness.paired_timing import compare
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.engine.start_servers import Engine, run_engine
-from tests.speculative import worker
+from tests.speculative import chain_draft_worker
 
 REQUESTS = 32
 TOKENS = 32
@@ -79,7 +79,7 @@ def run() -> None:
 def _engine(folder: Path) -> Iterator[tuple[Engine, str]]:
     """Run an engine that speculates, and name it."""
     target, draft = (os.environ.get(f"SPECULATIVE_{name}") for name in ("MODEL", "DRAFT"))
-    arguments: Sequence[str] = worker.ARGUMENTS
+    arguments: Sequence[str] = chain_draft_worker.ARGUMENTS
     if torch.cuda.is_available():
         if not target or not draft:
             raise SystemExit("SPECULATIVE_MODEL and SPECULATIVE_DRAFT: expected a model and its EAGLE draft")
@@ -87,6 +87,6 @@ def _engine(folder: Path) -> Iterator[tuple[Engine, str]]:
         arguments = (*EAGLE, "--speculative-draft-model-path", draft)
     else:
         model = make_tiny_model(folder / "model", vocab_size=151_936, logit_std=7.0)
-        env, title = worker.install(folder / "plugin"), "test worker, vocabulary 151,936"
+        env, title = chain_draft_worker.install(folder / "plugin"), "test worker, vocabulary 151,936"
     with run_engine(model, folder / "engine.log", *arguments, env=env) as engine:
         yield engine, title

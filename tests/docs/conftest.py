@@ -30,7 +30,7 @@ def tutorial_command(start: str) -> list[str]:
     return shlex.split(line)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Make the tutorial's model, and serve it on free ports."""
     folder = tmp_path_factory.mktemp("docs")
@@ -43,7 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     module = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve"]
     with (folder / "server.log").open("w+") as log:
         process = subprocess.Popen(
-            [*module, "--port", "0", "--engine-port", "0", *arguments],
+            [*module, "--port", "0", "--engine-port", "0", *arguments, "--sleep-on-idle"],
             cwd=folder,
             env=os.environ | {name: value},
             stdout=subprocess.PIPE,

@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,7 @@ class ForkServer:
         self._environment = dict(os.environ)
         self._socket, self._template_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._template: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # a test may start two engines at the same time
 
     def can_fork(self, arguments: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a forked engine behaves as one that starts afresh.
@@ -108,8 +110,9 @@ class ForkServer:
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
         """Fork `python -m sglang.launch_server ARGUMENTS`, in its own session."""
-        if self._template is None:
-            self._template = self._start_template()
+        with self._lock:
+            if self._template is None:
+                self._template = self._start_template()
         ours, theirs = os.pipe()
         request = json.dumps({"arguments": [*arguments], "env": {**env}}).encode()
         try:

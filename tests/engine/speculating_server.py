@@ -14,7 +14,7 @@ from sglang_topp_patches.compat.releases import Feature, refused
 from tests.engine import start_servers
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.start_servers import Engine, run_engine
-from tests.speculative import worker
+from tests.speculative import chain_draft_worker
 
 __all__ = ["ASKED", "RULES", "SAMPLING", "run_speculating", "sets_of"]
 
@@ -38,10 +38,10 @@ def run_speculating(
         arguments: more arguments of `sglang.launch_server`.
         env: changes to this process's environment.
     """
-    arguments, env = (*worker.ARGUMENTS, *arguments), dict(env or {})
+    arguments, env = (*chain_draft_worker.ARGUMENTS, *arguments), dict(env or {})
     fork_server = start_servers.fork_server
     if fork_server is None or not fork_server.can_fork(arguments, env):  # a forked one knows the algorithm
-        env |= worker.install(folder / "plugin")
+        env |= chain_draft_worker.install(folder / "plugin")
     with run_engine(model, folder / "speculative.log", *arguments, env=env) as engine:
         yield engine
 

@@ -255,9 +255,12 @@ def test_openais_form_beyond_what_fits_in_flight(server: Engine, client: openai.
         (entry,) = answer.sglext["candidate_sets"]
         return formats.decode_top_p(entry, entry["output_ids"])
 
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(ask, range(6)))
-    errors = [answer for answer in answers if isinstance(answer, openai.APIError)]
+    for _ in range(20):  # until at least three of six ran at the same time
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(ask, range(6)))
+        errors = [answer for answer in answers if isinstance(answer, openai.APIError)]
+        if errors:
+            break
     assert 0 < len(errors) < 6
     for error in errors:
         assert f"more than the {IN_FLIGHT} that fit" in str(error)

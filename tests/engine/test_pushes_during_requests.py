@@ -164,7 +164,9 @@ async def test_a_push_that_does_not_pause_lets_answers_end_or_aborts_them(
             requests.send(f"aborted-{i}", **asking(PROMPTS[i], 2000, stream=i % 2 == 0))
         await requests.arrive()
         await requests.move("aborted-0", 4)
-        await requests.push(weight_folders["other-2"], "other-2", abort_all_requests=True)
+        await requests.push(weight_folders["other-2"], "other-2", abort_all_requests=True, flush_cache=False)
+        await requests.until_idle()  # SGLang refuses a flush while a pass with aborted requests runs
+        await requests.order("/flush_cache")
         requests.send("after", **asking(PROMPTS[0]))
         answers = await requests.answers()
     for i in range(4):
@@ -208,8 +210,8 @@ async def test_aborts_while_generation_is_paused(
     async with InFlight.at(engine.url) as requests:
         for i in range(4):
             requests.send(f"aborted-{i}", **asking(PROMPTS[i], 2000, stream=i % 2 == 0))
-        requests.send("goes-on", **asking(PROMPTS[0], stream=True))
         await requests.arrive()
+        requests.send("goes-on", **asking(PROMPTS[0], stream=True))
         await requests.move("goes-on", 4)
         await requests.pause(mode)
         await requests.push(weight_folders["head-1"], "head-1", flush_cache=mode == "retract" and CAN_FLUSH)

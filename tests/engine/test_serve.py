@@ -59,7 +59,7 @@ def served(model_path: Path, log_folder: Path) -> Iterator[Served]:
     command += ["--port", "0", "--engine-port", "0", "--ready-timeout-s", str(START_LIMIT_S)]
     command.append("--")
     command += ["--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
-    command += ["--enable-metrics"]
+    command += ["--enable-metrics", "--sleep-on-idle"]
     log = (log_folder / "serve.log").open("w")
     with log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         assert process.stdout is not None
@@ -156,7 +156,7 @@ def test_the_command_generate(served: Served, where: str, model_path: Path, tmp_
 def test_the_documented_rollout_loop_with_resume_and_scores(served: Served) -> None:
     names: dict[str, object] = {}
     for page, part in (
-        ("how-to/roll-out.md", "client.generate("),
+        ("how-to/roll-out.md", "for step in range("),
         ("how-to/resume-and-tools.md", "on_abort="),
         ("how-to/score-and-distill.md", "teacher.score("),
     ):

@@ -349,7 +349,6 @@ def context_parallel(cp_group, tp_group=None) -> dict[str, float]:
 
 def main() -> None:
     rank, ranks, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{rendezvous}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,7 +144,6 @@ def test_replay_makes_the_first_ratio_one_and_learns(example):
 def test_the_file_runs():
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--steps", "2"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -23,7 +23,6 @@ def test_equals_one_process(ranks, tmp_path):
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
         "PYTHONWARNINGS": "error",
-        "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
     processes = [

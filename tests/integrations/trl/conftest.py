@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.compat.releases import Feature
@@ -35,15 +34,6 @@ def trl_engine(model_path: Path, log_folder: Path) -> Iterator[Engine]:
 def client(trl_engine: Engine) -> Iterator[RolloutClient]:
     with RolloutClient(trl_engine.url) as client:
         yield client
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The engine runs on the same cores, and torch's threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)

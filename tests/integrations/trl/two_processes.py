@@ -22,7 +22,6 @@ from tests.integrations.trl.grpo import RecordedRollouts, make_trainer
 
 
 def main(model_path: Path, url: str, output: Path) -> None:
-    torch.set_num_threads(1)
     with RolloutClient(url) as client:
         rollouts = RecordedRollouts(client)
         trainer = make_trainer(
