@@ -86,6 +86,7 @@ def serve(model_path: Path) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", str(model_path)]
     command += ["--port", "0", "--engine-port", "0"]
     command += ["--", "--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
+    command.append("--sleep-on-idle")  # otherwise the idle engine takes a core from the trainer
     env = dict(os.environ)
     if not torch.accelerator.is_available():
         env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # SGLang serves on a CPU only if this names it

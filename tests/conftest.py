@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,6 +20,26 @@ request_cpu_platform()
 # A busy machine must not fail a test, so examples have no deadline.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session")
+def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine-logs")
+
+
+@pytest.fixture(scope="session")
+def fork_server(log_folder: Path) -> Iterator[None]:
+    """Let `run_engine` fork engines from a process that imports SGLang once."""
+    from tests.engine import start_servers
+    from tests.engine.fork_server import ForkServer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
+            patch.setenv(name, "0")  # otherwise SGLang sleeps for 5 s before it ends
+        server = ForkServer(log_folder / "fork_server.log")
+        patch.setattr(start_servers, "fork_server", server)
+        yield
+    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sglang_topp_server.cli.tiny_model import make_tiny_model
-from tests.engine import start_servers
-from tests.engine.fork_server import ForkServer
 from tests.engine.pushed_weights import make_weights
 from tests.engine.start_servers import Engine, run_engine
 
@@ -28,21 +26,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE)
 
 
-@pytest.fixture(scope="session")
-def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("engine-logs")
-
-
 @pytest.fixture(scope="session", autouse=True)
-def fork_server(log_folder: Path) -> Iterator[None]:
-    """Let `run_engine` fork engines from a process that imports SGLang once."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
-            patch.setenv(name, "0")  # otherwise SGLang sleeps for 5 s before it ends
-        server = ForkServer(log_folder / "fork_server.log")
-        patch.setattr(start_servers, "fork_server", server)
-        yield
-    server.close()
+def _forked_engines(fork_server: None) -> None:
+    """Every engine of these tests may be a fork."""
 
 
 @pytest.fixture(scope="session")

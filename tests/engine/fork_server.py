@@ -151,8 +151,10 @@ def _has_sitecustomize(search_path: str) -> bool:
 
 
 def main(descriptor: int) -> None:
-    """Import SGLang, then fork an engine for each request."""
-    _end_with_parent()
+    """Import SGLang, then fork an engine for each request, until the other end of the socket closes.
+
+    `_end_with_parent` would end the template with the thread that started it, which may belong to a pool.
+    """
     _import_sglang()
     gc.collect()
     gc.freeze()

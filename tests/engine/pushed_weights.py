@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,24 @@ from transformers import AutoModelForCausalLM
 from sglang_topp import CandidateSets
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.engine.candidate_set_checks import checked_sets
+from tests.engine.start_servers import Engine
 from tests.engine.transformers_reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
 
-__all__ = ["check_answer", "check_sets", "make_weights", "versions_of"]
+__all__ = ["check_answer", "check_sets", "make_weights", "restore_weights", "versions_of"]
+
+
+def restore_weights(engine: Engine, model_path: Path) -> None:
+    """Continue generation, and push the first weights once the last test's requests have ended.
+
+    SGLang refuses to flush its cache while an aborted request is still in its last pass.
+    """
+    assert engine.http.post("/continue_generation", json={}).status_code == 200
+    order = {"model_path": str(model_path), "weight_version": "default"}
+    deadline = time.monotonic() + 60
+    while (answer := engine.http.post("/update_weights_from_disk", json=order)).status_code != 200:
+        assert "still running or queued" in answer.text, answer.text
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.1)
 
 
 def make_weights(model_path: Path, folder: Path, vocab_size: int) -> dict[str, Path]:

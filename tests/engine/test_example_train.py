@@ -12,6 +12,7 @@ import pytest
 from sglang_topp_patches.compat.releases import Feature
 from tests.documentation_blocks import block_with
 from tests.engine.conftest import EXAMPLES
+from tests.engine.pushed_weights import restore_weights
 from tests.engine.start_servers import Engine
 from tests.skip_missing_features import needs
 
@@ -30,9 +31,7 @@ def test_the_guide_shows_its_lines() -> None:
 def weights_for_others(engine: Engine, model_path: Path) -> Iterator[None]:
     """The engine is shared, so restore its weights afterwards."""
     yield
-    order = {"model_path": str(model_path), "weight_version": "default"}
-    answer = engine.http.post("/update_weights_from_disk", json=order)
-    assert answer.status_code == 200, answer.text
+    restore_weights(engine, model_path)
 
 
 @needs(Feature.SAMPLER_SOURCE)

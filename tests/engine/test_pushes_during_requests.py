@@ -21,7 +21,7 @@ from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_patches.compat.releases import Feature
 from tests.documentation_blocks import block_with
 from tests.engine.candidate_set_checks import check_rollout, checked_sets
-from tests.engine.pushed_weights import check_answer, check_sets, versions_of
+from tests.engine.pushed_weights import check_answer, check_sets, restore_weights, versions_of
 from tests.engine.requests_during_push import InFlight, Scoring
 from tests.engine.start_servers import Engine, chunks_of, num_prefilled, run_sidecar
 from tests.skip_missing_features import can_flush_while_paused, can_refuse_a_flush, skip_without
@@ -39,10 +39,7 @@ PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
 def weights_for_others(engine: Engine, model_path: Path) -> Iterator[None]:
     """The engine is shared, so restore its weights afterwards, and continue generation."""
     yield
-    assert engine.http.post("/continue_generation", json={}).status_code == 200
-    order = {"model_path": str(model_path), "weight_version": "default"}
-    answer = engine.http.post("/update_weights_from_disk", json=order)
-    assert answer.status_code == 200, answer.text
+    restore_weights(engine, model_path)
 
 
 # Long enough to run through several pauses. On a busy machine, a pause takes effect only after a hundred

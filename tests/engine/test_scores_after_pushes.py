@@ -18,6 +18,7 @@ import pytest
 from sglang_topp import CandidateSets, formats
 from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_patches.compat.releases import Feature, refused
+from tests.engine.pushed_weights import restore_weights
 from tests.engine.requests_during_push import InFlight, Scoring
 from tests.engine.start_servers import Engine
 from tests.engine.transformers_reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
@@ -31,10 +32,7 @@ WAYS = pytest.mark.parametrize("way", ["score", "log-probs alone", "generate"])
 def weights_for_others(engine: Engine, model_path: Path) -> Iterator[None]:
     """The engine is shared, so restore its weights afterwards, and continue generation."""
     yield
-    assert engine.http.post("/continue_generation", json={}).status_code == 200
-    order = {"model_path": str(model_path), "weight_version": "default"}
-    answer = engine.http.post("/update_weights_from_disk", json=order)
-    assert answer.status_code == 200, answer.text
+    restore_weights(engine, model_path)
 
 
 @pytest.fixture

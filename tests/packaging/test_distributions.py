@@ -14,6 +14,7 @@ PACKAGES = (
     "client/sglang_topp_client",
     "server/sglang_topp_server",
     "patches/sglang_topp_patches",
+    "integrations/sglang_topp_integrations",
 )
 
 

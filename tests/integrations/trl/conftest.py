@@ -10,11 +10,8 @@ import pytest
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_server.cli.tiny_model import make_tiny_model
-from tests.engine.conftest import fork_server, log_folder
 from tests.engine.start_servers import Engine, run_engine
 from tests.skip_missing_features import skip_without
-
-__all__ = ["fork_server", "log_folder"]
 
 skip_without(Feature.SAMPLER_SOURCE)
 
@@ -25,7 +22,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trl_engine(model_path: Path, log_folder: Path) -> Iterator[Engine]:
+def trl_engine(model_path: Path, log_folder: Path, fork_server: None) -> Iterator[Engine]:
     with run_engine(model_path, log_folder / "trl.log") as engine:
         yield engine
 

@@ -243,7 +243,7 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
         for rid, each in zip("abcde", fields, strict=True)
     ]
     kernels = SimpleNamespace(draw=lambda **kwargs: None)
-    monkeypatch.setattr(type(internals()), "verification_kernel", lambda self: (kernels, "draw"))
+    monkeypatch.setattr(type(internals()), "verification_kernels", lambda self: [(kernels, "draw")])
     with gpu():
         there = {name: each.to("cuda") for name, each in {"p": probs, "t": tokens, "i": index}.items()}
         batch = SimpleNamespace(
