@@ -266,7 +266,7 @@ def main() -> int:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print cosines and final measures: means over the seeds, with the smallest and the largest."""
+    """Print the cosines and the final reward and KL: mean, smallest, and largest over the seeds."""
     print("cosine of the expected gradient with the exact one: of the sampled reward | of the policy's")
     print(f"{'top-p':>6}{'step':>6}  " + "".join(f"{way:>18}" for way in WAYS))
     for top_p, step in sorted({(each["top_p"], each["step"]) for each in results["cosines"]}):

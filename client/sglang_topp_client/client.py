@@ -14,7 +14,7 @@ from sglang_topp.errors import InvalidInputError, SglangToppError, describe
 from sglang_topp_client.argument_checks import check_request_id, seconds, whole_number
 from sglang_topp_client.dispatch.dispatcher import ROLLOUTS, SCORES, OnFailure
 from sglang_topp_client.dispatch.ordered_results import collect_in_order
-from sglang_topp_client.dispatch.requests_in_flight import RequestRunner
+from sglang_topp_client.dispatch.request_runner import RequestRunner
 from sglang_topp_client.requests.generate import (
     SampleRequest,
     SamplingParams,

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from sglang_topp.errors import SglangToppError
 from sglang_topp_client import Rollout, Score
-from sglang_topp_server.errors import http_status
+from sglang_topp_server.error_responses import http_status
 
 __all__ = ["Metrics", "SizeHistogram"]
 

@@ -5,7 +5,7 @@ format          read with                           written by
 ==============  ==================================  ===================================================
 top_p           decode_top_p, decode_prompt_top_p   the patched SGLang, in `meta_info` (encode_top_p)
 top_k           decode_top_k                        any SGLang for `top_logprobs_num`; encode_top_k
-sampling_mask   decode_sampling_mask                SGLang for `return_sampling_mask`; vLLM
+native_masks    decode_sampling_mask                SGLang for `return_sampling_mask`; vLLM
 packed          unpack, unpack_base64               pack, pack_base64 (one buffer per value)
 ==============  ==================================  ===================================================
 
@@ -13,8 +13,8 @@ Base64 text uses the standard alphabet, with padding. It holds little-endian num
 and int32 for token ids.
 """
 
+from sglang_topp.formats.native_masks import decode_sampling_mask
 from sglang_topp.formats.packed import pack, pack_base64, pack_parts, unpack, unpack_base64
-from sglang_topp.formats.sampling_mask import decode_sampling_mask
 from sglang_topp.formats.sglang_meta_info import (
     NO_DISTRIBUTION,
     Side,

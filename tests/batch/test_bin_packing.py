@@ -1,4 +1,4 @@
-"""Bin packing equals its reference. No bin exceeds the budget, and every rank gets as many bins."""
+"""Bin packing equals its reference. No bin exceeds the budget, and all ranks get equally many bins."""
 
 from __future__ import annotations
 

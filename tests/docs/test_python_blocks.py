@@ -1,9 +1,9 @@
 """Run every Python block of the documentation, page by page, with one engine for all.
 
 Blocks of a page share names, as they would in a notebook. The addresses of the tutorial's server are replaced
-by those of the test's server. `tiny-model` in the working directory is its model, and the checkpoint that is
-pushed. A block that cannot run has a caption that says why. A `% invisible-code-block: python` sets up names,
-or checks what the page claims; in the README it is an HTML comment.
+by those of the test's server. The working directory has `tiny-model`, which that server serves and which
+blocks push. A block that cannot run has a caption that says why. A `% invisible-code-block: python` sets up
+names, or checks what the page claims; in the README it is an HTML comment.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_topp import errors
-from sglang_topp_server.errors import http_status
+from sglang_topp_server.error_responses import http_status
 from sglang_topp_server.metrics import Metrics
 from tests.docs.conftest import Served
 from tests.documentation_blocks import DOCS

@@ -1,4 +1,4 @@
-"""The demo with a smaller model: its replayed ratios are 1."""
+"""`examples/rollout_loop.py` with a smaller model: its replayed ratios are 1."""
 
 from __future__ import annotations
 

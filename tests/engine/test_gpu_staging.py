@@ -1,6 +1,6 @@
-"""The GPU path on the real engine without a GPU: kernels in Triton's interpreter, and a small staging area.
+"""The real engine with the extraction code for GPUs, which runs in Triton's interpreter.
 
-Most sets do not fit in the staging area.
+The staging area is so small that most sets do not fit in it.
 """
 
 from __future__ import annotations

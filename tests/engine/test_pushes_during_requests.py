@@ -30,7 +30,7 @@ skip_without(Feature.WEIGHT_VERSIONS)
 
 P = 0.3  # small sets: a slow reader would miss the chunks that it waits for
 CAN_REFUSE_A_FLUSH = can_refuse_a_flush()
-# For a pause that retracts. If it is False, the cache stays in every pause.
+# Whether a pause that retracts lets SGLang flush its KV cache. Other pauses never do.
 CAN_FLUSH = can_flush_while_paused()
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 20, "Zürich, 東京"]
 

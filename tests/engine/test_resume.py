@@ -33,7 +33,7 @@ P = 0.9
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 8]
 LENGTH = 12
 GREEDY = {"max_new_tokens": LENGTH, "temperature": 0.0, "ignore_eos": True}
-# The tokens that have a text. Other tokens could separate those of a stop string.
+# Only tokens that have a text: one without a text could come between two tokens of a stop string.
 SPELLED = {**GREEDY, "logit_bias": {str(token): -1000.0 for token in range(257, 512)}}
 LONG = {"max_new_tokens": 3000, "temperature": 1.0, "ignore_eos": True}
 

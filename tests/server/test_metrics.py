@@ -1,4 +1,4 @@
-"""The sidecar's metrics: one request counts in each, in Prometheus's exposition format."""
+"""A request changes every metric of the sidecar that it should, as Prometheus's parser reads them."""
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Histogram, generate_latest

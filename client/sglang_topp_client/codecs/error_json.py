@@ -29,7 +29,11 @@ def error_to_json(error: SglangToppError) -> dict[str, Any]:
 
 
 def error_from_json(body: Any) -> SglangToppError:
-    """Return the exception whose inner object `error_to_json` wrote; a ServerError for an unknown type."""
+    """Return the exception that `error_to_json` wrote. An unknown type becomes a `ServerError`.
+
+    Args:
+        body: the object under `error`.
+    """
     if not isinstance(body, Mapping):
         words = truncate(body, MAX_BODY_CHARS)
         return ServerError(f"the server reports an error: {words}", status=None, body=words)

@@ -25,8 +25,8 @@ class AbortDelivery:
 
     A caller's timeout or cancellation must not wait for an engine that may hang. Each abort therefore runs in
     its own task, for three seconds at most, and its errors are ignored. When `asyncio.run` ends, it cancels
-    all tasks, including these, and waits for them. The aborts are then sent again, so the loop does not end
-    before the aborts of its calls.
+    all tasks, including these, and waits for them. An abort whose task was cancelled starts again, and the
+    loop waits for it.
 
     Args:
         send: asks the engine to abort the request with that id.

@@ -231,7 +231,7 @@ class Dispatcher(Generic[Result]):
             try:
                 await self._exchange(endpoint, exchange, key, take)
             except SglangToppError as error:
-                # An answer that breaks off after its last sample lacks nothing.
+                # If the connection breaks after the last sample arrived, nothing is missing.
                 if missing or not is_retryable(error):
                     raise
             finally:

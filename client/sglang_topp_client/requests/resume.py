@@ -2,7 +2,7 @@
 
 The prompt of a resume request is the old prompt and the tokens generated so far, as ids. `resumed_tokens`
 tells the engine how many of them belong to the answer. Stop strings and text are therefore those of an
-uninterrupted sample. Parameters that cannot be exact across an interruption are refused
+uninterrupted sample. Some sampling parameters would change the result after an interruption. They are refused
 (`sglang_topp.engine_contract.resume_rules`).
 """
 

@@ -172,7 +172,7 @@ class RolloutWriter:
         self._check_open()
         if not self._group.rollouts:
             return
-        # After an error, the same rollouts are retried under the same name, so no rollout is in two parts.
+        # A retry after an error writes the same file name, so no rollout is stored twice.
         name = f"part-{self._next_number:06}-{self._suffix}.parquet"
         with AtomicParquetFile(Path(self.path, name)) as file:
             file.write(self._group.rollouts)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sglang_topp_client.storage.scored_rollout_files import ScoredRollout
 from sglang_topp_client.types.rollout import ABORT
-from sglang_topp_client.view.position_bands import ENTROPY_GRID, MASS_GRID, SIZE_GRID, PositionBands
+from sglang_topp_client.view.percentile_bands import ENTROPY_GRID, MASS_GRID, SIZE_GRID, PositionBands
 from sglang_topp_client.view.ratio_summary import OFF, RatioSummary
 from sglang_topp_client.view.rollout_table import RolloutTable
 from sglang_topp_client.view.token_metrics import TokenMetrics, token_metrics

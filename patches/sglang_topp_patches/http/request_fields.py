@@ -1,7 +1,7 @@
 """Check the fields of a request in the HTTP process, and pass them to the scheduler.
 
-They reach the scheduler inside `sampling_params.custom_params`, which SGLang already carries. Callers that
-can set only those may write the same names there themselves.
+They reach the scheduler inside `sampling_params.custom_params`, which SGLang already carries. A caller
+whose library passes only sampling parameters on may write the fields there itself.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def add_status(
         "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
         "staging": _staging(process.scheduler_states),
         "model": None if process.model is None else process.model.to_record(),
-        # An unsupported release may not have the switch.
+        # A release that is not supported may lack the setting that `sanitizes_logits` reads.
         "sanitizes_logits": report["active"] and internals().sanitizes_logits(),
     }
     return result

@@ -22,7 +22,7 @@ from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.api.sample_endpoint import SampleEndpoint
 from sglang_topp_server.api.stream_encoding import NDJSON
 from sglang_topp_server.engine.client import EngineClient
-from sglang_topp_server.errors import as_sglang_topp_error, error_body, error_headers, http_status
+from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
 from sglang_topp_server.limits.body_reader import BodyReader, DisconnectedError
 from sglang_topp_server.limits.concurrency import ConcurrencyLimit
 from sglang_topp_server.limits.memory import MemoryLimit

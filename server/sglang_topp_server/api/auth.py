@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_topp.errors import AuthenticationError
-from sglang_topp_server.errors import error_body, error_headers
+from sglang_topp_server.error_responses import error_body, error_headers
 from sglang_topp_server.metrics import Metrics
 
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware"]

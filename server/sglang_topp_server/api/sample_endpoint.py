@@ -32,7 +32,7 @@ from sglang_topp_server.api.endpoint_spec import EndpointSpec, place_of
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.api.stream_encoding import Encoding, JsonLines, accepted_encoding, encode
 from sglang_topp_server.engine.client import EngineClient, FailedPrompt
-from sglang_topp_server.errors import as_sglang_topp_error, error_body, error_headers, http_status
+from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
 from sglang_topp_server.limits.body_reader import BodyReader, DisconnectedError
 from sglang_topp_server.limits.concurrency import ConcurrencyLimit
 from sglang_topp_server.limits.memory import MemoryLimit, MemoryShare, num_bytes_of
@@ -279,7 +279,7 @@ class SampleEndpoint(Response):
 def _whole(
     opening: bytes, records: dict[tuple[int, int], SampleJson], order: Iterable[tuple[int, int]]
 ) -> Iterable[bytes]:
-    """Yield the JSON of all records, and free each record after it was sent."""
+    """Yield the JSON of all records in `order`, and free each one once it is sent."""
     for at in order:
         yield opening
         yield from records.pop(at)

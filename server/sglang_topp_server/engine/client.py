@@ -17,12 +17,12 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.dispatch.requests_in_flight import RequestRunner
+from sglang_topp_client.dispatch.request_runner import RequestRunner
 from sglang_topp_client.requests.generate import SampleRequest, plan
 from sglang_topp_client.requests.score import ScoreRequest
 from sglang_topp_client.transport.http import ServerConfig
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
-from sglang_topp_server.errors import as_sglang_topp_error, from_engine_error
+from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
 from sglang_topp_server.limits.memory import MemoryShare, num_bytes_of
 from sglang_topp_server.schemas.field_types import SampleBody
 from sglang_topp_server.schemas.rollouts import RolloutsBody

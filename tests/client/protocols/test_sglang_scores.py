@@ -1,4 +1,4 @@
-"""Score requests to SGLang, and its answers: each becomes an exact score, or an error."""
+"""Requests for scores, as SGLang receives them. Its answers become exact scores, or errors."""
 
 import json
 from dataclasses import replace

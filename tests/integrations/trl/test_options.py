@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_integrations.trl import SGLangRollouts
-from tests.integrations.trl.grpo import PROMPTS, RecordedRollouts, check_ratios, make_trainer
+from tests.integrations.trl.recording_trainer import PROMPTS, RecordedRollouts, check_ratios, make_trainer
 
 TWO_OF_FOUR = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 

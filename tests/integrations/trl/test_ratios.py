@@ -14,7 +14,12 @@ from trl import GRPOTrainer
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client import RolloutClient
 from sglang_topp_integrations.trl import SGLangRollouts
-from tests.integrations.trl.grpo import RecordedRollouts, ReplayTrainer, check_ratios, make_trainer
+from tests.integrations.trl.recording_trainer import (
+    RecordedRollouts,
+    ReplayTrainer,
+    check_ratios,
+    make_trainer,
+)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_integrations import trl as adapter
 from sglang_topp_integrations.trl import ReplayMixin, SGLangRollouts, rollout_fields
-from tests.integrations.trl.grpo import make_trainer
+from tests.integrations.trl.recording_trainer import make_trainer
 
 Make = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from sglang_topp_client import RolloutClient
 from sglang_topp_integrations.trl import _add_candidate_head
 from tests.integrations.trl.candidate_rows import random_rows
-from tests.integrations.trl.grpo import RecordedRollouts, make_trainer
+from tests.integrations.trl.recording_trainer import RecordedRollouts, make_trainer
 
 
 def main(model_path: Path, url: str, output: Path) -> None:

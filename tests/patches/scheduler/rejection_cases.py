@@ -9,7 +9,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from sglang_topp_patches.scheduler import token_entries
-from tests.speculative.eagle_sample_on_cpu import (
+from tests.speculative.run_eagle_sample import (
     CHAIN,
     Verified,
     by_definition,

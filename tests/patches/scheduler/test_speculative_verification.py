@@ -17,7 +17,7 @@ from sglang_topp_patches.scheduler import token_entries as entries_module
 from sglang_topp_patches.scheduler.auxiliary_output_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler_messages import Entry
 from tests.skip_missing_features import skip_without
-from tests.speculative.eagle_sample_on_cpu import (
+from tests.speculative.run_eagle_sample import (
     CHAIN,
     PROCESS,
     TREE,

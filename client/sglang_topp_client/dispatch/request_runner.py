@@ -1,6 +1,6 @@
-"""Requests in flight of one client (`RequestRunner`): stream their results, abort them by name, and end them.
+"""Run a client's requests (`RequestRunner`): stream their results, abort them by name, and end them.
 
-A request is what a caller asked for, with many prompts. Its calls are the HTTP requests of `dispatcher`.
+A request is one call of a caller, with many prompts. `dispatcher` sends it as several HTTP requests.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_server.errors import (
+from sglang_topp_server.error_responses import (
     as_sglang_topp_error,
     error_body,
     error_headers,

@@ -1,4 +1,4 @@
-"""Run SGLang's own `eagle_sample` and its log-probs on the CPU, with the patch set's hooks around them."""
+"""Run SGLang's `eagle_sample` on the CPU with the patch set's hooks, and then SGLang's log-prob function."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Bands over positions (median, p10 to p90) for the page, and the grids that its values are counted on.
+"""Percentile bands over positions (median, p10 to p90) for the page.
 
 Rollouts are counted one by one, in memory that does not grow. Each value is counted at the nearest point of a
-fixed grid. Counts and shares are therefore exact. A percentile is exact to one step of the grid, which is far
-finer than a chart can show.
+fixed grid. A percentile is exact to one step of the grid, which is far finer than a chart can show.
 """
 
 from __future__ import annotations
