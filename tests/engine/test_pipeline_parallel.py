@@ -172,7 +172,7 @@ def test_a_row_without_a_set_ends_its_request_and_no_other(stages: Engine, tmp_p
             ),
             sampling,
         )
-    assert broken.status_code == 500
+    assert broken.status_code == 500, f"{broken.text[:2000]} {broken.text[-2000:]}"
     assert "no candidate set at position 5" in broken.text
     assert "NaN" in broken.text
     assert num_sampled(seen) <= 5 + PASSES_UNTIL_ABORTED

@@ -27,7 +27,7 @@ def trl_engine(model_path: Path, log_folder: Path, fork_server: None) -> Iterato
         yield engine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(trl_engine: Engine) -> Iterator[RolloutClient]:
     with RolloutClient(trl_engine.url) as client:
         yield client

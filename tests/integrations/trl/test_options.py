@@ -102,9 +102,8 @@ def test_completions_of_mixed_length(
 def test_a_batch_that_is_truncated_as_a_whole(
     model_path: Path, client: RolloutClient, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(
-        model_path, SGLangRollouts(client), tmp_path, mask_truncated_completions=True, max_steps=1
-    )
+    rollouts = SGLangRollouts(client, sampling_params={"min_new_tokens": 12})  # no sample ends by itself
+    trainer = make_trainer(model_path, rollouts, tmp_path, mask_truncated_completions=True, max_steps=1)
     before = {name: each.clone() for name, each in trainer.model.named_parameters()}
     trainer.train()
     (batch,) = trainer.micro_batches
