@@ -54,7 +54,8 @@ export async function drawRollout(view, row, position) {
     // Before the scroll, because on a phone the panel is below the tokens and its height moves them.
     drawCandidates(panel, detail, shown.position);
     for (const flow of flows) if (shown.position < flow.detail.ids.length) flow.select(shown.position, block);
-    history.replaceState(null, "", linkTo(row, shown.position));
+    // If the address names another view already, its hashchange event comes next and must find that address.
+    if (location.hash.split("/")[2] === String(row)) history.replaceState(null, "", linkTo(row, shown.position));
   }
 
   function colorBy(name) {
