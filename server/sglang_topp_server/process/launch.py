@@ -23,9 +23,14 @@ _UNTIL_THE_ENGINE_LISTENS = range(10_000, 22_000)
 # Time beyond the engine's grace for the supervisor to kill, reap, and exit.
 _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
-# After one of its processes has died, SGLang sleeps for 5 s to collect diagnostics. If other processes still
-# run, it waits for another minute. Its callers wait as long.
-_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+_DEFAULTS = {
+    # Without this, a grammar that leaves no token to draw ends the scheduler. With it, only the answer ends.
+    "SGLANG_SANITIZE_NAN_LOGITS": "1",
+    # After one of its processes has died, SGLang sleeps for 5 s to collect diagnostics. If other processes
+    # still run, it waits for another minute. Its callers wait as long.
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+}
 
 
 def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
@@ -52,13 +57,14 @@ def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) 
 def engine_environment(environment: Mapping[str, str], api_key: str | None) -> dict[str, str]:
     """Return the engine's environment.
 
-    It sets the engine's key, or removes it, and turns SGLang's crash diagnostics off unless they are set.
+    It sets the engine's key, or removes it. It turns SGLang's check for NaN logits on and its crash
+    diagnostics off, unless they are set.
 
     Args:
         environment: this process's environment.
         api_key: the key that the engine requires from its callers, or None.
     """
-    changed = {**dict.fromkeys(_DIAGNOSTICS, "0"), **environment}
+    changed = {**_DEFAULTS, **environment}
     changed.pop(KEY_VARIABLE, None)
     return changed if api_key is None else {**changed, KEY_VARIABLE: api_key}
 

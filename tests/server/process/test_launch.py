@@ -320,7 +320,10 @@ def test_the_command_passes_sglangs_own_arguments_on():
 def test_the_engines_environment():
     """SGLang's crash diagnostics make every caller wait, so they are opt-in."""
     pyspy, coredump = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
-    assert launch.engine_environment({"A": "1"}, None) == {"A": "1", pyspy: "0", coredump: "0"}
+    sanitize = "SGLANG_SANITIZE_NAN_LOGITS"
+    expected = {"A": "1", sanitize: "1", pyspy: "0", coredump: "0"}
+    assert launch.engine_environment({"A": "1"}, None) == expected
+    assert launch.engine_environment({sanitize: "0"}, None)[sanitize] == "0"
     assert launch.engine_environment({pyspy: "1"}, None)[pyspy] == "1"
 
     key = "SGLANG_TOPP_ENGINE_API_KEY"

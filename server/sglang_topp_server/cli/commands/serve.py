@@ -23,7 +23,6 @@ __all__ = ["add_parser"]
 
 _PLUGIN = "sglang_topp"
 _CPU_PLATFORM = "sglang_topp_cpu"
-_SANITIZE = "SGLANG_SANITIZE_NAN_LOGITS"
 _OURS = {
     "--model-path": "--model-path before the --",
     "--model": "--model-path before the --",
@@ -99,8 +98,6 @@ def _run(args: argparse.Namespace) -> int:
     if settings.engine_api_key is not None and _has_http_workers(args.sglang_args):
         return fail(f"SGLang takes no key with several HTTP workers: unset {ENGINE_KEY}", USAGE)
     command = launch.engine_command(args.model_path, args.engine_host, engine_port, args.sglang_args)
-    # Without this, a grammar that leaves no token to draw ends the scheduler. With it, only the answer ends.
-    os.environ.setdefault(_SANITIZE, "1")
     raise_file_limit()
     asyncio.run(launch.run(settings, command))
     return 0
