@@ -38,8 +38,8 @@ class MemoryShare:
 
     Attributes:
         num_bytes: the bytes that the request holds.
-        excess: a future for the error that ends this request. It is set if all requests together exceed the
-            limit and this request holds the most bytes.
+        excess: a future for the error that ends this request. The error is set if all requests together
+            exceed the limit and this request holds the most bytes.
     """
 
     def __init__(self, limit: MemoryLimit) -> None:

@@ -24,8 +24,8 @@ _UNTIL_THE_ENGINE_LISTENS = range(10_000, 22_000)
 _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
 _DEFAULTS = {
-    # Without this, a grammar that leaves no token to draw ends SGLang's scheduler. With it, only the answer of
-    # that request ends.
+    # Without this, a grammar that leaves no token to draw ends SGLang's scheduler. With it, only the answer
+    # to that request ends.
     "SGLANG_SANITIZE_NAN_LOGITS": "1",
     # SGLang's crash diagnostics delay its exit, and its callers wait as long. After one of its processes has
     # died, SGLang sleeps for 5 s to collect them, and for another minute if other processes still run.
@@ -192,8 +192,8 @@ async def _start_supervisor(command: Sequence[str], settings: Settings) -> Proce
         stdin=PIPE,
         # Standard output carries only the line with the servers' addresses.
         stdout=_STDERR,
-        # With a session of its own, the engine gets no Ctrl-C from the terminal. Only this process gets it, and
-        # stops the engine in order.
+        # With a session of its own, the engine gets no Ctrl-C from the terminal. Only this process gets it,
+        # and stops the engine in order.
         start_new_session=True,
     )
 
