@@ -1,6 +1,6 @@
-"""Full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
+"""Benchmark of full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
 
-A package takes part if it is installed and runs on this machine. None of them supports candidate sets.
+A package takes part if it is installed and runs on this machine. No other package supports candidate sets.
 Install `trl`, `cut-cross-entropy`, and `liger-kernel` for the whole table.
 """
 
@@ -70,7 +70,7 @@ def run() -> None:
     )
 
 
-# A label and the function to time.
+# The label of a contender, and the function to time.
 Contender = tuple[str, Callable[[], Tensor]]
 
 

@@ -138,8 +138,9 @@ class SGLangRollouts:
     def _push_weights(self, trainer: Any) -> str:
         """Push the weights from the main process, and return their version on every process."""
         accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
-        # The batches of an evaluation share one push, because the step stays the same. In training, every batch
-        # pushes: each call of `train` counts steps from 0 again, so an equal step does not mean equal weights.
+        # The batches of an evaluation share one push, because the step stays the same. In training, every
+        # generation pushes: each call of `train` counts steps from 0 again, so equal steps do not mean equal
+        # weights.
         if accelerator.is_main_process and (trainer.model.training or step != self._pushed_step):
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
