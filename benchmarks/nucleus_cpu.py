@@ -77,7 +77,7 @@ def _call_overhead() -> None:
 
 
 def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort every row, and keep tokens until their mass reaches `p`. Ties are split, and nothing is checked."""
+    """Sort every row, and keep tokens until their mass reaches `p`. Ties are split; nothing is checked."""
     ordered, ids = logprobs.sort(dim=-1, descending=True)
     mass = ordered.exp()
     kept = mass.cumsum(-1) - mass < p

@@ -105,7 +105,7 @@ def _row(rng: np.random.Generator, size: int) -> np.ndarray[Any, np.dtype[np.flo
 
 
 class _Pace:
-    """Runs at most `max_running` samples at once, each for `token_s` per token, and queues the other samples."""
+    """Runs at most `max_running` samples at once, each for `token_s` per token, and queues the others."""
 
     def __init__(self, token_s: float, max_running: int) -> None:
         self._token_s = token_s
