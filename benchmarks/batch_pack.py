@@ -1,6 +1,6 @@
 """Benchmark of sequence packing against plain loops, and of collating a batch with candidate sets.
 
-The samples are the samples of the benchmark `batch_collate`. Packed rows hold up to 16384 tokens, for 8
+The samples come from the benchmark `batch_collate`. Packed rows hold up to 16384 tokens, for 8
 data-parallel ranks, and are aligned for 2 tensor-parallel and 2 context-parallel ranks.
 
 Most tables compare with the loop over samples in `reference_layouts.py`, which joins lists and has no step

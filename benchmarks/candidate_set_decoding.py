@@ -50,7 +50,7 @@ def run() -> None:
 
 
 def loop_decode(meta_info: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
-    """Decode the sets as a client without this package would, without any validation."""
+    """Decode the sets as a client without this package would, and accept any payload."""
     logprobs = np.frombuffer(base64.b64decode(meta_info["output_top_p_logprobs_val_base64"]), "<f4")
     token_ids = np.frombuffer(base64.b64decode(meta_info["output_top_p_logprobs_idx_base64"]), "<i4")
     decoded = []

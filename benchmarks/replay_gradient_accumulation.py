@@ -1,4 +1,4 @@
-"""Benchmark of replay under gradient accumulation: a micro-batch when the LM head already has a gradient.
+"""Benchmark of replay under gradient accumulation: a step when the LM head already has a gradient.
 
 The gradient of the hidden states is new in each micro-batch, and the gradient of the head accumulates. A
 dense gradient of the head is zeroed, written, and added in full, even if only a few of its rows are non-zero.

@@ -1,4 +1,4 @@
-"""Benchmark of the encodings of a rollout between sidecar and client: time, and bytes against the entropy.
+"""Benchmark of the encodings of a rollout between sidecar and client: time, and size against the entropy.
 
 The rollouts are random. Their distributions are softmaxes over the whole vocabulary, token frequencies follow
 Zipf's law, and the candidate sets follow the threshold rule. The low bits of the float32 log-probs have no

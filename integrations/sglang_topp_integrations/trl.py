@@ -37,7 +37,7 @@ from sglang_topp_client import Rollout, RolloutClient
 __all__ = ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"]
 
 SUPPORTED_TRL = ("1.16.0",)
-"""The TRL releases that the tests cover. `ReplayMixin` overrides private methods, which change often."""
+"""The TRL releases that the tests cover. `ReplayMixin` overrides private methods, which may change."""
 
 # These parameters end a sample or forbid tokens, and the candidate sets reflect that. Other parameters would
 # change log-probs in ways that a rollout does not record.
@@ -159,7 +159,7 @@ _Next: Any = object  # stands for GRPOTrainer; `Any` lets the type checker accep
 
 
 class ReplayMixin(_Next):  # type: ignore[misc]
-    """A mixin that scores GRPO over candidate sets. Name it before `trl.GRPOTrainer` in a class's bases.
+    """A mixin that lets GRPO score over candidate sets. Name it before `trl.GRPOTrainer` in the bases.
 
     - The policy and the reference are scored over the sets of the rollout: log-probs, entropy, and KL.
     - The old log-probs are the rollout's (`Rollout.masked_logprobs`), so importance ratios compare the

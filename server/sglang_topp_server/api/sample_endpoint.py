@@ -42,8 +42,8 @@ from sglang_topp_server.schemas.field_types import SampleBody
 
 __all__ = ["SampleEndpoint"]
 
-# From this size on, checking a body or encoding a sample takes milliseconds. It runs in a thread, so that the
-# event loop can serve other connections.
+# From this size on, parsing a body or encoding a sample takes milliseconds. Such work runs in a thread, so
+# that the event loop can serve other connections.
 _OFF_LOOP_BYTES = 1 << 18
 _LAST_MESSAGE_TIMEOUT_S = 1.0
 
@@ -165,7 +165,7 @@ class SampleEndpoint(Response):
                     records[place_of(sample)] = SampleJson(sample)
                     self._count(sample)
                     del sample
-                    # Yield to the event loop, which many samples that finish together would block.
+                    # Let other tasks run. Many samples that finish together would block the event loop.
                     await asyncio.sleep(0)
             expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
             if sorted(records) != expected:
@@ -239,7 +239,7 @@ class SampleEndpoint(Response):
         """Send the bytes in chunks. At most one chunk waits for a slow reader."""
         for chunk in rechunk(chunks):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            # Yield to the event loop, which a fast reader would block.
+            # Let other tasks run. With a fast reader, `send` returns at once, and this loop would block them.
             await asyncio.sleep(0)
 
     async def _send_message(self, send: Send, answer: dict[str, Any]) -> None:

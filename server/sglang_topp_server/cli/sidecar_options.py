@@ -1,4 +1,4 @@
-"""The sidecar's command-line options, which `serve` and `sidecar` share, and their parsed settings."""
+"""The sidecar's command-line options, which `serve` and `sidecar` share, and the settings built from them."""
 
 from __future__ import annotations
 

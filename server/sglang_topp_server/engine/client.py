@@ -29,12 +29,12 @@ from sglang_topp_server.schemas.rollouts import RolloutsBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 
-# Every vocabulary has this token. Its meaning does not matter.
+# Every vocabulary has token 0. Its meaning does not matter.
 _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
-# The engine client reads and decodes at most this many long messages at once. A finished sample no longer
-# counts: `MemoryLimit` limits those.
+# The client reads and decodes at most this many long messages at once. Finished samples do not count here,
+# because `MemoryLimit` limits them.
 _MAX_LONG_MESSAGES = 4
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5

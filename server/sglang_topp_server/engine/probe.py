@@ -144,7 +144,7 @@ class EngineProbe:
         return status if self._has_given_sets else await self._first_sets(known, status)
 
     async def _get_info(self) -> httpx.Response:
-        """Request the info route that worked last, and the other one if the engine answers 404."""
+        """Request the info route that worked last, and the other route if the engine answers 404."""
         first = await self._http.get(self._info_path)
         if first.status_code != 404:
             return first

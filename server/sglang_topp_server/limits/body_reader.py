@@ -26,7 +26,7 @@ class DisconnectedError(Exception):
 
 
 class BodyReader:
-    """Reads all request bodies of one server. Together they may use four times `max_body_bytes`.
+    """Reads all request bodies of one server. All bodies together may use four times `max_body_bytes`.
 
     A body of more than 64 KiB must reserve memory: its `Content-Length` before it is read, or
     `max_body_bytes` after its first 64 KiB if it has no length. If too little memory is left, the rest of the

@@ -36,7 +36,7 @@ _HURRY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command until it ends, or until standard input delivers a byte or its end.
+    """Run the command until it ends, and stop it if standard input delivers a byte or ends.
 
     Args:
         argv: the grace period in seconds, then the command; None uses the process's own arguments.

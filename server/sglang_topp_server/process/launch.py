@@ -20,7 +20,7 @@ __all__ = ["check_free", "engine_command", "engine_environment", "listen", "run"
 
 _POLL_S = 0.1
 _UNTIL_THE_ENGINE_LISTENS = range(10_000, 22_000)
-# Time beyond the engine's grace for the supervisor to kill, reap, and exit.
+# Seconds beyond the grace period, in which the supervisor kills and reaps the engine's processes, and exits.
 _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
 _DEFAULTS = {

@@ -12,7 +12,7 @@ __all__ = ["AbortAnswer", "AbortBody", "parse_abort"]
 
 
 class AbortBody(BaseModel):
-    """The body of `POST /abort`. It has exactly one of the two fields."""
+    """The body of `POST /abort`. Exactly one of its two fields must be set."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -29,7 +29,7 @@ class ModelInfo(BaseModel):
 
 
 class EngineInfo(BaseModel):
-    """The engine behind the sidecar. Fields are null until it has answered."""
+    """The engine behind the sidecar. Fields are null until the engine has answered."""
 
     model_path: str | None
     sglang_version: str | None
