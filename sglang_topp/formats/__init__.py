@@ -1,4 +1,4 @@
-"""Encode and decode candidate sets: the answers of engines, and our packed binary form.
+"""Encode and decode candidate sets, in the answers of inference engines and in our packed binary format.
 
 ==============  ==================================  ===================================================
 format          read with                           written by

@@ -83,12 +83,12 @@ def support_candidates(
         logprobs: floats [R, V], natural log-probs of the whole vocabulary, as for `top_p_candidates`.
         weights: numbers [R, W] on the same device, the sampler's weights after its filters. A token with a
             weight of 0, below 0, or NaN is never drawn.
-        token_ids: integers [R, W], the tokens of the weights, without duplicates in a row. None means that W
-            is V and column `i` is token `i`.
+        token_ids: integers [R, W], the token id of each weight, without duplicates in a row. None means that
+            W is V and column `i` is token `i`.
         sampled_ids: integers [R].
 
     Returns:
-        As `top_p_candidates`.
+        `(token_ids, logprobs, offsets)`, as from `top_p_candidates`.
 
     Raises:
         InvalidInputError: a shape or dtype is wrong, an id is outside [0, V), a candidate's log-prob is NaN
