@@ -105,7 +105,7 @@ class BatchCandidateSets:
     @overload
     def __getitem__(self, index: slice) -> BatchCandidateSets: ...
     def __getitem__(self, index: int | slice) -> CandidateSets | BatchCandidateSets:
-        """Return the CandidateSets of one row for `batch[i]`, and rows for `batch[a:b]`. Nothing is copied."""
+        """Return the CandidateSets of row `i` for `batch[i]`, or the rows `batch[a:b]`. Nothing is copied."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:

@@ -52,10 +52,10 @@ def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[
     """Pack samples into bins of about equal size, with the same number of bins for every rank.
 
     The number of bins is that of first-fit decreasing, rounded up to a multiple of `ranks`. Each sample, from
-    the largest to the smallest, then goes into the emptiest bin. If the budget is so tight that this overfills
-    a bin, the bins of first-fit decreasing are used instead, and the fullest are split until there are enough.
-    A bin is empty only if there are fewer samples than bins. The bins are dealt to the ranks, the fullest
-    first. Each bin goes to the rank with the fewest tokens among those that still need a bin.
+    the largest to the smallest, then goes into the emptiest bin. If the budget is so tight that this
+    overfills a bin, the bins of first-fit decreasing are used instead, and the fullest are split until there
+    are enough. A bin is empty only if there are fewer samples than bins. The bins are dealt to the ranks, the
+    fullest first. Each bin goes to the rank with the fewest tokens among those that still need a bin.
 
     Returns:
         The bins of every rank, the fullest first. Bin k runs on all ranks at the same time.
@@ -86,7 +86,7 @@ def _load(members: list[int], sizes: list[int]) -> int:
 
 
 def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[int]]:
-    """Spread `members` over `count` bins. Each, from the largest to the smallest, goes into the emptiest bin."""
+    """Put each of `members`, from the largest to the smallest, into the emptiest of `count` bins."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, at) for at in range(count)]
     for i in sorted(members, key=lambda i: (-sizes[i], i)):

@@ -89,7 +89,7 @@ def collate_rl(
     pad_token_id: int,
     max_seq_len: int | None = None,
 ) -> RLBatch:
-    """Collate rollouts, given as rows of numbers. The result equals `reference_layouts.collate_rl` bit for bit.
+    """Collate rollouts, given as rows. The result equals that of `reference_layouts.collate_rl` bit for bit.
 
     Args:
         prompts: B rows of token ids, none empty. Here and below, a row is a list, a 1-D array, or a 1-D

@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches by a token budget, balanced over ranks, and rejoin their results.
+"""Split a batch into micro-batches within a token budget, balanced over ranks, and rejoin their results.
 
 Shape legend: B rows of a batch.
 """
@@ -59,7 +59,7 @@ class MicroBatches:
             results: `results[rank][k]` is [rows, ...], the results of the rows of that micro-batch.
 
         Returns:
-            [B, ...].
+            [B, ...], one result per row of the batch.
 
         Raises:
             InvalidInputError: a result is missing, or its number of rows is not that of its micro-batch.
@@ -96,7 +96,7 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
         ranks: the number of data-parallel ranks.
 
     Raises:
-        InvalidInputError: no rows, a row longer than `max_tokens`, or `ranks` below 1.
+        InvalidInputError: there are no rows, a row is longer than `max_tokens`, or `ranks` is below 1.
     """
     tokens = as_integers("lengths", lengths, "integers, one per row")
     if not len(tokens):

@@ -45,7 +45,7 @@ def rows_of(offsets: Int64Array) -> Int32Array:
 
 
 def row_keys(rows: Int32Array, token_ids: Int32Array) -> Int64Array:
-    """Return int64 [n]: a key per entry, with the position in the high 32 bits and the token id in the low."""
+    """Return int64 [n]: a key per entry, the position in its high 32 bits and the token id in its low 32."""
     return rows.astype(np.int64) << 32 | token_ids
 
 

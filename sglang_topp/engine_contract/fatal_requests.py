@@ -6,7 +6,7 @@ tokenizes a long text on its event loop, where all other requests wait. Values t
 are not checked here. A comment at each check says what happens without it.
 
 The sidecar checks every request with this module, and the patch set checks the requests for candidate sets.
-The sidecar runs without SGLang, so this module does not import it.
+The sidecar may run where SGLang is not installed, so this module does not import it.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def overlong_text(name: str, text: str, model: Model) -> str | None:
 def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
     """Return the error message for a stop string, pattern, or grammar that is too long, or None.
 
-    SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token. SGLang
-    compiles a grammar in a scheduler thread that cannot be stopped. This may take minutes.
+    SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token. A
+    grammar is compiled in a scheduler thread that cannot be stopped. This may take minutes.
     """
     for key, kind in (("stop", "stop string"), ("stop_regex", "pattern")):
         for at, stop in enumerate(_texts(params.get(key))):

@@ -1,7 +1,7 @@
 r"""Bound the time that SGLang spends searching for a stop regex, before the request is sent.
 
 After each token, SGLang runs `re.search` over the end of the answer. The search runs in the scheduler, and
-all other requests wait. Python's `re` backtracks: in the answer's length, the time of `(.*)*x` is exponential,
+all other requests wait. Python's `re` backtracks: the time of `(.*)*x` is exponential in the answer's length,
 and the time of `.*.*x` is cubic. So a stop regex must follow these rules:
 
 1. Every repeat has an upper bound: `?`, `{n}`, or `{m,n}`. `*`, `+`, and `{m,}` are refused.

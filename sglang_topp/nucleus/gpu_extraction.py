@@ -5,8 +5,8 @@ sets to a staging area of fixed size, and leave out rows that do not fit. Once t
 it sees which rows were left out, and the caller extracts them again. `top_p_candidates` and
 `support_candidates` wait for the sizes and allocate exactly what they need.
 
-Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C entries
-that the staging area holds, n entries of all rows.
+Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C the
+capacity of the staging area in entries, n entries of all rows.
 """
 
 from __future__ import annotations

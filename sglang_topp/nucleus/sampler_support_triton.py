@@ -1,7 +1,7 @@
 """Triton kernels that count, and then write out, the tokens that a sampler could draw in each row.
 
-Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C entries
-that the output holds.
+Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C the
+capacity of the output in entries.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ _BLOCK = 64
 # Blocks read in each attempt. 128 suffice for nearly every row of a model at p = 0.95. 1024 cost a fraction
 # of sorting a whole row of a large vocabulary.
 _ATTEMPTS = (128, 1024)
-# The most values sorted together when whole rows are read. They fit a CPU's cache, or an accelerator's memory.
+# The most values sorted together when whole rows are read: as many as fit a CPU's cache, or an accelerator's
+# memory.
 _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25
 

@@ -12,7 +12,7 @@ until the interval holds at most one entry. This takes about ten rounds, so the 
 they fit. Sums are float64. One program handles each row, in a fixed order, so results repeat to the last bit.
 Kernels are not specialized on arguments that change between decode steps, so no step compiles a kernel again.
 
-Shape legend: B rows, V vocabulary, N blocks of S tokens, C entries that the output holds.
+Shape legend: B rows, V vocabulary, N blocks of S tokens, C the capacity of the output in entries.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Cuts(NamedTuple):
 
 
 def launch(tensor: Tensor) -> torch.cuda.device:
-    """Return a context that makes the tensor's device current. Triton launches kernels on the current device."""
+    """Return a context that makes the tensor's device current, because Triton launches kernels there."""
     return torch.cuda.device(tensor.get_device())
 
 
@@ -138,7 +138,9 @@ def place(sizes_B: Tensor, capacity: int) -> Tensor:
 def compact(
     logprobs_BV: Tensor, sampled_B: Tensor | None, cuts: Cuts, starts_B: Tensor, entries_2C: Tensor
 ) -> None:
-    """Write each row's candidates to `entries_2C`, ids ascending, and then a sampled token outside the nucleus.
+    """Write each row's candidates to `entries_2C`, with ascending ids.
+
+    A sampled token outside the nucleus comes last.
 
     Args:
         logprobs_BV, sampled_B: as passed to `find_cuts`.
@@ -245,8 +247,9 @@ def _search(  # type: ignore[no-untyped-def]
     """Find the cutoff of a nucleus: the key that all of its entries are below, and their number.
 
     Between rounds, the mass above `low` is less than the limit, so entries at `low` are inside. The mass
-    above `high` reaches the limit, or all entries from `high` on have probability 0. So a single entry between
-    `low` and `high` is inside too. Up to HELD values are read once. Longer rows are read in every round.
+    above `high` reaches the limit, or all entries from `high` on have probability 0. So a single entry
+    between `low` and `high` is inside too. Up to HELD values are read once. Longer rows are read in every
+    round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key

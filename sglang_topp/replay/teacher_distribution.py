@@ -1,6 +1,6 @@
-"""A teacher's distribution, from its candidate sets: the candidates and optionally a tail, summing to 1.
+"""A teacher's distribution for distillation: its candidates and optionally a tail, normalized to sum to 1.
 
-The host computes it in float64, because the tail's mass is a small difference of float32 log-probs.
+The host computes the distribution in float64, because the tail's mass is a small difference of large numbers.
 
 Shape legend: T positions, n candidates in all.
 """
