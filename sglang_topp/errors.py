@@ -19,7 +19,7 @@
             ├── OverloadedError                429; `.retry_after_s`
             ├── ServerError                    5xx
             └── RolloutError                   the engine ended one sample with an error
-                └── AbortedError               an abort, a pause, or a weight update ended it
+                └── AbortedError               an abort, a pause, or a weight update ended the sample
 
 Every message gives the value that was received and the values that are accepted. If the caller can fix the
 problem, the message says how.

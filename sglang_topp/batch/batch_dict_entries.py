@@ -41,7 +41,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def entries_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch's entries by name.
 
-    Non-tensors in a TensorDict keep their wrappers, except for BatchCandidateSets.
+    Non-tensors in a TensorDict keep their `NonTensorData` wrappers, except for BatchCandidateSets.
     """
     if not is_tensordict(batch):
         return dict(batch)

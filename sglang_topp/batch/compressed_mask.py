@@ -29,7 +29,8 @@ class CompressedMask:
 
     Args:
         width: W.
-        offsets: int64 [B + 1]. Row i's values are `values[offsets[i]:offsets[i + 1]]`, in column order.
+        offsets: int64 [B + 1]. The kept elements of row i are `values[offsets[i]:offsets[i + 1]]`, in column
+            order, if `gather` returned `values`.
         runs: int32 [runs, 2], the first column of each run and the column after its last, row after row. None
             if the mask is stored as bits.
         run_offsets: int64 [B + 1]. Row i's runs are `runs[run_offsets[i]:run_offsets[i + 1]]`. None if the
@@ -90,8 +91,8 @@ class CompressedMask:
     ) -> NDArray[Any]:
         """Return [n, *rest]: the kept elements of `field` [B, W, *rest], row after row.
 
-        `look` is called with every block of rows before the block is gathered. So a caller can inspect the
-        whole field while it is in the cache. A second pass would double the time, which is bound by memory.
+        `look` is called with each block of rows just before the block is gathered. So the caller can inspect
+        the whole field, and it is still read from memory only once.
         """
         values = np.empty((self.offsets[-1], *field.shape[2:]), field.dtype)
         flat = field.reshape(len(self) * self.width, *field.shape[2:])

@@ -87,7 +87,7 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
     """Split B rows into micro-batches of at most `max_tokens` tokens.
 
     Rows are packed by first-fit decreasing (`bin_packing`). Every rank gets the same number of micro-batches,
-    as collectives need, with about the same number of tokens.
+    because collective operations need it, and about the same number of tokens.
 
     Args:
         lengths: integers [B], the tokens that each row costs. This is the row's own length if padding is

@@ -58,8 +58,8 @@ class PackedBatch(TypedDict):
     row_lengths: torch.Tensor
     """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, always W."""
     cu_seqlens: list[torch.Tensor]
-    """int32 [samples + 1] for each row: the first column of each sample, including alignment, and then the
-    row's length. A row without samples has one sequence."""
+    """int32 [samples + 1] for each row: the first column of each sample, and then the row's length. So each
+    span includes the sample's alignment. A row without samples has one sequence of padding."""
     seq_lengths: list[torch.Tensor]
     """int32 [samples] for each row: the number of tokens of each sample, without alignment."""
     samples: list[torch.Tensor]
@@ -282,7 +282,7 @@ class PackedCollator:
         order = np.concatenate([np.array(members, np.int64) for members in bins])
         rows = np.repeat(np.arange(len(bins)), counts)
         ends = np.cumsum(footprints[order])
-        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # of each row's first sample
+        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # columns of all earlier rows
         starts = ends - footprints[order] - before[rows]
         filled = np.bincount(rows, weights=footprints[order], minlength=len(bins)).astype(np.int64)
         row_lengths = _round_up(np.maximum(filled, 1), self.row_multiple)

@@ -98,7 +98,7 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 
 
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
-    """Check that every sample's row has its `expected` length, which is the length of its row in `of`.
+    """Check that every sample's row has its `expected` length, the length of its row in the field `of`.
 
     Raises:
         InvalidInputError: the number of samples or a row's length differs. The message names the sample.

@@ -45,7 +45,7 @@ def rows_of(offsets: Int64Array) -> Int32Array:
 
 
 def row_keys(rows: Int32Array, token_ids: Int32Array) -> Int64Array:
-    """Return int64 [n]: a key per entry, the position in its high 32 bits and the token id in its low 32."""
+    """Return int64 [n]: one key per entry. The high 32 bits hold the position, the low 32 the token id."""
     return rows.astype(np.int64) << 32 | token_ids
 
 

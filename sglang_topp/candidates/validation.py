@@ -166,7 +166,7 @@ def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | No
 def _check_sampled(
     ids: Int32Array, rows: Int32Array, offsets: Int64Array, sampled: Int32Array, first: int
 ) -> NDArray[np.bool_]:
-    """Return bool [n], which entries are sampled tokens. Raise unless every span contains its own."""
+    """Return bool [n], which entries are sampled tokens. Raise if a filled span lacks its sampled token."""
     sizes = np.diff(offsets)
     # Ids are known to be distinct here, so a span contains its sampled token at most once.
     is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)

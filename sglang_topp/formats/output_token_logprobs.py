@@ -1,4 +1,4 @@
-"""Read the sampled tokens' log-probs (`output_token_logprobs`), which also an unpatched SGLang reports."""
+"""Read the sampled tokens' log-probs (`output_token_logprobs`), which an unpatched SGLang reports too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pack candidate sets into one binary buffer, and unpack them. Numbers are little-endian::
+"""Pack candidate sets into one binary buffer, and unpack them.
+
+::
 
     offset  bytes   content
     0       4       b"TPCS"
@@ -9,6 +11,8 @@
     …       4 T     int32 sampled token ids, -1 for none
     …       4 n     int32 token ids
     …       4 n     float32 log-probs; not in version 2
+
+All numbers are little-endian.
 """
 
 from __future__ import annotations

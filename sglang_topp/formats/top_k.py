@@ -103,8 +103,8 @@ def decode_top_k(
         C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
 
     So all ties at the k-th place are kept, if the answer lists them. With `top_logprobs_num` equal to `k`,
-    SGLang cuts the ties; request a few more to keep them. Tokens of zero probability are left out. The
-    sampled token's log-prob comes from `output_token_logprobs`.
+    SGLang cuts the ties off. To keep them, request a few more tokens. Tokens of zero probability are left
+    out. The sampled token's log-prob comes from `output_token_logprobs`.
 
     Args:
         meta_info: the response's `meta_info`. It holds SGLang's lists (`output_top_logprobs`), SGLang's flat
@@ -231,7 +231,7 @@ def _flat_numbers(name: str, values: Any) -> NDArray[np.float64]:
 
 
 def _lengths(shape: Any, nowhere: str, none: Any, num_tokens: int) -> NDArray[np.int32]:
-    """Return int32 [T]: k for a position with a row, and -1 for one without."""
+    """Return int32 [T]: k for a position with a row, and -1 for a position without a row."""
     sizes = integers(_SHAPE, shape).tolist()
     if len(sizes) != 2 or min(sizes) < 0:
         raise WireError(_SHAPE, f"got {str(sizes)[:80]}, expected [rows, k]")

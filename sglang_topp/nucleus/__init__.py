@@ -37,8 +37,8 @@ def top_p_candidates(
     Args:
         logprobs: floats [B, V] on any device, natural log-probs in float16, bfloat16, float32, or float64.
             float64 is rounded to float32 first. Any strides are accepted. The tensor is not modified.
-        p: one float in [0, 1] for all rows, or B of them. A tensor on an accelerator costs a
-            synchronization; a float or a sequence costs none.
+        p: one float in [0, 1] for all rows, or B floats. A tensor on an accelerator costs a synchronization;
+            a float or a sequence costs none.
         sampled_ids: integers [B], which are added to the sets of their rows.
 
     Returns:

@@ -19,7 +19,7 @@ __all__ = ["support_candidates"]
 def support_candidates(
     logprobs_RV: Tensor, weights_RW: Tensor, token_ids_RW: Tensor | None, sampled_R: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.support_candidates` for checked arguments."""
+    """Compute `sglang_topp.nucleus.support_candidates` in plain torch, for checked arguments."""
     num_rows, vocab = logprobs_RV.shape
     nonsense_R = (sampled_R < 0) | (sampled_R >= vocab)
     if bool(nonsense_R.any()):

@@ -1,4 +1,4 @@
-"""Triton kernels that extract top-p candidate sets, without telling the host any size.
+"""Triton kernels that extract top-p candidate sets, while the host need not wait for the sets' sizes.
 
 One pass over a row takes the maximum of every block of neighboring ids. The maxima are a subset of the row's
 values, so the nucleus of the maxima alone reaches at least as far down as the row's own nucleus. A block is
@@ -125,7 +125,7 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 def place(sizes_B: Tensor, capacity: int) -> Tensor:
     """Return int32 [B]: the index of each row's first entry in the output, or -1 if the row does not fit.
 
-    Rows are placed one after the other. A row larger than `capacity` is skipped. After another row has not
+    Rows are placed one after the other. A row larger than `capacity` is skipped. Once a smaller row does not
     fit, no further row is placed.
     """
     starts_B = torch.empty_like(sizes_B)
@@ -244,7 +244,7 @@ def _search(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Find the cutoff of a nucleus: the key that all of its entries are below, and their number.
+    """Return the cutoff key of a nucleus, and the number of its entries, which have keys below the cutoff.
 
     Between rounds, the mass above `low` is less than the limit, so entries at `low` are inside. The mass
     above `high` reaches the limit, or all entries from `high` on have probability 0. So a single entry

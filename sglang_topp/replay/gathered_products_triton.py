@@ -68,8 +68,8 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     num_entries = len(segments)
     if not num_entries:
         return
-    # Number the segments that have an entry 0, 1, 2, ... Only the device knows how many there are. The host
-    # allows for as many as possible. Surplus numbers have no entry, so no program writes for them.
+    # Give the numbers 0, 1, 2, ... to the segments that have an entry. Only the device knows how many there
+    # are, so the host allows for the largest number. Surplus numbers have no entry, so nothing is written.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)

@@ -152,7 +152,7 @@ def _stretch(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlaps_itself(matrix: Tensor) -> bool:
-    """Return whether elements may share memory, because a stride is too small for the rows or columns."""
+    """Return whether elements may share memory, because the strides let rows or columns overlap."""
     (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
     if rows <= 1 or columns <= 1:
         return (rows > 1 and row_stride == 0) or (columns > 1 and column_stride == 0)

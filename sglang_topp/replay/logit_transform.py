@@ -85,7 +85,7 @@ class LogitTransform:
         return (logits_CV * (temperature / self.softcap)).square_().neg_().add_(1.0)
 
     def backward_rows_(self, grad_CV: Tensor, slope_CV: Tensor | None, part: slice) -> Tensor:
-        """Overwrite the gradient of the logits with that of the products. `slope_CV` is `softcap_slope`."""
+        """Overwrite the logits' gradient with the raw products' gradient. `slope_CV` is `softcap_slope`."""
         self._divide_(grad_CV, part, self.logit_scale)
         return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 

@@ -101,7 +101,7 @@ class Layout:
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.
             attention_mask: [B, S], for bshd only, and required there: the mask of the forward pass, before
-                context parallelism splits it. It is 0 on padding. `collate_rl` returns it.
+                context parallelism splits it, with 0 on padding. `collate_rl` returns this mask.
             loss_mask: [sum of response lengths], samples concatenated; rows whose mask is 0 or False
                 are left out.
 
@@ -215,7 +215,7 @@ class Layout:
         return owner, row, num_rows
 
     def _total(self, needed: int) -> int:
-        """Return the tokens of the packed stream before the split, including all padding."""
+        """Return the number of tokens of the packed stream before the split, including all padding."""
         if self.padded_length is None:
             return -(-needed // self.cp_size) * self.cp_size
         if self.padded_length < needed or self.padded_length % self.cp_size:
@@ -300,7 +300,7 @@ class RowSelection:
         """Put [R] values at their response positions, with zeros elsewhere, and sum over `cp_group`.
 
         Differentiable. The backward needs no communication: each rank takes the gradients of its own rows. So
-        the incoming gradient must be the same on every rank. It is if all ranks compute the loss alike.
+        the incoming gradient must be the same on every rank, as it is if all ranks compute the same loss.
 
         Raises:
             InvalidInputError: there is not one value per row.

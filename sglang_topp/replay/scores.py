@@ -81,8 +81,8 @@ def score_support(
 
     Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same scores.
     This takes one reduction of maxima and one of sums, and one more for `per_candidate`. The backward needs
-    no communication. So the incoming gradient must be the same on every rank. It is if all ranks compute the
-    loss alike.
+    no communication. So the incoming gradient must be the same on every rank, as it is if all ranks compute
+    the same loss.
 
     If the host may not wait for the device, `match` was not checked. Then no error is raised: a position
     whose target is not in its set, or that has an error below, gets NaN instead.

@@ -79,7 +79,7 @@ class SupportIndex:
     entries: Tensor
     """[m]: the index of each entry into the flat arrays of the candidate sets."""
     offsets: Tensor
-    """[A + 1]: position `rows[a]` has the entries `offsets[a]:offsets[a + 1]`, which may be none on a shard."""
+    """[A + 1]: the entries of position `rows[a]` are `offsets[a]:offsets[a + 1]`. There may be none."""
 
     @property
     def num_positions(self) -> int:

@@ -109,7 +109,7 @@ class HeadGradients:
             bias_V[: grad_CV.shape[1]] += grad_CV.sum(dim=0)
 
     def rounded(self, group: dist.ProcessGroup | None) -> list[Tensor | None]:
-        """Return the three gradients in their tensors' dtypes. Sum that of hidden states over ranks first."""
+        """Return the three gradients in their tensors' dtypes, after a sum over ranks for hidden states."""
         if self._sums[0] is not None:
             reduce_sum(self._sums[0], group)
         return [

@@ -43,7 +43,7 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
 
 
 def some_rows(logits_CV: Tensor) -> list[slice]:
-    """Return slices that cover all rows. The exponentials of one slice are in memory at a time."""
+    """Return slices that cover all rows. Only one slice's exponentials need to be in memory at a time."""
     row_bytes = logits_CV.shape[1] * logits_CV.itemsize
     return row_parts(
         len(logits_CV), rows_per_chunk(None, row_bytes, _EXP_BYTES_CPU if logits_CV.is_cpu else _EXP_BYTES)
@@ -75,7 +75,7 @@ class Softmax:
     """The log-sum-exp of the row."""
     logprobs: Tensor
     entropy: Tensor | None
-    """None if it was not requested."""
+    """The entropy, or None if it was not requested."""
 
 
 class RowSums:
@@ -99,7 +99,7 @@ class RowSums:
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
         """Accumulate the rows `part`, and subtract `subtracted_T` from `logits_CV` in place.
 
-        An entry so far below the row's highest that its probability is 0 may become another such value.
+        An entry so low that its probability is 0 may be replaced by another value of probability 0.
         """
         if logits_CV.shape[1] == 0:
             return
