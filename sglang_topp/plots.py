@@ -130,7 +130,7 @@ def ratios(
         masked_new: float [T], the trainer's log-probs over the sets (`replay.masked_logprobs`).
 
     Raises:
-        InvalidInputError: the lengths differ, there is no set, or the sets have no log-probs.
+        InvalidInputError: the lengths differ, all sets are empty, or the sets have no log-probs.
         ModuleNotFoundError: matplotlib is not installed.
     """
     drawn_with = _floats("old", old, sets) - sets.logprob_sum
