@@ -82,7 +82,10 @@ def _manager() -> Any:
 
 
 def _names_our_fields(body: bytes) -> bool:
-    """Return whether a body may contain our fields, whose names JSON may escape. Others pass unchecked."""
+    """Return whether a body may contain our fields, whose names JSON may escape.
+
+    SGLang handles all other bodies.
+    """
     return b"\\u" in body or any(field.encode() in body for field in FIELDS)
 
 
