@@ -116,8 +116,7 @@ def write_meta_info(
         return
     # The source "sampler" gives the prompt no sets, because prompt tokens were not sampled. The number of
     # SGLang's log-probs is the number of scored prompt positions. Generated tokens cannot be counted this
-    # way:
-    # with `max_new_tokens` 0, SGLang may report a log-prob without a token.
+    # way: with `max_new_tokens` 0, SGLang may report a log-prob without a token.
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:

@@ -1,8 +1,8 @@
 """Copy a pass's candidate sets to the host and add them to their requests, on SGLang before 0.5.19.
 
 Later releases do this for every auxiliary output of a pass. Here, the sets are an attribute of the pass's
-result. The hooks issue their copies right before SGLang's own copies, under the same event. They add the sets
-to the requests after SGLang has appended the tokens, and before it sends them. By then SGLang has resolved
+result. The hooks copy the sets right before SGLang's own copies, under the same event. They add the sets to
+the requests after SGLang has appended the tokens, and before it sends them. By then SGLang has resolved
 overlap, retraction, and stops, so only visible tokens get a set.
 """
 

@@ -1,10 +1,10 @@
 """Give scored prompts cache namespaces, so that they never read KV that older weights computed.
 
-A weight push with `flush_cache=false` keeps the prefix cache. A push while requests are in flight needs this
-setting. KV of the old weights then stays in the cache, and requests in flight add more of it. A scored prompt
-(one that asks for sets) must not read such KV. So until the cache is flushed, a scored prompt gets a
-namespace of the current weights, in SGLang's `extra_key`. Prompts that are scored with the same weights still
-share prefixes.
+A scored prompt is one that asks for the sets of its own positions. A weight push with `flush_cache=false`
+keeps the prefix cache. A push while requests are in flight needs this setting. KV of the old weights then
+stays in the cache, and requests in flight add more of it. A scored prompt must not read such KV. So until the
+cache is flushed, each scored prompt gets a namespace of the current weights (SGLang's `extra_key`). Prompts
+that are scored with the same weights still share prefixes.
 
 `weights_of` returns the weights that a request's prefill began with. If a later pass has other weights,
 `prompt_sets` ends the request, because later chunks attend to the KV of earlier chunks.
