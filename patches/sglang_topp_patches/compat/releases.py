@@ -1,8 +1,8 @@
 """List the SGLang releases that the patch set supports, and the features that it refuses with each of them.
 
-No other module looks up the release number. A release has an adapter to its internals (`internals`), its seams
-(`seams`), and its refused features. The patch set refuses a release that is not listed, even if every seam
-holds: a signature does not tell what a log-prob means.
+No other module looks up the release number. A release has an adapter to its internals (`internals`), its
+seams (`seams`), and its refused features. The patch set refuses a release that is not listed, even if every
+seam holds: a signature does not tell what a log-prob means.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ _BEFORE_0_5_19 = {
 }
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
-    # Tensors reach the HTTP process unconverted. 0.5.12 also completes nixl transfers for
-    # hybrid models only.
+    # In 0.5.12, tensors reach the HTTP process unconverted. It also completes nixl transfers only for hybrid
+    # models.
     Feature.DISAGGREGATION: "a request for `top_logprobs_num` ends SGLang's prefill server",
 }
 
@@ -166,7 +166,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.17": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTRIED),
         "0.5.16": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTRIED),
         "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
-        # Speculation was run on 0.5.15.post1. The functions of its seams are the same here.
+        # Speculative decoding was tested on 0.5.15.post1. 0.5.15 has the same functions at the seams.
         "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTRIED),
         "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTRIED),

@@ -35,8 +35,8 @@ class Status:
 
     Attributes:
         sglang_version: the version of the installed SGLang; empty if SGLang is not installed.
-        checks: one per seam. Empty if the release is not supported.
-        problems: every reason why the feature is refused. Empty if it is served.
+        checks: one check per seam. Empty if the release is not supported.
+        problems: every reason why candidate sets are refused. Empty if they are served.
     """
 
     sglang_version: str
@@ -126,7 +126,7 @@ def status() -> Status:
 def _problem(seam: Seam) -> str:
     try:
         target = pkgutil.resolve_name(seam.target)
-    except Exception as error:  # an import that fails in any way is a seam that does not hold
+    except Exception as error:  # after any failure of the import, the seam does not hold
         return f"not found ({type(error).__name__}: {error})"
     try:
         names = tuple(inspect.signature(target).parameters)

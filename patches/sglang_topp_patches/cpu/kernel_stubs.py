@@ -25,7 +25,7 @@ _PACKAGE = "sgl_kernel"
 def install() -> None:
     """Make `import sgl_kernel`, with its submodules, and `import vllm._custom_ops` succeed in this process.
 
-    Only the CPU platform calls it. A second call does nothing.
+    Only the CPU platform calls this function. A second call does nothing.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

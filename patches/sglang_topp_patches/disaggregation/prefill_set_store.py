@@ -28,7 +28,7 @@ PATH = "/sglang_topp/first"
 """The route of the prefill server's bootstrap server that delivers the sets of first tokens."""
 
 KEPT_S = 120.0
-"""How many seconds sets wait for a decode server. By then its request has ended, and the sets are freed."""
+"""How many seconds sets are kept for a decode server. After this time the request has ended."""
 
 _FIELD = "the first token's set"
 _LINE_END = b"\n"

@@ -68,7 +68,7 @@ class PrefillServer:
         return tokenized
 
     async def _await_question(self, obj: Any) -> None:
-        """Wait for the decode server's question for a request.
+        """Wait until the decode server asks for the sets of a request.
 
         Raises:
             CallEndedError: no decode server asked in time.

@@ -69,14 +69,14 @@ class HttpProcess:
 def note_server_args(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: keep the server's arguments."""
+    """AFTER hook on `TokenizerManager.__init__`: store the server's arguments."""
     process.server_args = server_args
 
 
 def note_model(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: keep the model's limits."""
+    """AFTER hook on `TokenizerManager.__init__`: store the model's limits."""
     process.model = ModelLimits.of(self, server_args)
 
 

@@ -59,7 +59,7 @@ def extend_request_class(cls: type[Any]) -> None:
     for name, field in cls.__dataclass_fields__.items():
         if name in cls.__annotations__:
             setattr(cls, name, field)
-    # `Any`: pydantic would silently coerce some bad input, which `check_body` refuses with a sentence.
+    # `Any`: pydantic would silently coerce some bad input, which `check_body` refuses with a message.
     cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
     for name in (*FIELDS, RESUMED):
         setattr(cls, name, False if name in (BASE64, NUCLEUS) else None)
@@ -72,7 +72,7 @@ def extend_request_class(cls: type[Any]) -> None:
 
 
 def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None:
-    """AFTER hook on `generate_contract_error`: return the sentence for HTTP 400, or None.
+    """AFTER hook on `generate_contract_error`: return the message for HTTP 400, or None.
 
     Once a stream has begun, an error arrives inside a 200. So this check runs before the stream.
     """

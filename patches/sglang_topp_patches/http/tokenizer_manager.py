@@ -143,8 +143,8 @@ def write_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
 
-    A client that reads more slowly than the engine generates gets only some of the chunks. Writing the sets
-    this late costs nothing for the other chunks.
+    A client that reads more slowly than the engine generates gets only some of the chunks. No sets are
+    written for the other chunks.
     """
     chunks = original(self, obj=obj, state=state, request=request)
     if not asking_field(vars(obj).get):

@@ -165,7 +165,7 @@ class Account:
             self._in_flight.end_largest()
 
     def end(self, reason: str) -> None:
-        """Close the account and end its owner, unless it is closed."""
+        """Close the account and end its owner, unless the account is closed already."""
         if not self.is_closed:
             self.close()
             if self._end is not None:

@@ -38,7 +38,7 @@ def extract(
     Args:
         process: the scheduler process, which counts staged rows.
         logprobs: float [B, V], natural log-probs. On a GPU, they may be read again until the scheduler
-            consumes the pass. Until then, the only permitted change is to overwrite -inf by the dtype's
+            consumes the pass. Until then, the only permitted change is to overwrite -inf with the dtype's
             lowest value.
         thresholds: B thresholds; 0 gives an empty set.
         sampled_ids: integer [B], the sampled tokens. Each is a member of its row's set.

@@ -279,12 +279,12 @@ class PromptSets:
     """The sets of the prompt rows of one pass, on the device and then on the host.
 
     Attributes:
-        request_ids: the requests of the pass.
+        request_ids: the ids of the requests of the pass.
         thresholds: the threshold of each request; 0 if it asks for no sets.
         counts: the number of scored rows of each request.
         chunks: the sets of all scored rows, in order.
         weights: the weights that the pass ran with.
-        refused: see `PassExtraction`.
+        refused: the refused requests, as in `PassExtraction`.
     """
 
     request_ids: tuple[str, ...]
@@ -320,7 +320,8 @@ class PromptSets:
                 refuse_prompt(req, is_busy=self.refused[row])
                 continue
             info = req.customized_info = req.customized_info or {}
-            # After a retraction, SGLang scores the prompt again. The request has its rows already.
+            # After a retraction, SGLang scores the prompt again. Drop the new rows: the request has them
+            # already.
             if info.get(KEY):
                 continue
             # Even if no row was scored before the push, later chunks attend to the KV of earlier ones.

@@ -105,8 +105,8 @@ class Capture:
     drawn: Sets | None = None
 
 
-# The hooks on `Sampler` and `OutputLogprobProcessor` need this, because these do not get the pass as an
-# argument.
+# The hooks on `Sampler` and `OutputLogprobProcessor` read the capture here, because SGLang does not pass the
+# forward pass to these classes.
 _capture: ContextVar[Capture | None] = ContextVar("sglang_topp_capture", default=None)
 
 

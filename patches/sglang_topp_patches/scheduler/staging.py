@@ -182,7 +182,7 @@ def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile the kernels before the first request for sets, so that no request waits for the compiler."""
     logprobs = torch.full((1, vocab), -math.log(vocab), dtype=dtype, device=device)
     first = torch.zeros(1, dtype=torch.int64, device=device)
-    process = SchedulerProcess(InFlight(sys.maxsize))  # not the real one: these sets are dropped at once
+    process = SchedulerProcess(InFlight(sys.maxsize))  # a separate count: these sets are dropped at once
     by_threshold(process, logprobs, [0.5], first, None)
     for width in (1, vocab):
         is_drawn = torch.ones((1, width), dtype=torch.bool, device=device)

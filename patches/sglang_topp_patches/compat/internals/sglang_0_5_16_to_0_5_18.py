@@ -41,8 +41,8 @@ class Sglang0518(Sglang0519):
 
 
 class Sglang0516(Sglang0518):
-    """`Internals` of 0.5.16 and 0.5.17, which score prompts in one way."""
+    """`Internals` of 0.5.16 and 0.5.17, which score all prompts with `log_softmax`."""
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Return `log_softmax`, which is what these releases report for every prompt."""
+        """Use `log_softmax`, as these releases do for every prompt."""
         return torch.nn.functional.log_softmax(logits, dim=-1)

@@ -47,7 +47,7 @@ class Sglang0523:
         return append_auxiliary_output(current, output)
 
     def answers_requests(self) -> bool:
-        """Return whether both attention ranks (tensor and context parallel) are 0, from the runtime context."""
+        """Return whether the attention ranks (tensor and context parallel) in the runtime context are 0."""
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
@@ -56,7 +56,8 @@ class Sglang0523:
     def weight_version(self) -> str:
         """Read the version from the serving context.
 
-        SGLang changes the weights and their name between two passes, in the thread that launches passes.
+        SGLang changes the weights and their version between two passes, in the thread that launches passes.
+        So each pass has one version.
         """
         from sglang.srt.runtime_context import get_serving
 
@@ -105,8 +106,7 @@ class Sglang0523:
         Since 0.5.22, SGLang can send entries once per request (`is_request_level_customized_info_key`). But
         if the answer is not streamed, SGLang sends them only when the request finishes. A request that is
         aborted while it waits because of a pause never finishes. Its answer still shows tokens, because
-        SGLang
-        sends new tokens after every 50, even if the answer is not streamed.
+        SGLang sends new tokens after every 50, even if the answer is not streamed.
         """
         return SentOnce()
 
