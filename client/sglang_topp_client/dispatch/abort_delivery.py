@@ -10,7 +10,10 @@ from dataclasses import dataclass
 __all__ = ["TIMEOUT_S", "AbortDelivery"]
 
 TIMEOUT_S = 3.0
-"""The time limit of one abort. The closed connection also aborts the request, unless a proxy holds it."""
+"""The time limit of one abort, in seconds.
+
+If the abort fails, the closed connection still aborts the request, unless a proxy keeps the connection open.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class AbortDelivery:
 
     A caller's timeout or cancellation must not wait for an engine that may hang. Each abort therefore runs in
     its own task, for three seconds at most, and its errors are ignored. When `asyncio.run` ends, it cancels
-    all tasks, including these, and waits for them. An abort whose task was cancelled starts again, and the
-    loop waits for it.
+    all tasks, including aborts. An abort that was cancelled starts again, and another task keeps the loop
+    alive until the abort has been sent.
 
     Args:
         send: asks the engine to abort the request with that id.
@@ -91,10 +94,10 @@ class AbortDelivery:
             self._keeper.add_done_callback(self._kept)
 
     async def _keep(self) -> None:
-        """Run while aborts are pending or expected, and ignore cancellation.
+        """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
 
-        A loop that ends waits only for the tasks that existed when it began to end. It does not wait for
-        tasks that those tasks start.
+        A loop that ends waits only for tasks that existed when it began to end. It would not wait for an
+        abort that starts again.
         """
         task = asyncio.current_task()
         assert task is not None

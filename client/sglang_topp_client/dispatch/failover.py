@@ -1,4 +1,4 @@
-"""Failover: run each call on one server, retry it after a delay, and move to another server if one fails."""
+"""Failover: run each call on one server, move it to another server if that fails, and retry after a delay."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Endpoints:
         once every ready endpoint has failed the call.
 
         Args:
-            attempt: makes one attempt.
+            attempt: makes one attempt on the given endpoint.
             num_samples: returns how many samples the next attempt requests.
             preferred: the endpoint to try first, if it is ready.
             waits_for_engine: see `RetryBudget`.
             repeats_aborted: see `RetryBudget`.
 
         Raises:
-            SglangToppError: the last attempt's error; a TransportError names every server if none answers.
+            SglangToppError: the last attempt's error. If no server answers, a TransportError names them all.
         """
         budget = RetryBudget(
             self._max_retries, waits_for_engine=waits_for_engine, repeats_aborted=repeats_aborted
@@ -119,11 +119,11 @@ class Endpoints:
             await asyncio.sleep(wait_s)
 
     async def order_all(self, order: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Send an order to every server.
+        """Send an order, such as an abort, to every server.
 
         Raises:
-            SglangToppError: a server refused the order, or no server answered. A server that does not answer
-                is ignored if another one does, because it has nothing in flight.
+            SglangToppError: a server refused the order, or no server answered. If some servers answer, the
+                servers that do not answer are ignored, because they have nothing in flight.
         """
         outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -160,7 +160,10 @@ class Endpoints:
         await asyncio.gather(*(endpoint.close() for endpoint in self.all))
 
     def _none_answers(self, error: SglangToppError) -> TransportError | None:
-        """Return a TransportError that names every server, if `error` is one and all servers failed."""
+        """Return a TransportError that names every server if all servers failed; otherwise return None.
+
+        Return None also if `error` is not a TransportError, or if there is only one server.
+        """
         failures = self._balancer.failures
         if len(self.all) == 1 or not isinstance(error, TransportError) or len(failures) < len(self.all):
             return None

@@ -31,8 +31,9 @@ class _State(Generic[_T]):
 class LoadBalancer(Generic[_T]):
     """The load balancer of one client, within one event loop.
 
-    An endpoint that failed (an incomplete answer, 429, 5xx) is not ready for the delay of a retry, and twice
-    as long after each further failure. Then one call tries the endpoint. The others follow if it succeeds.
+    An endpoint that failed (an incomplete answer, 429, or 5xx) gets no calls for the delay of a first retry,
+    and for about twice as long after each further failure. One call then tries the endpoint. Other calls
+    follow if that call succeeds.
 
     Args:
         endpoints: at least one.
@@ -62,7 +63,7 @@ class LoadBalancer(Generic[_T]):
     def pick(
         self, num_samples: int, preferred: _T | None = None, *, without: Collection[_T] = ()
     ) -> Generator[_T, None, None]:
-        """Yield the endpoint for one call. Success or failure of the block updates the endpoint's state.
+        """Yield the endpoint for one call. The `with` block's success or error updates the endpoint's state.
 
         If no endpoint is ready, choose the one whose backoff ends first.
 

@@ -49,6 +49,6 @@ class ResultQueue(Generic[_T]):
         await self._has_room.wait()
 
     def lift_limit(self) -> None:
-        """Remove the limit: the caller may wait for the request to end before it takes more results."""
+        """Remove the limit, because a caller that aborts may take no results until the request has ended."""
         self._max_waiting = 1 << 60
         self._has_room.set()

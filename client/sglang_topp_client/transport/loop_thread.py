@@ -103,7 +103,7 @@ class LoopThread:
 
 
 class _Running:
-    """The thread and its loop, without a reference to the LoopThread, which can therefore be collected."""
+    """The thread and its loop. They hold no reference to the LoopThread, so that it can be collected."""
 
     finalizer: weakref.finalize[..., LoopThread]
 

@@ -1,7 +1,7 @@
 """Fill the HTML template of the page with its style, its script, its data, and its security policy.
 
-The data are in script elements of types that no browser runs. No data can end its element, because `<` is
-escaped in JSON and does not occur in base64.
+The data are in script elements of types that no browser runs. The data cannot close their element, because
+`<` is escaped in JSON and does not occur in base64.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _source_hash(text: str) -> str:
 
 @cache
 def content_security_policy() -> str:
-    """Return the security policy that the page declares: its own script and style, and nothing else."""
+    """Return the page's content security policy, which allows its own script and style, and nothing else."""
     return (
         f"default-src 'none'; script-src {_source_hash(script_text())};"
         f" style-src {_source_hash(_asset('page.css'))}; base-uri 'none'; form-action 'none'"
