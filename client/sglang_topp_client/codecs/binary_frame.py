@@ -134,7 +134,7 @@ class FrameReader:
             block = in_bytes[start : start + _BLOCK]
             block[...] = planes[4 * start : 4 * (start + len(block))].reshape(4, -1).T
         values = in_bytes.reshape(-1).view(dtype).astype(dtype.newbyteorder("="), copy=False)
-        values.flags.writeable = False  # like the arrays of a JSON record
+        values.flags.writeable = False  # as in a rollout that was decoded from JSON
         return values
 
     def _take(self, num_bytes: int, what: str) -> memoryview:

@@ -54,14 +54,14 @@ class AbortDelivery:
             self._changed.set()
 
     def start(self, request_id: str, engine_ids: Iterable[str]) -> None:
-        """Start to abort these engine requests, which belong to the caller's `request_id`; return at once."""
+        """Start aborting the engine requests of the caller's request `request_id`, and return at once."""
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         for engine_id in engine_ids:
             self._start(_Abort(request_id, engine_id, deadline))
         self._keep_loop()
 
     async def finish(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds until the aborts of that request, or all aborts, have been sent."""
+        """Wait up to three seconds until the aborts of `request_id`, or all if it is None, have been sent."""
         if request_id is None:
             if self._keeper is not None:
                 await asyncio.wait([self._keeper])
@@ -79,7 +79,7 @@ class AbortDelivery:
             async with asyncio.timeout_at(abort.deadline):
                 await self._send(abort.engine_id)
         except Exception:
-            # Best effort: the caller no longer waits.
+            # Ignore errors, because no caller waits for the abort.
             return
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -96,8 +96,8 @@ class AbortDelivery:
     async def _keep(self) -> None:
         """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
 
-        A loop that ends waits only for tasks that existed when it began to end. It would not wait for an
-        abort that starts again.
+        A loop that ends waits only for tasks that existed when it began to end. Without this task, the loop
+        would not wait for an abort that starts again.
         """
         task = asyncio.current_task()
         assert task is not None

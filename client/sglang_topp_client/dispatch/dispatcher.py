@@ -46,7 +46,7 @@ _Taken = TypeVar("_Taken", Rollout, Score, contravariant=True)
 _Exchange: TypeAlias = SidecarExchange[Result] | StreamedExchange[Result]
 
 OnFailure: TypeAlias = Callable[[tuple[int, int], SglangToppError], None]
-"""Called with the prompt index and the sample index of a sample that failed, and with the error."""
+"""A callback that takes the prompt index and the sample index of a failed sample, and the error."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Dispatcher(Generic[Result]):
         graceful_abort: aborts the calls and keeps their partial samples; None if the caller does not want
             partial samples.
         max_message_bytes: the maximum length of a message after decompression.
-        repeats_aborted: see `RetryBudget`.
+        repeats_aborted: whether a call that the engine aborted is sent again; see `RetryBudget`.
         on_failure: called for each sample that failed, while the other samples continue. Each prompt is then
             sent in its own call, because a server refuses a call as a whole. If this is None, the first error
             ends the request.
@@ -165,7 +165,7 @@ class Dispatcher(Generic[Result]):
             first = failed.exceptions[0]
         else:
             return
-        # Raised outside of the block. Inside it, or with `from None`, the error would lose its own cause.
+        # Raise outside of the `except` block. Inside it, or with `from None`, the error would lose its cause.
         raise first
 
     def _samples_per_call(

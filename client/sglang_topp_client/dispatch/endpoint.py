@@ -31,11 +31,11 @@ _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
 # Servers answer these paths at once, even while the engine is paused. SGLang's `/health` generates a token.
 _PROBE_PATHS: dict[Kind, str] = {"sidecar": "/healthz", "sglang": "/model_info"}
 _PROBE_TIMEOUT_S = 10.0
-# A busy scheduler answers only between two steps.
+# This is long, because a busy scheduler answers only between two steps.
 _INFO_TIMEOUT_S = 30.0
-# A new engine compiles kernels for its first request.
+# This is long, because a new engine compiles kernels for its first request.
 _FIELD_CHECK_TIMEOUT_S = 120.0
-# A sidecar answers only after its engine has stopped the request.
+# This is long, because a sidecar answers only after its engine has stopped the request.
 _SIDECAR_ABORT_TIMEOUT_S = 10.0
 
 
@@ -65,7 +65,7 @@ class Endpoint:
         """Return the routing key of a request to this server.
 
         Args:
-            earlier: the key of the rollout that the request continues, or empty. The new key has its prefix.
+            earlier: the key of the rollout that the request continues, or empty. Its prefix is reused.
         """
         return f"{earlier.partition('-')[0] or secrets.token_hex(8)}-{self._key_suffix}"
 
@@ -122,7 +122,7 @@ class Endpoint:
     async def post(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str], on_received: Callable[[], None]
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
-        """Send a POST request by `HttpClient.post`, and watch the server with the health check meanwhile.
+        """Send a POST request with `HttpClient.post`, and fail it if the health check finds a hanging server.
 
         Raises:
             TransportError: the server hangs.

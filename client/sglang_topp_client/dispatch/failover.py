@@ -24,10 +24,11 @@ _FILE_WAIT_S = 0.1
 
 
 class Endpoints:
-    """The servers of one client. Create it in the event loop that uses it.
+    """The servers of one client, for one event loop. The object must be created in that loop.
 
     Args:
-        configs: where the servers are. `max_connections` is one limit for all of them.
+        configs: where the servers are. The `max_connections` of the first config limits the calls to all
+            servers together.
         kinds: the known kinds of servers, by `base_url`; shared with other event loops.
         max_long_messages: see `LongMessageLimit`.
         max_retries: how often a failed call is retried.
@@ -140,7 +141,7 @@ class Endpoints:
             yield
 
     async def aborts_delivered(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds until the aborts of that request, or all aborts, have been sent."""
+        """Wait up to three seconds until the aborts of `request_id`, or all if it is None, have been sent."""
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:

@@ -37,7 +37,7 @@ class LoadBalancer(Generic[_T]):
 
     Args:
         endpoints: at least one.
-        clock: returns seconds; the event loop's clock.
+        clock: returns the time in seconds on the event loop's clock.
     """
 
     def __init__(self, endpoints: Sequence[_T], clock: Callable[[], float]) -> None:
@@ -107,6 +107,6 @@ class LoadBalancer(Generic[_T]):
         state.error = error
         now = self._clock()
         if now < state.retry_at:
-            return  # several calls failed together, which counts once
+            return  # calls that fail together count as one failure
         state.num_failures += 1
         state.retry_at = now + delay_s(state.num_failures, error)

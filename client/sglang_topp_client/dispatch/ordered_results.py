@@ -43,7 +43,7 @@ async def collect_in_order(
         async for result in results:
             outcomes[operation.place(result)] = result
     except SglangToppError as error:
-        # The whole request ended: a time limit, an abort, or no server that answers.
+        # The whole request ended, because of its time limit, an abort, or servers that do not answer.
         if not return_exceptions:
             raise
         for place in places:

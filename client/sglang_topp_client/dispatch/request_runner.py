@@ -273,7 +273,7 @@ class RequestRunner:
             del here.running[task]
             results.close()
             if not task.cancelled():
-                # Mark the exception as retrieved, because a caller that left does not retrieve it.
+                # Mark the exception as retrieved. Otherwise asyncio logs it if the caller stops iterating.
                 task.exception()
 
         task.add_done_callback(end)

@@ -14,7 +14,7 @@ class ResultQueue(Generic[_T]):
     """A queue with backpressure: a slow caller holds back the calls that were not sent yet.
 
     The queue accepts the results of sent calls even beyond `max_waiting`. Otherwise the client would stop
-    reading, a sidecar would drop it after 30 s, and the samples would be generated again.
+    reading, a sidecar would drop the client after 30 s, and the samples would be generated again.
 
     Args:
         max_waiting: how many results may wait for the caller before no more calls are sent.

@@ -63,7 +63,7 @@ class StreamedExchange(ABC, Generic[_Result]):
     path = "/generate"
     accept = None
     samples_per_call = 1
-    """The number of samples at which a call is full: a call takes one prompt with all of its samples."""
+    """The number of samples at which a call is full. With 1, a call has one prompt and all of its samples."""
     missing_route = ""
     prompts_field = "prompts"
     """The name of the caller's argument that holds the prompts, for error messages."""
@@ -122,7 +122,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         """Take one line of the answer. Return a list of the finished sample, or an empty list.
 
         Raises:
-            WireError: the line is not in SGLang's format, or the sample is not exact.
+            WireError: the line is not in SGLang's format, or the sample contradicts itself or the request.
             RolloutError: the engine gave up on a sample.
             AbortedError: the engine aborted a sample that is not interruptible.
             ResponseError: the line reports an error.
@@ -245,7 +245,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
             finish_reason=meta_info["finish_reason"]["type"],
             weight_version=read_weight_version(meta_info),
             cached_tokens=read_field(meta_info, "cached_tokens", int),
-            # Negative if the engine's clock was set back during the request.
+            # The latency is negative if the engine's clock was set back during the request.
             latency_s=check_seconds(
                 "e2e_latency", max(read_field(meta_info, "e2e_latency", (int, float)), 0)
             ),

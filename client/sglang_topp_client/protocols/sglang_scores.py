@@ -27,9 +27,9 @@ from sglang_topp_client.types.score import Score
 __all__ = ["GenerateScoreExchange"]
 
 _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
-# The threshold that is sent if the caller wants only log-probs. Only for a request for sets does the engine
-# guarantee one weight version per score, and an unpatched engine fails such a request. At this threshold, a
-# set has one or two tokens.
+# The threshold that is sent if the caller wants only log-probs. The client requests sets even then: with
+# sets, the engine guarantees one weight version per score, and an unpatched engine is noticed. At this
+# threshold, a set has one or two tokens.
 _LEAST_P = 1e-9
 
 

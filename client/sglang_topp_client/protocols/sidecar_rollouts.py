@@ -51,7 +51,7 @@ class SidecarExchange(ABC, Generic[_Result]):
     A subclass decodes each sample into one `_Result`.
 
     Attributes:
-        path: the route. Without the slash, it is also the last message's field for the number of results.
+        path: the route. Without the slash, it also names the field of the last message that counts results.
         media_type: the media type of frames.
         missing_route: the error message if the sidecar has no such route.
     """
@@ -111,7 +111,8 @@ class SidecarExchange(ABC, Generic[_Result]):
         """Take one message of the answer. Return a list of the sample in it, or an empty list.
 
         Raises:
-            WireError: the message is not in the sidecar's format, or the sample is not exact.
+            WireError: the message is not in the sidecar's format, or the sample contradicts itself or the
+                request.
             SglangToppError: the message reports this error.
         """
         if not line:

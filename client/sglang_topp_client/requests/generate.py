@@ -47,7 +47,8 @@ class SampleRequest:
         routing_key: the `Rollout.routing_key` of the rollout that this request continues, or empty.
         resumed_tokens: how many of the last prompt tokens already belong to the answer; 0 for a new answer
             that may be resumed later, None for an answer that may not be resumed.
-        is_interruptible: whether an aborted sample is returned. Otherwise it is an error.
+        is_interruptible: whether an aborted sample is returned as a partial rollout. Otherwise an abort is an
+            error.
     """
 
     prompt_index: int

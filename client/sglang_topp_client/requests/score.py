@@ -67,7 +67,7 @@ def plan_scores(
         given = list(one_each("start", start, count, per="sequence"))
         names = [f"start[{i}]" for i in range(count)]
     firsts = [len(rollout.prompt_ids) for rollout in rollouts] or [1] * count
-    # The key leads to the server that made the rollout, whose prefix cache holds the sequence.
+    # The routing key leads to the server that made the rollout, whose prefix cache holds the sequence.
     keys = [rollout.routing_key for rollout in rollouts] or [""] * count
     return [
         ScoreRequest(

@@ -52,7 +52,7 @@ class AtomicParquetFile:
             use_dictionary=_DICTIONARIES,
             write_statistics=_STATISTICS,
             write_page_checksum=True,
-            # Arrow's schema would only repeat the columns' types.
+            # Do not store Arrow's schema, which would only repeat the columns' types.
             store_schema=False,
         )
         with self._naming_errors():
@@ -122,7 +122,7 @@ class _NamingErrors:
 def sync_directory(path: Path) -> None:
     """Flush a directory's file names to disk, so that a renamed file survives a crash of the machine.
 
-    Systems without support for this do nothing.
+    Do nothing on systems that do not support this.
     """
     if hasattr(os, "O_DIRECTORY"):
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

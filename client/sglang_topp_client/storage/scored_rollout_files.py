@@ -34,7 +34,7 @@ class ScoredRollout(NamedTuple):
 def load_scored_rollouts(
     path: _Path, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, ScoredRollout]]:
-    """Yield the number, from 0, of each rollout of a file or a directory, and the rollout with its scores.
+    """Yield the number and the scored rollout of each rollout in a file or a directory.
 
     Args:
         path: a file, or a directory of `RolloutWriter`.

@@ -73,7 +73,7 @@ _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The address of a server, its key, headers and TLS settings, and the client's limits.
+    """The configuration of one server's connections: address, key, headers, TLS settings, and limits.
 
     Proxies from the environment are not used, because rollouts stay inside a cluster.
 
@@ -303,7 +303,7 @@ async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, 
         yield
     finally:
         await session.close()
-        # Transports close in the loop's next iteration.
+        # Wait for the loop's next iteration, in which the transports close.
         await asyncio.sleep(0)
 
 

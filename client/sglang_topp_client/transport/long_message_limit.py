@@ -14,7 +14,7 @@ from contextlib import contextmanager
 __all__ = ["LONG_BYTES", "UNLIMITED", "LongMessageLimit", "MessageReader"]
 
 LONG_BYTES = 1 << 20
-"""A message with more bytes is long."""
+"""The length, in bytes, above which a message counts as long."""
 
 UNLIMITED = 1 << 30
 

@@ -22,7 +22,7 @@ _forwarded: ContextVar[Mapping[str, str] | None] = ContextVar("forwarded_trace",
 def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
     """Send the trace context in `headers` with every request of this task and of the tasks that it starts.
 
-    A `traceparent` that the standard does not allow is ignored, and so is the `tracestate` beside it.
+    A `traceparent` that the standard does not allow is ignored, together with its `tracestate`.
 
     Args:
         headers: the headers of a received request, a mapping with lowercase names or one that ignores case.

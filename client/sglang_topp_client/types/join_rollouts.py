@@ -1,4 +1,4 @@
-"""Join a partial rollout and its continuation to one rollout, as if nothing had interrupted the sample."""
+"""Join a partial rollout and its continuation into one rollout, as if nothing had interrupted the sample."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ class Score:
             the full vocabulary, for `t` from `start` on.
         candidates: the candidate set of each scored position, L - start sets, with `token_ids[t]` as the
             sampled token; None if the request did not ask for sets.
-        weight_version: the engine's name for the weights that scored every position. Without candidate sets,
-            and on SGLang before 0.5.19, it names only the weights at the end of the request. Earlier
-            positions may then come from older weights, if weights were pushed during an `in_place` pause.
+        weight_version: the engine's name for the weights that scored every position. On SGLang before 0.5.19,
+            it names only the weights at the end of the request. Earlier positions may then come from older
+            weights, if weights were pushed during an `in_place` pause.
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """
 

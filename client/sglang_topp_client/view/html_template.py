@@ -1,4 +1,4 @@
-"""Fill the HTML template of the page with its style, its script, its data, and its security policy.
+"""Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
 The data are in script elements of types that no browser runs. The data cannot close their element, because
 `<` is escaped in JSON and does not occur in base64.
@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["content_security_policy", "page_chunks", "script_text"]
 
-# In this order: a module may use the modules before it.
+# The order matters: a module may use only the modules before it.
 _MODULES = (
     "dom.js",
     "token_colors.js",
@@ -62,7 +62,7 @@ def content_security_policy() -> str:
 
 
 def _json_text(value: Any) -> str:
-    """Encode as JSON in which no HTML element can begin or end."""
+    """Encode `value` as JSON in which no HTML element can begin or end."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

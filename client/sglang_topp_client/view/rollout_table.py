@@ -70,7 +70,7 @@ class RolloutTable:
         return self._members[self._rows[row]["prompt"]] if row < len(self._rows) else []
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Return the columns."""
+        """Return the columns of the table, by name."""
         names = self._rows[0] if self._rows else {}
         return {name: [row[name] for row in self._rows] for name in names}
 

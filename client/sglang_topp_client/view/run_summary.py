@@ -94,7 +94,10 @@ class RunSummary:
         self._ratios["with"].add(metrics.log_replayed_ratio)
 
     def worst_tokens(self) -> list[tuple[str, TokenPlace]]:
-        """Return the worst tokens, each with the name of its metric. The metrics take turns."""
+        """Return the worst tokens, each with the name of its metric.
+
+        The metrics take turns: the worst token of each metric comes first, then the second worst of each.
+        """
         queues = {name: top.places() for name, top in self._worst.items() if top.places()}
         seen: set[TokenPlace] = set()
         chosen: list[tuple[str, TokenPlace]] = []
@@ -108,7 +111,10 @@ class RunSummary:
         return chosen
 
     def ranked_rows(self) -> list[int]:
-        """Return the numbers of rollouts, ordered by each rollout's worst token. The metrics take turns."""
+        """Return the numbers of rollouts, ordered by each rollout's worst token.
+
+        The metrics take turns, as in `worst_tokens`.
+        """
         ranked = [[place.row for place in top.places()] for top in self._extremes.values()]
         longest = max(map(len, ranked), default=0)
         in_turn = (queue[i] for i in range(longest) for queue in ranked if i < len(queue))

@@ -1,4 +1,4 @@
-"""EngineControl: pause one engine, update its weights, flush its cache, and continue, by SGLang's routes."""
+"""EngineControl: pause one engine, update its weights, flush its cache, and continue, via its HTTP routes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class EngineControl:
             BadRequestError: requests still hold the cache. SGLang before 0.5.21 also refuses a flush while
                 retracted requests wait.
         """
-        # A paused scheduler never checks the timeout of a flush. The mode "abort" does not pause it.
+        # A paused scheduler never checks the timeout of a flush. Only the mode "abort" leaves it running.
         path = f"/flush_cache?timeout={_ABORTED_LEAVE_S}" if mode == "abort" else "/flush_cache"
         try:
             await self._http.request("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)

@@ -1,4 +1,4 @@
-"""Provide the model folder for a weight push from disk: the caller's, or a temporary one for a model."""
+"""Provide the folder for a weight push from disk: the caller's folder, or a temporary one for a model."""
 
 from __future__ import annotations
 

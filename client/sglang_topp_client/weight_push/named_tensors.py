@@ -1,4 +1,4 @@
-"""Named tensors: yield a model's weights under their checkpoint names, and in buckets for a push."""
+"""Named tensors: yield a model's weights under their checkpoint names, and group them in buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Bucket: TypeAlias = tuple[list[NamedTensor], bool]
 __all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_or_tensors", "named_tensors"]
 
 MAX_BUCKET_BYTES = 128 * 2**20
-"""The maximum size of a bucket in bytes, which bounds the memory of an update. One tensor may be larger."""
+"""The maximum size of a bucket in bytes, which bounds the memory of an update.
+
+A larger tensor is a bucket of its own.
+"""
 
 
 def check_model_or_tensors(weights: Any) -> None:
@@ -37,7 +40,7 @@ def check_model_or_tensors(weights: Any) -> None:
 
 
 def named_tensors(weights: Any) -> Iterator[NamedTensor]:
-    """Yield the name and the tensor of each weight, as a checkpoint has them.
+    """Yield the name and the tensor of each weight, as in a checkpoint.
 
     Args:
         weights: a transformers model or pairs, checked by `check_model_or_tensors`. A model's weights get the
