@@ -55,7 +55,7 @@ def truncate(value: object, max_chars: int) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Return whether the text can be encoded as UTF-8. Text with a lone surrogate cannot."""
+    """Return whether `value` can be encoded as UTF-8. Text with a lone surrogate cannot be encoded."""
     try:
         value.encode()
     except UnicodeEncodeError:

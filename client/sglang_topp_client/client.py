@@ -61,8 +61,8 @@ class AsyncRolloutClient:
         base_url: the address, `http://host:port`, of a sidecar or an engine, or several addresses. Several
             servers must be of one kind and serve the same model and weights.
         engine_url: the addresses of all engines that `push_weights` updates; `base_url` by default. If
-            `base_url` names sidecars or gateways, `push_weights` needs it, because they do not forward
-            weights.
+            `base_url` names sidecars or gateways, `push_weights` needs this argument, because they do not
+            forward weights.
         kind: the kind of server at `base_url`; `"auto"` sends one `GET /info` to find out.
         api_key: sent as a bearer token. Redirects are not followed, so no other server gets the key.
         engine_api_key: the bearer token for `engine_url`, for example SGLang's `--admin-api-key`. The default
@@ -226,9 +226,9 @@ class AsyncRolloutClient:
                 once the engine takes requests again, as often as needed; it requires `max_new_tokens`.
             timeout_s: the time limit of the whole call, including retries; None for no limit.
             progress: whether to show a progress line, if stderr is a terminal. None shows one for batches
-                that take over two seconds, unless the program logs.
-            request_id: a name for `abort` and for the server's logs, printable, at most 512 characters;
-                random by default.
+                that take over two seconds, unless the program has set up logging.
+            request_id: the name of the request for `abort` and for the server's logs: printable text of at
+                most 512 characters. The default is a random name.
             return_exceptions: whether the other samples continue if one fails. The returned list then holds
                 the error in the place of the failed sample, and `isinstance(entry, Rollout)` tells rollouts
                 from errors. If a prompt fails, all of its unfinished samples get the same error. Samples that
@@ -468,7 +468,7 @@ class AsyncRolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[Score, None]:
-        """Yield each score as it arrives, in any order. See `score` for the arguments, and `stream`."""
+        """Yield each score as it arrives, in any order. See `score`, and `stream` for the iteration."""
         requests = plan_scores(sequences, top_logprobs_p, start)
         return self._stream_scores(requests, on_abort, timeout_s, progress, request_id)
 
@@ -477,11 +477,11 @@ class AsyncRolloutClient:
     async def abort(self, request_id: str) -> None:
         """Abort a request in this client and in the engine. The request's caller gets an AbortedError.
 
-        If the request has `on_abort="return"`, the client keeps its connections open while the engine aborts
-        the samples, and the caller gets everything that was generated. The client stops waiting for an engine
-        that sends nothing for five seconds, or for a sidecar that sends nothing for ten. A sample from which
-        nothing has arrived is then returned as a rollout without tokens. If the engine had not yet tokenized
-        the sample's prompt, its token ids are unknown, and the caller gets a RolloutError.
+        If the request has `on_abort="return"`, the client keeps the request's connections open while the
+        engine aborts the samples, and the caller gets everything that was generated. The client stops waiting
+        for an engine that sends nothing for five seconds, or for a sidecar that sends nothing for ten. A
+        sample from which nothing has arrived is then returned as a rollout without tokens. If the engine had
+        not yet tokenized its prompt, the prompt's token ids are unknown, and the caller gets a RolloutError.
 
         When this method returns, all requests with this name on this event loop have stopped. The method
         waits up to three seconds for their engine to receive the abort. If that takes longer, the closed
@@ -517,12 +517,12 @@ class AsyncRolloutClient:
 
         Generation continues only once every engine has the new weights. After any error or a cancellation,
         paused engines stay paused until a push succeeds. Do not push from several clients at once. In a
-        training job of several processes, one process pushes.
+        training job of several processes, push from one process only.
 
         Args:
-            weights: a transformers model, for every transport. For `"disk"`, also the path of a model folder
-                that every engine can read. For the other transports, also pairs of names and whole tensors,
-                as in a checkpoint; another thread reads the pairs, one bucket at a time.
+            weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
+                can read. The other transports also accept pairs of names and whole tensors, as in a
+                checkpoint; another thread reads the pairs, one bucket at a time.
             version: the name of the weights, such as `"8"`; see `Rollout.weight_versions`.
             via: the transport of the weights. `"disk"`: every engine loads the folder. A model is saved to a
                 temporary folder, which only engines on this machine can read; for other engines, save it to
@@ -533,7 +533,7 @@ class AsyncRolloutClient:
                 gloo. If one engine fails, the weights of all engines are unknown. Engines with `--dp-size` or
                 `--pp-size` above 1 accept only `"disk"`.
             pause: how to treat requests in flight. `"retract"`: they continue with the new weights, and the
-                engine recomputes their KV cache; with SGLang before 0.5.21, the push fails if there are any.
+                engine recomputes their KV cache. On SGLang before 0.5.21, requests in flight make this fail.
                 `"abort"`: they are aborted, and their `on_abort` decides what follows. `"in_place"`: they
                 continue with the KV cache of the old weights, which is not flushed.
             timeout_s: how long an engine may take for one step.
@@ -586,7 +586,7 @@ class AsyncRolloutClient:
         gateway for four tokens, and checks in the answers that every request field arrived and that every
         answer field came back. A field that the engine's release refuses passes the check, because it has
         arrived. A gateway may send these requests to only some of its engines. A sidecar checks its own
-        engine, so the client only asks it whether it is ready.
+        engine, so the client only asks the sidecar whether it is ready.
 
         Raises:
             WireError: a field was lost on the way. `field` and the message name it.

@@ -64,7 +64,7 @@ class Progress:
 
 
 def _is_terminal() -> bool:
-    """Return whether stderr is a terminal. The program may have replaced stderr with any object."""
+    """Return whether stderr is a terminal. The program may have replaced it with an object of any type."""
     try:
         return sys.stderr.isatty()
     except Exception:

@@ -100,7 +100,7 @@ class Rollout:
 
     @property
     def turn_start(self) -> int:
-        """The index of the last turn's first token: after the last appended token, or 0 if none was appended."""
+        """The index of the last turn's first token: after the last appended token, or 0 without any."""
         appended = np.flatnonzero(self.loss_mask == 0)
         return int(appended[-1]) + 1 if len(appended) else 0
 
