@@ -182,3 +182,21 @@ def test_sampling_parameters_that_the_sets_show(
     allowed = [[0 in ids for ids, _ in each.candidates or ()] for each in rollouts.rollouts]
     assert not any(any(each[:4]) for each in allowed)
     assert any(any(each[4:]) for each in allowed)
+
+
+def test_bf16_autocast(model_path: Path, client: RolloutClient, tmp_path: Path) -> None:
+    """The engine computes in float32 and the trainer in bfloat16, so the ratios scatter around 1."""
+    trainer = make_trainer(
+        model_path,
+        SGLangRollouts(client),
+        tmp_path,
+        bf16=True,
+        per_device_train_batch_size=32,
+        num_generations=16,
+        max_completion_length=64,
+        max_steps=1,
+    )
+    trainer.train()
+    (batch,) = trainer.micro_batches
+    assert len(batch.ratios) > 1000
+    check_ratios([batch], of_mean=1e-3, of_token=0.05)
