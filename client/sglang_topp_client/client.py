@@ -76,7 +76,7 @@ class AsyncRolloutClient:
         max_retries: how often a call is retried. A retry begins once every ready server has failed the call,
             so moving to another server does not count. Only transport errors and the statuses 429 and 5xx
             are retried.
-        max_line_bytes: the maximum length of one message of an answer, in bytes, before and after
+        max_message_bytes: the maximum length of one message of an answer, in bytes, before and after
             decompression. A message holds at most one sample. 512 MiB are enough for a sample of 32,000
             tokens with 1,500 candidates each.
 
@@ -96,14 +96,14 @@ class AsyncRolloutClient:
         ssl: SSLContext | None = None,
         max_connections: int = 1024,
         max_retries: int = 4,
-        max_line_bytes: int = 512 * 2**20,
+        max_message_bytes: int = 512 * 2**20,
     ) -> None:
         if not isinstance(kind, str) or kind not in ("auto", "sidecar", "sglang"):
             raise InvalidInputError(f"kind: got {describe(kind)}, expected 'auto', 'sidecar', or 'sglang'")
         whole_number("max_retries", max_retries, 0)
         headers = {} if headers is None else headers
         self._configs = [
-            ServerConfig(url, max_connections, max_line_bytes, api_key, headers, ssl)
+            ServerConfig(url, max_connections, max_message_bytes, api_key, headers, ssl)
             for url in _server_urls("base_url", base_url)
         ]
         self._base_url = base_url if isinstance(base_url, str) else tuple(base_url)
@@ -144,7 +144,7 @@ class AsyncRolloutClient:
             headers=self._configs[0].headers,
             max_connections=self._configs[0].max_connections,
             max_retries=self._max_retries,
-            max_line_bytes=self._configs[0].max_line_bytes,
+            max_message_bytes=self._configs[0].max_message_bytes,
         ), ()
 
     def __repr__(self) -> str:

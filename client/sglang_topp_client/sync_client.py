@@ -52,7 +52,7 @@ class RolloutClient:
         ssl: SSLContext | None = None,
         max_connections: int = 1024,
         max_retries: int = 4,
-        max_line_bytes: int = 512 * 2**20,
+        max_message_bytes: int = 512 * 2**20,
     ) -> None:
         self._client = AsyncRolloutClient(
             base_url,
@@ -64,7 +64,7 @@ class RolloutClient:
             ssl=ssl,
             max_connections=max_connections,
             max_retries=max_retries,
-            max_line_bytes=max_line_bytes,
+            max_message_bytes=max_message_bytes,
         )
         self._thread = LoopThread()
 

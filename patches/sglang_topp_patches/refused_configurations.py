@@ -165,8 +165,8 @@ def _speculation_reasons(server_args: Any) -> dict[str, Any]:
         f"{option} with SGLANG_SIMULATE_ACC_LEN: SGLang invents which drafts it accepts": (
             _simulates_acceptance()
         ),
-        f"{option} with --pp-size: was never tried": getattr(server_args, "pp_size", 1) > 1,
-        f"{option} with --disaggregation-mode: was never tried": (
+        f"{option} with --pp-size: this combination is untested": getattr(server_args, "pp_size", 1) > 1,
+        f"{option} with --disaggregation-mode: this combination is untested": (
             getattr(server_args, "disaggregation_mode", None) not in (None, "null")
         ),
         f"{option} on this accelerator: its sampling kernel was not checked": _has_unknown_kernel(),
@@ -222,7 +222,7 @@ def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
         f"{mode} with --disaggregation-transfer-backend fake: nothing drew the first token": (
             getattr(server_args, "disaggregation_transfer_backend", "") == "fake"
         ),
-        f"{mode} with --pp-size: was never tried": getattr(server_args, "pp_size", 1) > 1,
+        f"{mode} with --pp-size: this combination is untested": getattr(server_args, "pp_size", 1) > 1,
         f"{mode} with --tokenizer-worker-num: the first token's set is not kept where it is asked for": (
             role == "prefill" and getattr(server_args, "tokenizer_worker_num", 1) > 1
         ),

@@ -212,10 +212,10 @@ def pad_bits(name: str, dtype: torch.dtype, pad: float) -> int:
     try:
         value = torch.tensor(pad, dtype=dtype)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:
-        raise InvalidInputError(f"{name}: pad {pad} is no {dtype}: {error}") from None
+        raise InvalidInputError(f"{name}: pad {pad} is not a valid {dtype}: {error}") from None
     overflows = dtype.is_floating_point and math.isinf(value.item()) and not math.isinf(pad)
     if overflows or (not dtype.is_floating_point and value.item() != pad):
-        raise InvalidInputError(f"{name}: pad {pad} is no {dtype}; the nearest is {value.item()}")
+        raise InvalidInputError(f"{name}: pad {pad} is not a valid {dtype}; the nearest is {value.item()}")
     return int(value.view(_BITS[dtype.itemsize]).item())
 
 

@@ -87,20 +87,20 @@ class CompressedMask:
         return keep
 
     def gather(
-        self, field: NDArray[Any], look: Callable[[NDArray[Any]], object] | None = None
+        self, field: NDArray[Any], on_block: Callable[[NDArray[Any]], object] | None = None
     ) -> NDArray[Any]:
         """Return [n, *rest]: the kept elements of `field` [B, W, *rest], row after row.
 
-        `look` is called with each block of rows just before the block is gathered. So the caller can inspect
-        the whole field, and it is still read from memory only once.
+        `on_block` is called with each block of rows just before the block is gathered. So the caller can
+        inspect the whole field, and it is still read from memory only once.
         """
         values = np.empty((self.offsets[-1], *field.shape[2:]), field.dtype)
         flat = field.reshape(len(self) * self.width, *field.shape[2:])
         keep = self.keep() if self.bits is not None else None
         spans = list(self._spans()) if keep is None else []
         for low, high in blocks(len(self), field.nbytes // max(1, len(self))):
-            if look is not None:
-                look(field[low:high])
+            if on_block is not None:
+                on_block(field[low:high])
             out = values[self.offsets[low] : self.offsets[high]]
             if keep is not None:
                 out[:] = field[low:high][keep[low:high]]

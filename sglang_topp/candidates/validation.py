@@ -98,7 +98,7 @@ def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
         keys = np.sort(row_keys(rows, ids), kind="stable")
         twice = int(keys[1:][keys[1:] == keys[:-1]][0])
         raise InvalidCandidateSetsError(
-            "token_ids", f"{twice & 0xFFFFFFFF} stands twice at position {first + (twice >> 32)}"
+            "token_ids", f"{twice & 0xFFFFFFFF} occurs twice at position {first + (twice >> 32)}"
         )
 
 

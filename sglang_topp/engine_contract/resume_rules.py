@@ -49,7 +49,7 @@ RESUMABLE_PARAMS = frozenset(
 )
 """The fields that work unchanged in a resuming request."""
 
-_PENALTY = "it counts the tokens of an answer, and would count from the cut on"
+_PENALTY = "it counts the tokens of an answer, and would count only from the resumed token on"
 _GRAMMAR = "its grammar would begin again at the cut"
 
 NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {

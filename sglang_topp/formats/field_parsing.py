@@ -31,8 +31,8 @@ __all__ = [
     "check_vocab",
     "entry_rows",
     "integers",
-    "naming",
     "numbers",
+    "renaming_errors",
     "token_ids_of",
 ]
 
@@ -51,12 +51,12 @@ class Decoded(NamedTuple):
 
     def to_sets(self) -> CandidateSets:
         """Build the sets. An error names the invalid field."""
-        with naming(self.fields):
+        with renaming_errors(self.fields):
             return CandidateSets(self.token_ids, self.logprobs, self.offsets, self.sampled_ids)
 
 
 @contextmanager
-def naming(fields: Mapping[str, str]) -> Iterator[None]:
+def renaming_errors(fields: Mapping[str, str]) -> Iterator[None]:
     """Convert an InvalidCandidateSetsError to a WireError that names the field instead of the array."""
     try:
         yield

@@ -40,8 +40,8 @@ from sglang_topp.formats.field_parsing import (
     check_range,
     check_vocab,
     integers,
-    naming,
     numbers,
+    renaming_errors,
     token_ids_of,
 )
 
@@ -101,7 +101,7 @@ def _decode(meta_info: Mapping[str, Any], output_ids: ArrayLike, vocab_size: int
     offsets = offsets_of(sizes)
     rows = rows_of(offsets)
     fields = dict.fromkeys(("token_ids", "offsets", "sampled_ids"), name) | {"logprobs": _LOGPROBS}
-    with naming(fields):
+    with renaming_errors(fields):
         check_distinct(ids, rows)
     support = _read_support(meta_info.get(_LOGPROBS), sizes) if name == _MASK else None
     if support is None or meta_info.get(output_token_logprobs.FIELD) is None:
@@ -182,5 +182,5 @@ def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | 
         if not isinstance(row, list) or len(row) != size:
             got = f"{len(row)} log-probs" if isinstance(row, list) else type(row).__name__
             raise WireError(_LOGPROBS, f"got {got} for the {size} tokens at position {t}")
-    with naming({"logprobs": _LOGPROBS}):
+    with renaming_errors({"logprobs": _LOGPROBS}):
         return as_float32("logprobs", numbers(_LOGPROBS, list(chain.from_iterable(rows))))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.candidates.validation import MAX_LOGPROB, as_float32
 from sglang_topp.errors import WireError
-from sglang_topp.formats.field_parsing import check_count, entry_rows, naming
+from sglang_topp.formats.field_parsing import check_count, entry_rows, renaming_errors
 
 __all__ = ["FIELD", "sampled_logprobs"]
 
@@ -27,7 +27,7 @@ def sampled_logprobs(
     # The list has one [logprob, token_id, text] per token, so it parses like one row of candidates.
     token_ids, given, _ = entry_rows(FIELD, [meta_info[FIELD]])
     check_count(FIELD, len(given), len(sampled_ids))
-    with naming({"logprobs": FIELD}):
+    with renaming_errors({"logprobs": FIELD}):
         logprobs = as_float32("logprobs", given[: len(sampled_ids)])
     if (t := first_true(token_ids[: len(sampled_ids)] != sampled_ids)) is not None:
         raise WireError(FIELD, f"got token {token_ids[t]} at position {t}; the output is {sampled_ids[t]}")

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import WireError
-from sglang_topp.formats.field_parsing import FLOAT32, INT32, b64bytes, naming
+from sglang_topp.formats.field_parsing import FLOAT32, INT32, b64bytes, renaming_errors
 
 __all__ = ["pack", "pack_base64", "pack_parts", "unpack", "unpack_base64"]
 
@@ -91,7 +91,7 @@ def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates")
         return np.frombuffer(buffer, dtype, count, _HEADER.size + start)
 
     names = ("token_ids", "logprobs", "offsets", "sampled_ids")
-    with naming({name: f"{field}.{name}" for name in names}):
+    with renaming_errors({name: f"{field}.{name}" for name in names}):
         return CandidateSets(
             part(INT32, candidates, 8 * positions),
             part(FLOAT32, candidates, 8 * positions + 4 * candidates) if version == _WITH_LOGPROBS else None,

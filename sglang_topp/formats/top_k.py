@@ -40,8 +40,8 @@ from sglang_topp.formats.field_parsing import (
     check_vocab,
     entry_rows,
     integers,
-    naming,
     numbers,
+    renaming_errors,
     token_ids_of,
 )
 from sglang_topp.formats.sglang_meta_info import Side
@@ -132,7 +132,7 @@ def decode_top_k(
     _check_rows(fields["offsets"], lengths, least)
     check_range(fields["token_ids"], ids, 0, "token ids from 0 on")
     check_vocab(fields["token_ids"], ids, vocab_size)
-    with naming(fields):
+    with renaming_errors(fields):
         values = as_float32("logprobs", logprobs)
         check_distinct(ids, rows_of(offsets_of(lengths)))
     if (e := first_true(np.isnan(values))) is not None:

@@ -171,7 +171,7 @@ def top_p_candidates(
         logprobs_BV, _limits(p_B, logprobs_BV), sampled_B, _lowest(lowest, logprobs_BV)
     )
     found = torch.stack([cuts.sizes, cuts.sizes, cuts.error_codes, cuts.highest.view(torch.int32)])
-    offsets_B1, entries_2n = _exact_room(found, sampled_B, logprobs_BV)
+    offsets_B1, entries_2n = _allocate_entries(found, sampled_B, logprobs_BV)
     top_p_triton.compact(logprobs_BV, sampled_B, cuts, offsets_B1[:-1], entries_2n)
     return _ordered(cuts.sizes, entries_2n, offsets_B1)
 
@@ -194,12 +194,14 @@ def support_candidates(
     drawn = (logprobs_RV, rows_R, (weights_RW > 0).contiguous(), ids_RW, sampled_R)
     found_3R = sampler_support_triton.count(*drawn, _lowest(lowest, logprobs_RV))
     sizes_R = found_3R[0]
-    offsets_R1, entries_2n = _exact_room(torch.cat([sizes_R[None], found_3R]), sampled_R, logprobs_RV)
+    offsets_R1, entries_2n = _allocate_entries(torch.cat([sizes_R[None], found_3R]), sampled_R, logprobs_RV)
     sampler_support_triton.compact(*drawn, sizes_R, offsets_R1[:-1], entries_2n)
     return _ordered(sizes_R, entries_2n, offsets_R1)
 
 
-def _exact_room(found_4R: Tensor, sampled_R: Tensor | None, logprobs_RV: Tensor) -> tuple[Tensor, Tensor]:
+def _allocate_entries(
+    found_4R: Tensor, sampled_R: Tensor | None, logprobs_RV: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the rows' offsets, and memory for exactly their entries. Raise the first invalid row's error."""
     found = StagedRows(np.empty((2, 0), np.int32), found_4R.cpu().numpy())
     for first in found.problems(sampled_R, logprobs_RV.shape[1]).values():

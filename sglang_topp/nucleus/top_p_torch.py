@@ -38,7 +38,7 @@ _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25
 
 
-class _Asked(NamedTuple):
+class _RequestedRows(NamedTuple):
     """The rows to extract, one entry per row in every field."""
 
     rows_R: Tensor  # int64, the row's number in the batch
@@ -46,8 +46,8 @@ class _Asked(NamedTuple):
     sampled_R: Tensor  # int64
     sampled_logprobs_R: Tensor  # float32, or NaN to add no token, because `NaN < x` is never true
 
-    def take(self, which: Tensor) -> _Asked:
-        return _Asked(*(field[which] for field in self))
+    def take(self, which: Tensor) -> _RequestedRows:
+        return _RequestedRows(*(field[which] for field in self))
 
 
 class _Part(NamedTuple):
@@ -68,34 +68,36 @@ def top_p_candidates(
     if not len(row_numbers):
         none = logprobs_BV.new_empty(0, dtype=torch.float32)
         return none.int(), none, offsets
-    asked = _what_is_asked(logprobs_BV, p_B, sampled_B, row_numbers)
-    parts = list(_parts(logprobs_BV, asked, row_numbers))
+    requested = _select_requested_rows(logprobs_BV, p_B, sampled_B, row_numbers)
+    parts = list(_parts(logprobs_BV, requested, row_numbers))
     for part in parts:
         offsets[part.rows_R + 1] = part.sizes_R
     ids_n, logprobs_n = _in_row_order(parts)
     return ids_n, logprobs_n, offsets.cumsum_(0)
 
 
-def _what_is_asked(
+def _select_requested_rows(
     logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, row_numbers: NDArray[np.intp]
-) -> _Asked:
+) -> _RequestedRows:
     """Return the rows with `p > 0`. Raise if one of their sampled ids is outside the vocabulary."""
     device = logprobs_BV.device
     rows_R = torch.from_numpy(row_numbers).to(device)
     # p = 1 keeps the whole row, even if a part of it sums to 1 or more by rounding.
     limit_R = torch.from_numpy(np.where(p_B == 1, np.inf, p_B)[row_numbers]).to(device)
     if sampled_B is None:
-        return _Asked(rows_R, limit_R, rows_R, torch.full_like(limit_R, torch.nan, dtype=torch.float32))
+        return _RequestedRows(
+            rows_R, limit_R, rows_R, torch.full_like(limit_R, torch.nan, dtype=torch.float32)
+        )
     sampled_R = sampled_B[rows_R]
     vocab = logprobs_BV.shape[1]
     nonsense_R = (sampled_R < 0) | (sampled_R >= vocab)
     if bool(nonsense_R.any()):
         worst = int(nonsense_R.nonzero()[0])
         raise sampled_out_of_range(int(rows_R[worst]), int(sampled_R[worst]), vocab)
-    return _Asked(rows_R, limit_R, sampled_R, logprobs_BV[rows_R, sampled_R].float())
+    return _RequestedRows(rows_R, limit_R, sampled_R, logprobs_BV[rows_R, sampled_R].float())
 
 
-def _parts(logprobs_BV: Tensor, asked: _Asked, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
+def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
     """Yield the sets found in each row's highest blocks, and then again those of rows that need more blocks.
 
     If several parts contain the same row, its set in the last of them is the correct one.
@@ -112,31 +114,34 @@ def _parts(logprobs_BV: Tensor, asked: _Asked, row_numbers: NDArray[np.intp]) ->
     for num_chosen in attempts:
         highest_RK, chosen_RK = maxima_RN.topk(num_chosen, sorted=False)
         chosen_RK = chosen_RK.sort(1).values  # so that ids ascend along a row of values
-        values_RM = blocks_BNS[asked.rows_R[:, None], chosen_RK].flatten(1)
+        values_RM = blocks_BNS[requested.rows_R[:, None], chosen_RK].flatten(1)
         if tail:
-            values_RM = torch.cat([values_RM, logprobs_BV[asked.rows_R, -tail:]], 1)
+            values_RM = torch.cat([values_RM, logprobs_BV[requested.rows_R, -tail:]], 1)
             chosen_RK = torch.nn.functional.pad(chosen_RK, (0, 1), value=num_blocks)
-        part, short_R = _cut(values_RM, asked, highest_RK.amin(1), chosen_RK)
+        part, short_R = _cut(values_RM, requested, highest_RK.amin(1), chosen_RK)
         yield part
         if not bool(short_R.any()):
             return
-        asked, maxima_RN = asked.take(short_R), maxima_RN[short_R]
+        requested, maxima_RN = requested.take(short_R), maxima_RN[short_R]
 
     on_cpu = logprobs_BV.device.type == "cpu"
     rows_at_once = max(1, (_WHOLE_VALUES_CPU if on_cpu else _WHOLE_VALUES) // logprobs_BV.shape[1])
-    for some in torch.split(torch.arange(len(asked.rows_R), device=logprobs_BV.device), rows_at_once):
-        whole = asked.take(some)
+    for some in torch.split(torch.arange(len(requested.rows_R), device=logprobs_BV.device), rows_at_once):
+        whole = requested.take(some)
         yield _cut(logprobs_BV[whole.rows_R], whole)[0]
 
 
 def _cut(
-    values_RM: Tensor, asked: _Asked, bound_R: Tensor | None = None, blocks_RK: Tensor | None = None
+    values_RM: Tensor,
+    requested: _RequestedRows,
+    bound_R: Tensor | None = None,
+    blocks_RK: Tensor | None = None,
 ) -> tuple[_Part, Tensor]:
     """Sort each row's values above its bound, and cut each row where its nucleus ends.
 
     Args:
         values_RM: log-probs, with ids that ascend along a row.
-        asked: the rows to extract.
+        requested: the rows to extract.
         bound_R: an upper bound of the values that are not in `values_RM`. None if M is all of V.
         blocks_RK: the blocks that the M values come from. None if M is all of V.
 
@@ -148,7 +153,7 @@ def _cut(
     if not float(values_RM.amax()) <= MAX_LOGPROB:
         highest_R = values_RM.amax(1)
         worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])
-        raise not_logprobs(int(asked.rows_R[worst]), float(highest_R[worst]))
+        raise not_logprobs(int(requested.rows_R[worst]), float(highest_R[worst]))
 
     num_rows, width = values_RM.shape
     lowest = torch.finfo(values_RM.dtype).min
@@ -168,14 +173,14 @@ def _cut(
     # On an accelerator, rounding may make a sum smaller than the previous one, by far less than 1e-6.
     mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
     torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
-    stop_R = torch.searchsorted(mass_before, mass_before[start_R] + asked.limit_R)
+    stop_R = torch.searchsorted(mass_before, mass_before[start_R] + requested.limit_R)
     # The highest value is always inside. Without this line, a p below the sum's rounding error excludes it.
     stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
         short_R &= bound_R > lowest  # otherwise no token below the bound has any probability
     stop_R = torch.minimum(stop_R, end_R)
-    least_R = torch.full_like(asked.sampled_logprobs_R, torch.inf)
+    least_R = torch.full_like(requested.sampled_logprobs_R, torch.inf)
     if len(key_n):
         some_R = stop_R > start_R
         # Tokens tied with the last token inside have the same mass above them, so they are inside too.
@@ -189,9 +194,9 @@ def _cut(
     ids_n = entry_n % width
     if blocks_RK is not None:
         ids_n = blocks_RK[entry_n // width, ids_n // _BLOCK] * _BLOCK + ids_n % _BLOCK
-    part = _Part(asked.rows_R, ids_n.int(), logprobs_n, sizes_R)
+    part = _Part(requested.rows_R, ids_n.int(), logprobs_n, sizes_R)
     # A nucleus contains every token that is at least as likely as its least likely token.
-    return _with_sampled(part, asked, asked.sampled_logprobs_R < least_R), short_R
+    return _with_sampled(part, requested, requested.sampled_logprobs_R < least_R), short_R
 
 
 def sort_key_descending(logprobs: Tensor) -> Tensor:
@@ -210,7 +215,7 @@ def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
     return shift_n + torch.arange(total, device=shift_n.device)
 
 
-def _with_sampled(part: _Part, asked: _Asked, outside_R: Tensor) -> _Part:
+def _with_sampled(part: _Part, requested: _RequestedRows, outside_R: Tensor) -> _Part:
     """Append the sampled tokens that are outside their nucleus. Each is the least likely token of its row."""
     if not bool(outside_R.any()):
         return part
@@ -218,8 +223,8 @@ def _with_sampled(part: _Part, asked: _Asked, outside_R: Tensor) -> _Part:
     order_n = torch.cat([row_n, outside_R.nonzero().squeeze(1)]).sort(stable=True).indices
     return _Part(
         part.rows_R,
-        torch.cat([part.ids_n, asked.sampled_R[outside_R].int()])[order_n],
-        torch.cat([part.logprobs_n, asked.sampled_logprobs_R[outside_R]])[order_n],
+        torch.cat([part.ids_n, requested.sampled_R[outside_R].int()])[order_n],
+        torch.cat([part.logprobs_n, requested.sampled_logprobs_R[outside_R]])[order_n],
         part.sizes_R + outside_R,
     )
 

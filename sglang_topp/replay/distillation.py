@@ -19,7 +19,7 @@ from sglang_topp.replay.candidate_head import check_head, support_logits
 from sglang_topp.replay.kl_divergence import divergence
 from sglang_topp.replay.lm_head_weight_grad import WeightGrad
 from sglang_topp.replay.logit_transform import LogitTransform
-from sglang_topp.replay.row_selection import counted
+from sglang_topp.replay.row_selection import as_bool_mask
 from sglang_topp.replay.scores import accumulation_dtype
 from sglang_topp.replay.support_index import Shard, SupportIndex
 from sglang_topp.replay.tail_logsumexp import support_and_tail
@@ -131,7 +131,7 @@ def distillation_loss(
     transform = LogitTransform.of(temperature, num_positions, softcap=softcap, logit_scale=logit_scale)
     counts = teacher_sets.sizes > 0
     if loss_mask is not None:
-        counts &= counted(loss_mask, num_positions)
+        counts &= as_bool_mask(loss_mask, num_positions)
     has_tail, reverse = outside == "tail", direction == "reverse"
     if has_tail and not (isinstance(weight_grad, str) and weight_grad == "dense"):
         got = "a buffer" if isinstance(weight_grad, Tensor) else repr(weight_grad)
@@ -184,8 +184,8 @@ def distillation_loss(
 def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None) -> int:
     """Return the number of ids of all ranks together, without padding."""
     if group is None:
-        return shard.real
-    return int(reduce_sum(torch.tensor([shard.real], device=device), group))
+        return shard.num_ids
+    return int(reduce_sum(torch.tensor([shard.num_ids], device=device), group))
 
 
 def _check_names(direction: str, outside: str) -> None:

@@ -93,9 +93,9 @@ class _FullHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         dtype = accumulation_dtype(hidden=hidden_TH, weight=weight_VH)
         ctx.group = group
-        ctx.options = {"num_ids": shard.real, "transform": transform, "dtype": dtype}
+        ctx.options = {"num_ids": shard.num_ids, "transform": transform, "dtype": dtype}
         ctx.parts = row_parts(
-            len(hidden_TH), rows_per_chunk(chunk_rows, shard.real * dtype.itemsize, CHUNK_BYTES)
+            len(hidden_TH), rows_per_chunk(chunk_rows, shard.num_ids * dtype.itemsize, CHUNK_BYTES)
         )
         column_T = local_targets(targets_T, shard, group)
         sums = RowSums(len(hidden_TH), dtype, hidden_TH.device, entropy=entropy)

@@ -159,7 +159,7 @@ def _is_plain(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor) -> Tensor:
     """Compute `gathered_dot` in one operation, as the entries of `left @ right.T` in a sparse pattern."""
-    _hear_the_beta_warning_once()
+    _suppress_sparse_csr_warning()
     bounds = torch.searchsorted(left_rows, torch.arange(len(left) + 1))
     pattern = torch.sparse_csr_tensor(
         bounds, right_rows, left.new_zeros(len(right_rows)), (len(left), len(right)), check_invariants=False
@@ -169,7 +169,7 @@ def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows:
 
 
 @functools.cache
-def _hear_the_beta_warning_once() -> None:
+def _suppress_sparse_csr_warning() -> None:
     """Trigger and suppress torch's warning about sparse CSR tensors, which it gives once per process.
 
     `catch_warnings` is not thread-safe, so it runs only once.

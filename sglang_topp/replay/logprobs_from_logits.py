@@ -219,9 +219,9 @@ class _FromLogits(torch.autograd.Function):
         dtype = accumulation_dtype(logits=logits_TV)
         picked_m = logits_TV[positions_m, columns_m].to(dtype)
         ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.transform, ctx.real = dtype, transform, shard.real
+        ctx.dtype, ctx.transform, ctx.num_ids = dtype, transform, shard.num_ids
         ctx.shape, ctx.logits_dtype = logits_TV.shape, logits_TV.dtype
-        ctx.chunk_rows = rows_per_chunk(chunk_rows, shard.real * dtype.itemsize, _CHUNK_BYTES)
+        ctx.chunk_rows = rows_per_chunk(chunk_rows, shard.num_ids * dtype.itemsize, _CHUNK_BYTES)
         if targets_T is None:
             # Do not save the logits, so that the caller can free them.
             ctx.save_for_backward(positions_m, columns_m)
@@ -230,7 +230,7 @@ class _FromLogits(torch.autograd.Function):
         sums = RowSums(len(logits_TV), dtype, logits_TV.device, entropy=entropy)
         with torch.autocast(logits_TV.device.type, enabled=False):
             for part in row_parts(len(logits_TV), ctx.chunk_rows):
-                logits_CV = transform.of_rows_(logits_TV[part, : shard.real].to(dtype, copy=True), part)
+                logits_CV = transform.of_rows_(logits_TV[part, : shard.num_ids].to(dtype, copy=True), part)
                 sums.add(part, logits_CV, column_T[part])
         softmax = sums.finish(group)
         ctx.save_for_backward(positions_m, columns_m, logits_TV, column_T, softmax.log_total, softmax.entropy)
@@ -247,11 +247,11 @@ class _FromLogits(torch.autograd.Function):
         if grad_logprobs_T is not None or grad_entropy_T is not None:
             logits_TV, column_T, log_total_T, entropy_T = full
             for part in row_parts(len(logits_TV), ctx.chunk_rows):
-                logits_CV = ctx.transform.of_rows_(logits_TV[part, : ctx.real].to(dtype, copy=True), part)
+                logits_CV = ctx.transform.of_rows_(logits_TV[part, : ctx.num_ids].to(dtype, copy=True), part)
                 grad_CV = to_gradient(
                     logits_CV, part, log_total_T, entropy_T, column_T[part], grad_logprobs_T, grad_entropy_T
                 )
-                grad_TV[part, : ctx.real] = ctx.transform.backward_rows_(grad_CV, None, part)
+                grad_TV[part, : ctx.num_ids] = ctx.transform.backward_rows_(grad_CV, None, part)
         if grad_m is not None:
             # No entry occurs twice, so gather, add, and scatter are exact and deterministic.
             grad_TV[positions_m, columns_m] = (grad_TV[positions_m, columns_m].to(dtype) + grad_m).to(

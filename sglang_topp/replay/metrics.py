@@ -17,7 +17,7 @@ from torch import Tensor
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.row_selection import counted
+from sglang_topp.replay.row_selection import as_bool_mask
 from sglang_topp.replay.vocab_parallel import reduce_max, reduce_sum
 from sglang_topp.to_numpy import to_numpy
 
@@ -126,7 +126,7 @@ def replay_metrics(
             raise InvalidInputError(f"{name}: got shape {tuple(values.shape)}, expected [{length}]")
     counts = candidates.sizes > 0
     if loss_mask is not None:
-        counts &= counted(loss_mask, length)
+        counts &= as_bool_mask(loss_mask, length)
 
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]

@@ -26,7 +26,7 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.vocab_parallel import reduce_sum
 from sglang_topp.to_numpy import to_numpy
 
-__all__ = ["Layout", "RowSelection", "counted"]
+__all__ = ["Layout", "RowSelection", "as_bool_mask"]
 
 Int64Array: TypeAlias = NDArray[np.int64]
 
@@ -135,7 +135,7 @@ class Layout:
 
         scored = token >= 0
         if loss_mask is not None:
-            scored &= counted(loss_mask, num_positions)
+            scored &= as_bool_mask(loss_mask, num_positions)
         sample, token = sample[scored], token[scored]
         owner, row, num_rows = self._place(padded, sample, before[sample] + token)
         mine = owner == self.cp_rank
@@ -344,7 +344,7 @@ class _Scatter(torch.autograd.Function):
         return grad.index_select(0, index_R), None, None, None
 
 
-def counted(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
+def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
     """Return bool [num_positions]: True where the mask is neither 0 nor False.
 
     Raises:

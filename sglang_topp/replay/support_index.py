@@ -25,7 +25,7 @@ class Shard:
     """The ids `start <= id < stop` that this rank holds, out of a vocabulary of `vocab_size`.
 
     `vocab_size` is None if other ranks hold the rest and the caller did not pass the size. A padded
-    vocabulary ends inside its last shard, so `real` counts only the ids that exist.
+    vocabulary ends inside its last shard, so `num_ids` counts only the ids that exist.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Shard:
         return cls(start, start + held, vocab_size)
 
     @property
-    def real(self) -> int:
+    def num_ids(self) -> int:
         """The number of held ids that are not padding."""
         stop = self.stop if self.vocab_size is None else min(self.stop, self.vocab_size)
         return max(0, stop - self.start)

@@ -75,13 +75,13 @@ class _SupportAndTail(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(hidden=hidden_AH, weight=weight_VH)
         ctx.group = group
-        ctx.options = {"num_ids": shard.real, "transform": transform, "dtype": dtype}
+        ctx.options = {"num_ids": shard.num_ids, "transform": transform, "dtype": dtype}
         parts = row_parts(
-            len(hidden_AH), rows_per_chunk(chunk_rows, shard.real * dtype.itemsize, CHUNK_BYTES)
+            len(hidden_AH), rows_per_chunk(chunk_rows, shard.num_ids * dtype.itemsize, CHUNK_BYTES)
         )
         ctx.chunks = list(zip(parts, _entries(support, parts), strict=True))
         # The start of each row in the chunk's flattened logits.
-        ctx.first_A = torch.arange(len(hidden_AH), device=hidden_AH.device) * shard.real
+        ctx.first_A = torch.arange(len(hidden_AH), device=hidden_AH.device) * shard.num_ids
         ctx.support = support
         logits_m = torch.empty(len(support.ids), dtype=dtype, device=hidden_AH.device)
         tail_A = torch.empty(len(hidden_AH), dtype=dtype, device=hidden_AH.device)

@@ -25,8 +25,6 @@ Float64Array: TypeAlias = NDArray[np.float64]
 
 # If float32 log-probs sum to nearly 1, a tail of this mass cannot be told from no tail.
 SMALLEST_TAIL = 1e-6
-# Float32 log-probs of a whole vocabulary sum to 1 within 1e-5. Sets on another scale are far above this.
-_LARGEST_MASS = 1.002
 
 
 @dataclass(frozen=True)

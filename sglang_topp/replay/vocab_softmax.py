@@ -57,7 +57,7 @@ def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | No
         InvalidInputError: no rank, or more than one, holds a target.
     """
     column_T = targets_T.to(torch.int64) - shard.start
-    held_T = (column_T >= 0) & (column_T < shard.real)
+    held_T = (column_T >= 0) & (column_T < shard.num_ids)
     position = first_true(reduce_sum(held_T.to(torch.int32), group) != 1)
     if position is not None:
         raise InvalidInputError(

@@ -324,18 +324,18 @@ def test_lazily_conjugated_and_negated_fields_round_trip() -> None:
         ({"mask": torch.ones(2, 3, 1)}, {"field": "mask"}, "mask: got shape"),
         ({"field": torch.ones(3, 3)}, {"field": "mask"}, "field: got 3 rows, expected 2, as in mask"),
         ({"sets": BatchCandidateSets.from_rows([])}, {"field": "mask"}, "sets: got 0 rows"),
-        ({}, {"field": NestedFieldSpec("mask", 0.5)}, "pad 0.5 is no torch.int64"),
+        ({}, {"field": NestedFieldSpec("mask", 0.5)}, "pad 0.5 is not a valid torch.int64"),
         (
             {"field": torch.zeros(2, 3, dtype=torch.int8)},
             {"field": NestedFieldSpec("mask", 300)},
-            "pad 300 is no torch.int8",
+            "pad 300 is not a valid torch.int8",
         ),
         (
             {"field": torch.zeros(2, 3, dtype=torch.float16)},
             {"field": NestedFieldSpec("mask", 70_000)},
-            "pad 70000 is no torch.float16; the nearest is inf",
+            "pad 70000 is not a valid torch.float16; the nearest is inf",
         ),
-        ({}, {"field": NestedFieldSpec("mask", "0")}, "pad 0 is no torch.int64"),
+        ({}, {"field": NestedFieldSpec("mask", "0")}, "pad 0 is not a valid torch.int64"),
         ({"field": torch.zeros(2, 3, device="meta")}, {"field": "mask"}, "on meta, expected a padded CPU"),
         ({"field": torch.zeros(2, 3).to_sparse()}, {}, "field: got a tensor of layout torch.sparse_coo"),
         (

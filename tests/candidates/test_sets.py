@@ -395,7 +395,7 @@ WRAPPING = 2**63 - 1
         ("token_ids", {"token_ids": [5, 2, 9, -7]}, "got -7 at position 2, expected 0 or more"),
         ("token_ids", {"token_ids": [5, 9, 2, 7]}, "9 then 2 .* at position 0"),
         ("token_ids", {"token_ids": [5, 2, 2, 7]}, "2 then 2 .* at position 0"),
-        ("token_ids", {"token_ids": [9, 2, 9, 7]}, "9 stands twice at position 0"),
+        ("token_ids", {"token_ids": [9, 2, 9, 7]}, "9 occurs twice at position 0"),
         ("token_ids", {"token_ids": [[5, 2, 9, 7]]}, "got 2 dimensions"),
         ("token_ids", {"token_ids": [[5], [2, 9]]}, "one number per entry"),
         ("token_ids", {"token_ids": [5.0, 2.0, 9.0, 7.0]}, "got dtype float64, expected integers"),
@@ -472,7 +472,7 @@ def test_duplicate_is_found_at_any_position(sets, data):
     at = int(sets.offsets[t + 1])
     offsets = sets.offsets + (np.arange(len(sets) + 1) > t)
     logprobs = np.insert(np.maximum(sets.logprobs, -1e30), at, -2e30)
-    with pytest.raises(InvalidCandidateSetsError, match=f"token_ids: {twice} stands twice at position {t}"):
+    with pytest.raises(InvalidCandidateSetsError, match=f"token_ids: {twice} occurs twice at position {t}"):
         CandidateSets(np.insert(sets.token_ids, at, twice), logprobs, offsets, sets.sampled_ids)
 
 

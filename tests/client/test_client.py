@@ -735,8 +735,8 @@ async def test_a_frame_that_would_become_too_long_is_not_decompressed(sidecar, f
         await reply.end()
 
     sidecar.script.append(swell)
-    async with AsyncRolloutClient(sidecar.url, kind="sidecar", max_line_bytes=10**7) as client:
-        with pytest.raises(errors.WireError, match="max_line_bytes: got 100000000 bytes"):
+    async with AsyncRolloutClient(sidecar.url, kind="sidecar", max_message_bytes=10**7) as client:
+        with pytest.raises(errors.WireError, match="max_message_bytes: got 100000000 bytes"):
             await client.generate([5], top_logprobs_p=0.9)
 
 

@@ -91,7 +91,7 @@ def test_every_argument_is_refused_by_name(value):
         assert may_refuse(lambda v, name=name: client.stream([1], **{name: v}), value) or value is True
     may_refuse(lambda v: client.stream([1], timeout_s=v), value)
     may_refuse(lambda v: client.stream([1], {"stop": v}), value)
-    for name in ("base_url", "kind", "api_key", "max_connections", "max_retries", "max_line_bytes"):
+    for name in ("base_url", "kind", "api_key", "max_connections", "max_retries", "max_message_bytes"):
         may_refuse(lambda v, name=name: AsyncRolloutClient(**{"base_url": "http://h:1"} | {name: v}), value)
 
 

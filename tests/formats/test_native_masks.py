@@ -178,7 +178,7 @@ HALF, QUARTER, THIRD = math.log(0.5), math.log(0.25), math.log(1 / 3)
         ({MASK: [[5, 2], [2**31]]}, MASK, "got 2147483648, expected a list of integers of 32 bits"),
         ({MASK: [[5, 2], [10**9999]]}, MASK, "got a number of 33216 bits"),
         ({MASK: [[5, 2], [-7]]}, MASK, "got -7, expected token ids from 0 on"),
-        ({MASK: [[2, 2], [7]]}, MASK, "2 stands twice at position 0"),
+        ({MASK: [[2, 2], [7]]}, MASK, "2 occurs twice at position 0"),
         ({MASK: [[5, 11], [7]]}, MASK, "got id 11, expected less than vocab_size 10"),
         ({LOGPROBS: "x"}, LOGPROBS, "got str, expected a list"),
         ({LOGPROBS: [[HALF, HALF]]}, LOGPROBS, "got 1 positions for 2 tokens"),
@@ -213,7 +213,7 @@ def test_malformed_fields_are_named(change: dict[str, Any], field: str, problem:
 
 
 def test_malformed_masks_of_vllm_are_named_by_their_own_field() -> None:
-    with pytest.raises(WireError, match=r"^sampling_mask: 2 stands twice at position 0"):
+    with pytest.raises(WireError, match=r"^sampling_mask: 2 occurs twice at position 0"):
         formats.decode_sampling_mask({"sampling_mask": [[2, 2]]}, [2])
     with pytest.raises(SampledTokenMissingError, match=r"^sampling_mask: 3 is not among"):
         formats.decode_sampling_mask({"sampling_mask": [[2, 4]]}, [3])

@@ -99,7 +99,7 @@ def packed(
         (packed(sizes=(3, 2)), "candidates.offsets", "run from 0 to 5"),
         (packed(sizes=(2**31 - 1, 2**31 - 1)), "candidates.offsets", "run from 0 to 4294967294"),
         (packed(ids=[5, 2, 9, -7]), "candidates.token_ids", "got -7 at position 1"),
-        (packed(ids=[9, 2, 9, 7]), "candidates.token_ids", "9 stands twice at position 0"),
+        (packed(ids=[9, 2, 9, 7]), "candidates.token_ids", "9 occurs twice at position 0"),
         (packed(sampled=(8, 7)), "candidates.sampled_ids", "8 is not among the 3 candidates"),
         (packed(sampled=(-1, 7)), "candidates.sampled_ids", "-1 is not among the 3 candidates"),
     ],

@@ -109,8 +109,8 @@ MALFORMED = {
     "lengths are an object": (LENGTHS, {LENGTHS: {"0": 3}}, "got dict, expected a list"),
     "lengths are null": (LENGTHS, {LENGTHS: None}, "got NoneType, expected a list"),
     "an id is negative": (IDX, {IDX: b64([5, 2, 9, -7], "i")}, "got -7 at position 1, expected 0 or more"),
-    "an id stands twice, adjacent": (IDX, {IDX: b64([5, 2, 2, 7], "i")}, "2 then 2 .* at position 0"),
-    "an id stands twice, apart": (IDX, {IDX: b64([9, 2, 9, 7], "i")}, "9 stands twice at position 0"),
+    "an id occurs twice, adjacent": (IDX, {IDX: b64([5, 2, 2, 7], "i")}, "2 then 2 .* at position 0"),
+    "an id occurs twice, apart": (IDX, {IDX: b64([9, 2, 9, 7], "i")}, "9 occurs twice at position 0"),
     "tied ids fall": (IDX, {IDX: b64([5, 9, 2, 7], "i")}, "9 then 2 .* at position 0"),
     "log-probs rise": (IDX, {VAL: b64([-1.0, -0.5, -1.0, -0.25], "f")}, "5 then 2 .* highest first"),
     "a log-prob is NaN": (VAL, {VAL: b64([-0.5, math.nan, -1.0, -0.25], "f")}, "got nan at position 0"),
@@ -174,7 +174,7 @@ ENTRIES = [[[-0.5, 5, None], [-1.0, 2, " a"], [-1.0, 9]], [[-0.25, 7, None]]]
         ([ENTRIES[0], [[-1e39, 7, None]]], "expected values that float32 can hold"),
         ([ENTRIES[0][::-1], ENTRIES[1]], "highest first"),
         ([ENTRIES[0] + ENTRIES[0][:1], ENTRIES[1]], "highest first"),
-        ([[*ENTRIES[0], [-2.0, 5, None]], ENTRIES[1]], "5 stands twice at position 0"),
+        ([[*ENTRIES[0], [-2.0, 5, None]], ENTRIES[1]], "5 occurs twice at position 0"),
     ],
 )
 def test_malformed_lists_are_named(rows, problem):

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from sglang_topp import CandidateSets
 from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import WireError
-from sglang_topp.formats.field_parsing import FLOAT32, INT32, naming
+from sglang_topp.formats.field_parsing import FLOAT32, INT32, renaming_errors
 from sglang_topp_client.codecs.json_fields import read_count
 
 __all__ = ["FrameReader", "encode_frame", "is_frame"]
@@ -121,7 +121,7 @@ class FrameReader:
             sizes = self.int32(len(sampled_ids), "set sizes")
             token_ids, logprobs = self.int32(n, "candidate ids"), self.float32(n, "candidate log-probs")
             names = ("token_ids", "logprobs", "offsets", "sampled_ids")
-            with naming({name: f"{_SETS}.{name}" for name in names}):
+            with renaming_errors({name: f"{_SETS}.{name}" for name in names}):
                 sets = CandidateSets(token_ids, logprobs, offsets_of(sizes), sampled_ids)
         if self._at != len(self._content):
             raise WireError("frame", f"got {len(self._content)} bytes, expected {self._at}")
@@ -151,9 +151,9 @@ def _decompressed(raw: bytes, max_bytes: int) -> bytes:
             raise WireError("frame", "states no content size or has no checksum, expected both")
         if stated.content_size > max_bytes:
             raise WireError(
-                "max_line_bytes",
+                "max_message_bytes",
                 f"got {stated.content_size} bytes of one sample, expected at most {max_bytes}; if samples are"
-                " that long, increase the client's max_line_bytes",
+                " that long, increase the client's max_message_bytes",
             )
         return zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
     except zstandard.ZstdError as error:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import MissingCandidateSetsError, WireError
-from sglang_topp.formats.field_parsing import naming
+from sglang_topp.formats.field_parsing import renaming_errors
 
 __all__ = ["check_kept_mass", "check_sets"]
 
@@ -63,5 +63,5 @@ def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
         p: the requested threshold, in (0, 1].
         field: the name of the sets in the error.
     """
-    with naming({"logprobs": field}):
+    with renaming_errors({"logprobs": field}):
         candidates.check_kept_mass(p)

@@ -23,7 +23,7 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client.dispatch.endpoint import Endpoint, Kind
-from sglang_topp_client.dispatch.failover import Endpoints
+from sglang_topp_client.dispatch.endpoint_pool import EndpointPool
 from sglang_topp_client.dispatch.graceful_abort import GracefulAbort
 from sglang_topp_client.dispatch.retry_policy import is_retryable
 from sglang_topp_client.protocols.sglang_generate import GenerateExchange, StreamedExchange
@@ -54,15 +54,15 @@ class Operation(Generic[Result]):
     """The kind of result that a request asks for, rollouts or scores, with its protocols and accessors.
 
     Attributes:
-        one, many: the singular and plural noun for a result in messages.
+        singular, plural: the singular and plural noun for a result in messages.
         exchanges: the class that writes requests and reads answers, for each kind of server.
         place: returns a result's prompt index and sample index.
         num_tokens: returns how many tokens a result has.
         with_key: returns a copy of a result that records this routing key.
     """
 
-    one: str
-    many: str
+    singular: str
+    plural: str
     exchanges: Mapping[Kind, type[SidecarExchange[Result]] | type[StreamedExchange[Result]]]
     place: Callable[[Result], tuple[int, int]]
     num_tokens: Callable[[Result], int]
@@ -117,7 +117,7 @@ class Dispatcher(Generic[Result]):
 
     def __init__(
         self,
-        endpoints: Endpoints,
+        endpoints: EndpointPool,
         operation: Operation[Result],
         request_id: str,
         deadline: float | None,

@@ -22,7 +22,7 @@ from sglang_topp_client.dispatch.dispatcher import (
     ResultSink,
 )
 from sglang_topp_client.dispatch.endpoint import Endpoint, Kind
-from sglang_topp_client.dispatch.failover import Endpoints
+from sglang_topp_client.dispatch.endpoint_pool import EndpointPool
 from sglang_topp_client.dispatch.graceful_abort import GracefulAbort
 from sglang_topp_client.dispatch.partial_rollouts import PartialRollouts
 from sglang_topp_client.dispatch.result_queue import ResultQueue
@@ -56,7 +56,7 @@ class _Request:
 class _LoopState:
     """The servers and the running requests of one event loop."""
 
-    endpoints: Endpoints
+    endpoints: EndpointPool
     running: dict[asyncio.Task[None], _Request] = field(default_factory=dict)
 
 
@@ -249,7 +249,7 @@ class RequestRunner:
         here, name = self._here(), request_id or uuid.uuid4().hex
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         too_late = RequestTimeoutError(
-            f"timeout_s: {timeout_s} s passed before every {operation.one} finished; None sets no limit"
+            f"timeout_s: {timeout_s} s passed before every {operation.singular} finished; None sets no limit"
         )
         results: ResultQueue[Result] = ResultQueue(_MAX_WAITING_RESULTS)
         graceful_abort = None
@@ -262,7 +262,7 @@ class RequestRunner:
             deadline,
             results.wait_for_room,
             graceful_abort,
-            max_message_bytes=self._configs[0].max_line_bytes,
+            max_message_bytes=self._configs[0].max_message_bytes,
             repeats_aborted=repeats_aborted,
             on_failure=on_failure,
         )
@@ -278,7 +278,7 @@ class RequestRunner:
 
         task.add_done_callback(end)
         try:
-            with Progress(count, progress, of=operation.many) as bar:
+            with Progress(count, progress, of=operation.plural) as bar:
                 while True:
                     try:
                         async with asyncio.timeout_at(deadline):
@@ -308,7 +308,7 @@ class RequestRunner:
                 if other.is_closed():
                     self._loops.pop(other, None)
             self._loops[loop] = _LoopState(
-                Endpoints(
+                EndpointPool(
                     self._configs,
                     self._kinds,
                     max_long_messages=self._max_long_messages,
@@ -319,7 +319,7 @@ class RequestRunner:
 
 
 async def _dispatch(
-    endpoints: Endpoints, dispatcher: Dispatcher[Result], sink: ResultSink[Result], deadline: float | None
+    endpoints: EndpointPool, dispatcher: Dispatcher[Result], sink: ResultSink[Result], deadline: float | None
 ) -> None:
     """Run a request to its end.
 

@@ -203,7 +203,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
         wanted, last = self._wanted, chunks[-1]
         meta_info = last["meta_info"]
         if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
-            return _waiting(wanted, wanted.samples[index], last)
+            return _empty_rollout_from_chunk(wanted, wanted.samples[index], last)
         parts = [parse_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
         output_ids = np.concatenate(parts)
         if (count := read_field(meta_info, "completion_tokens", int)) != len(output_ids):
@@ -278,7 +278,7 @@ def _text_prompt_ids(chunk: Mapping[str, Any]) -> NDArray[np.int32]:
     return parse_token_ids(name, read_field(chunk, name, list))
 
 
-def _waiting(wanted: SampleRequest, sample: int, chunk: Mapping[str, Any]) -> Rollout:
+def _empty_rollout_from_chunk(wanted: SampleRequest, sample: int, chunk: Mapping[str, Any]) -> Rollout:
     """Return the rollout of a sample that was aborted before its first token."""
     if chunk["output_ids"]:
         raise WireError("output_ids", f"got {len(chunk['output_ids'])} ids, but completion_tokens is 0")

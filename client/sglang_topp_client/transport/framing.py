@@ -109,7 +109,7 @@ async def whole(body: AsyncIterator[bytes], max_bytes: int) -> bytes:
 def _check_length(size: int, max_bytes: int) -> None:
     if size > max_bytes:
         raise WireError(
-            "max_line_bytes",
+            "max_message_bytes",
             f"got {size} bytes of one message of the answer (one sample) so far, expected at most"
-            f" {max_bytes}; if samples are that long, increase the client's max_line_bytes",
+            f" {max_bytes}; if samples are that long, increase the client's max_message_bytes",
         )

@@ -84,7 +84,7 @@ class ServerConfig:
 
     base_url: str
     max_connections: int = 1024
-    max_line_bytes: int = 512 * 2**20
+    max_message_bytes: int = 512 * 2**20
     api_key: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     ssl: SSLContext | None = None
@@ -100,7 +100,7 @@ class ServerConfig:
         if self.ssl is not None and not isinstance(self.ssl, SSLContext):
             raise InvalidInputError(f"ssl: got {type(self.ssl).__name__}, expected an ssl.SSLContext")
         whole_number("max_connections", self.max_connections, 1)
-        whole_number("max_line_bytes", self.max_line_bytes, 1)
+        whole_number("max_message_bytes", self.max_message_bytes, 1)
 
 
 def check_key(name: str, key: Any) -> None:
@@ -146,7 +146,7 @@ class HttpClient:
         if config.api_key is not None:
             self._headers["authorization"] = f"Bearer {config.api_key}"
         self._base_url = config.base_url.rstrip("/")
-        self._max_line_bytes = config.max_line_bytes
+        self._max_message_bytes = config.max_message_bytes
         self._ssl = config.ssl
         self._limit = LongMessageLimit(max_long_messages)
         self._session: aiohttp.ClientSession | None = None
@@ -181,7 +181,7 @@ class HttpClient:
             ResponseError: the answer's status is not 200. If a sidecar's answer names another
                 SglangToppError, that error is raised instead.
             TransportError: the answer did not arrive completely.
-            WireError: a message is longer than `max_line_bytes`; the rest is not read.
+            WireError: a message is longer than `max_message_bytes`; the rest is not read.
         """
         content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         headers = {"Content-Type": "application/json", **(headers or {})}
@@ -192,7 +192,7 @@ class HttpClient:
                     raise await _response_error(response)
                 body_bytes = _body_of(response, on_received)
                 cut = framing.frames if _media_type(response) in _FRAMED else framing.lines
-                async with aclosing(cut(body_bytes, self._limit, self._max_line_bytes)) as each:
+                async with aclosing(cut(body_bytes, self._limit, self._max_message_bytes)) as each:
                     yield each
 
     async def request_json(
@@ -226,7 +226,7 @@ class HttpClient:
         Raises:
             ResponseError: the answer's status is not 2xx.
             TransportError: no complete answer arrived within `timeout_s`.
-            WireError: the answer is longer than `max_line_bytes`.
+            WireError: the answer is longer than `max_message_bytes`.
         """
         content = json.dumps(body, allow_nan=False).encode() if isinstance(body, dict) else body
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -237,7 +237,7 @@ class HttpClient:
                     async with self._send(method, path, content, headers) as response:
                         if not 200 <= response.status < 300:
                             raise await _response_error(response)
-                        return await framing.whole(_body_of(response), self._max_line_bytes)
+                        return await framing.whole(_body_of(response), self._max_message_bytes)
         except TimeoutError:
             raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
 

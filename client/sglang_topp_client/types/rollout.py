@@ -13,7 +13,7 @@ from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client.argument_checks import as_token_ids
 from sglang_topp_client.types.rollout_html import rollout_to_html
-from sglang_topp_client.types.weight_spans import WeightSpans, join_spans, per_token
+from sglang_topp_client.types.weight_spans import WeightSpans, expand_spans, join_spans
 
 __all__ = ["ABORT", "DISTRIBUTION", "EXTENDED", "SAMPLER", "Rollout"]
 
@@ -83,7 +83,7 @@ class Rollout:
     @property
     def weight_versions(self) -> tuple[str, ...] | None:
         """The weight version of each token and its candidate set, T names; None if `weight_spans` is None."""
-        return None if self.weight_spans is None else per_token(self.weight_spans)
+        return None if self.weight_spans is None else expand_spans(self.weight_spans)
 
     @property
     def loss_mask(self) -> NDArray[np.int8]:

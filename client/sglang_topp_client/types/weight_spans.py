@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from sglang_topp.errors import WireError, describe
 from sglang_topp_client.argument_checks import is_text
 
-__all__ = ["WeightSpans", "join_spans", "per_token", "spans_from_json", "spans_to_json"]
+__all__ = ["WeightSpans", "expand_spans", "join_spans", "spans_from_json", "spans_to_json"]
 
 WeightSpans: TypeAlias = tuple[tuple[str, int], ...]
 """`((version, number of tokens), ...)`, in the order of the tokens."""
@@ -72,6 +72,6 @@ def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
     return (*first, *second)
 
 
-def per_token(spans: WeightSpans) -> tuple[str, ...]:
+def expand_spans(spans: WeightSpans) -> tuple[str, ...]:
     """Return the version of each token."""
     return tuple(chain.from_iterable(repeat(version, count) for version, count in spans))

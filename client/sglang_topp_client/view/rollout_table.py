@@ -76,7 +76,7 @@ class RolloutTable:
 
 
 def _is_off(metrics: TokenMetrics) -> NDArray[np.bool_]:
-    is_off: NDArray[np.bool_] = np.abs(np.expm1(metrics.log_error)) > OFF
+    is_off: NDArray[np.bool_] = np.abs(np.expm1(metrics.log_ratio_or_mass)) > OFF
     return is_off
 
 

@@ -85,7 +85,7 @@ class RunSummary:
         mass = metrics.mass[known]
         self._mass_sum += float(mass.sum())
         self._num_masses += len(mass)
-        self._num_off += int(np.count_nonzero(np.abs(np.expm1(metrics.log_error[known])) > OFF))
+        self._num_off += int(np.count_nonzero(np.abs(np.expm1(metrics.log_ratio_or_mass[known])) > OFF))
         bins = np.searchsorted(_MASS_EDGES[1:-1], mass, side="right")
         self._mass_counts += np.bincount(bins, minlength=len(self._mass_counts))
         self._bands["mass"].add(known, mass)

@@ -43,7 +43,7 @@ class TokenMetrics:
     log_replayed_ratio: Float64Array
 
     @property
-    def log_error(self) -> Float64Array:
+    def log_ratio_or_mass(self) -> Float64Array:
         """`log_ratio`, or the log of the kept mass if the trainer's log-prob is unknown; float64 [T].
 
         The log of the kept mass is the log-ratio of a trainer with the rollout's own weights.

@@ -88,9 +88,9 @@ class EngineControl:
             await self._http.request("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
         except BadRequestError as error:
             raise BadRequestError(
-                f"pause: got {mode!r}, but {self.base_url} cannot flush its KV cache, because requests wait"
-                " in it; SGLang before 0.5.21 flushes only without them. Push between the rollouts, or use"
-                ' pause="abort" and generate with on_abort="resume"',
+                f"pause: got {mode!r}, but {self.base_url} cannot flush its KV cache, because requests"
+                " still hold or wait for it; SGLang before 0.5.21 flushes only without them. Push between the"
+                ' rollouts, or use pause="abort" and generate with on_abort="resume"',
                 status=error.status,
                 body=error.body,
             ) from error

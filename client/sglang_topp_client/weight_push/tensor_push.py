@@ -29,19 +29,21 @@ async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket]
     outcomes = await on_each(engines, EngineControl.begin_update)
     bodies = _bodies(parts, version, {engine.tp_size for engine in engines})
     while (body_of := await asyncio.to_thread(next, bodies, None)) is not None:
-        await _on_sound(engines, outcomes, body_of)
+        await _send_to_healthy(engines, outcomes, body_of)
     ends = await on_each(engines, EngineControl.end_update)
     return [first or last for first, last in zip(outcomes, ends, strict=True)]
 
 
-async def _on_sound(engines: Sequence[EngineControl], outcomes: Outcomes, body_of: dict[int, bytes]) -> None:
+async def _send_to_healthy(
+    engines: Sequence[EngineControl], outcomes: Outcomes, body_of: dict[int, bytes]
+) -> None:
     """Send a bucket to the engines that have not failed, and record new failures in `outcomes`."""
-    sound = [i for i, outcome in enumerate(outcomes) if outcome is None]
+    healthy = [i for i, outcome in enumerate(outcomes) if outcome is None]
     results = await on_each(
-        [engines[i] for i in sound],
+        [engines[i] for i in healthy],
         lambda engine: engine.update_from_tensors(body_of[engine.tp_size]),
     )
-    for i, result in zip(sound, results, strict=True):
+    for i, result in zip(healthy, results, strict=True):
         outcomes[i] = result
 
 

@@ -97,7 +97,7 @@ _BEFORE_0_5_23 = {
     **_NO_PLUGINS_IN_WORKERS,
     Feature.RESUMED: "SGLang has no function that sends a request which is aborted while it waits",
 }
-_UNTRIED = {Feature.SPECULATIVE: "was not tried with this SGLang"}
+_UNTESTED = {Feature.SPECULATIVE: "it is untested with this SGLang"}
 _OTHER_REJECTION = {Feature.REJECTION_SAMPLING: "its sampling kernel was not checked with this SGLang"}
 _BEFORE_0_5_20 = {
     **_BEFORE_0_5_23,
@@ -152,27 +152,27 @@ _SGLANG_0_5_12 = (
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "0.5.23": Release(Sglang0523(), (*_SGLANG_0_5_22, *seams.RESUME, *seams.VERIFICATION)),
-        "0.5.22": Release(Sglang0521(), (*_SGLANG_0_5_22, *seams.FEW_STATUSES), _BEFORE_0_5_23 | _UNTRIED),
+        "0.5.22": Release(Sglang0521(), (*_SGLANG_0_5_22, *seams.FEW_STATUSES), _BEFORE_0_5_23 | _UNTESTED),
         "0.5.21": Release(
-            Sglang0521(), (*_SGLANG_0_5_20, *seams.WEIGHT_UPDATE_SESSIONS), _BEFORE_0_5_23 | _UNTRIED
+            Sglang0521(), (*_SGLANG_0_5_20, *seams.WEIGHT_UPDATE_SESSIONS), _BEFORE_0_5_23 | _UNTESTED
         ),
-        "0.5.20": Release(Sglang0520(), _SGLANG_0_5_20, _BEFORE_0_5_23 | _UNTRIED),
+        "0.5.20": Release(Sglang0520(), _SGLANG_0_5_20, _BEFORE_0_5_23 | _UNTESTED),
         "0.5.19": Release(
             Sglang0519(),
             (*_WITH_AUXILIARY_OUTPUT, *seams.FEW_STATUSES, *seams.NO_HTTP_CONTRACT, *seams.SCORED_ROWS),
-            _BEFORE_0_5_20 | _UNTRIED,
+            _BEFORE_0_5_20 | _UNTESTED,
         ),
-        "0.5.18": Release(Sglang0518(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19 | _UNTRIED),
-        "0.5.17": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTRIED),
-        "0.5.16": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTRIED),
+        "0.5.18": Release(Sglang0518(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.17": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.16": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         # Speculative decoding was tested on 0.5.15.post1. 0.5.15 has the same functions at the seams.
         "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
-        "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTRIED),
-        "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTRIED),
-        "0.5.13": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTRIED),
-        "0.5.12.post1": Release(Sglang0512(), _SGLANG_0_5_12, _BEFORE_0_5_13 | _UNTRIED),
-        "0.5.12": Release(Sglang0512(), _SGLANG_0_5_12, _BEFORE_0_5_13 | _UNTRIED),
+        "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.13": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.12.post1": Release(Sglang0512(), _SGLANG_0_5_12, _BEFORE_0_5_13 | _UNTESTED),
+        "0.5.12": Release(Sglang0512(), _SGLANG_0_5_12, _BEFORE_0_5_13 | _UNTESTED),
     }
 )
 """The supported releases by version, newest first."""

@@ -248,7 +248,7 @@ OPENAI = (
     Seam(
         f"{_OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream",
         _ANSWERED_FROM,
-        "so do its streams",
+        "adds the sets to a stream of /v1/completions",
         (_around("http.openai.add_to_stream"),),
     ),
     Seam(
@@ -260,7 +260,7 @@ OPENAI = (
     Seam(
         f"{_OPENAI}.serving_chat.OpenAIServingChat._generate_chat_stream",
         _ANSWERED_FROM,
-        "so do its streams",
+        "adds the sets to a stream of /v1/chat/completions",
         (_around("http.openai.add_to_stream"),),
     ),
 )
@@ -500,8 +500,8 @@ TOP_K_RANKING = (
     Seam(
         "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
         ("probs", "top_ks", "sampling_seed", "return_filtered_probs", "max_top_k"),
-        "ranks no more tokens of a row for that than top_k keeps",
-        (_around("scheduler.sampler_support.sample_of_the_highest"),),
+        "ranks no more tokens of a row than top_k keeps, when the sampler returns its weights",
+        (_around("scheduler.sampler_support.rank_only_top_k"),),
     ),
 )
 """A torch sampler that ranks only as many tokens as top_k keeps, since 0.5.22."""
@@ -691,7 +691,7 @@ SAMPLER_LOGPROBS = (
     Seam(
         f"{_LOGITS}._get_logits",
         ("self",),
-        "takes the sets of one such chunk",
+        "takes the sets of one chunk of a scored prompt",
         (_after("scheduler.prompt_sets.observe_logits"),),
     ),
 )

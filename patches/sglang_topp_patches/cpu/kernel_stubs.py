@@ -1,4 +1,4 @@
-"""Stubs of two kernel packages that SGLang 0.5.12 imports on a CPU but never calls there.
+"""Stubs of two kernel packages that SGLang before 0.5.14 imports on a CPU but never calls there.
 
 `sgl_kernel` needs the CUDA driver to be imported, and SGLang does not depend on `vllm`. The CPU platform
 takes plain-torch paths, which call no kernel of either package. A call of a stub raises an error that names

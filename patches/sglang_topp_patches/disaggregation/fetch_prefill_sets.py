@@ -94,7 +94,7 @@ async def fetch_first_token(
             first = await asyncio.shield(question)
     except TimeoutError:
         return _problem(
-            f"the prefill server at {state.obj.bootstrap_host} sent none within {_LATE_S:g} s; was it asked"
+            f"the prefill server at {state.obj.bootstrap_host} sent no set within {_LATE_S:g} s; was it asked"
             " for sets, and for this bootstrap room?"
         )
     if first.entry.candidates is None:
@@ -107,7 +107,7 @@ async def fetch_first_token(
     theirs = logprobs[ids == token_id]
     if first.token_id != token_id or len(theirs) != 1 or abs(float(theirs[0]) - logprob) > 1e-5:
         return _problem(
-            f"the prefill server sent that of token {first.token_id}, and the answer begins with token"
+            f"the prefill server sent the set of token {first.token_id}, and the answer begins with token"
             f" {token_id} of log-prob {logprob:.6g}; is the bootstrap room used twice?"
         )
     return first

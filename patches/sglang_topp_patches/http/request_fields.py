@@ -101,7 +101,7 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
     asked = _RequestedSets.of(process, raw.get, self.batch_size)
     if asked.any and (path := route_policy.path_without_sets.get()):
         raise InvalidInputError(f"{asked.field}: {path} cannot return candidate sets; ask /generate")
-    resume.spread(process, self, raw.get)
+    resume.pass_to_scheduler(process, self, raw.get)
     if self.is_single:
         for name, values in asked.fields().items():
             setattr(self, name, values[0])

@@ -30,9 +30,9 @@ __all__ = [
     "finish_or_abort",
     "hold_back_stop_string",
     "note_in_meta_info",
+    "pass_to_scheduler",
     "send_all_tokens",
     "send_while_paused",
-    "spread",
     "tail_str",
 ]
 
@@ -95,7 +95,7 @@ def _without_ours(params: Mapping[str, Any]) -> dict[str, Any]:
     return {**params, "custom_params": custom}
 
 
-def spread(process: HttpProcess, self: Any, field: Callable[[str], Any]) -> None:
+def pass_to_scheduler(process: HttpProcess, self: Any, field: Callable[[str], Any]) -> None:
     """Pass the field to the scheduler, for each prompt of a normalized request.
 
     Args:

@@ -56,12 +56,12 @@ class PrefixCache:
 
     Attributes:
         pushes: the number of weight pushes.
-        is_of_one_push: whether all cached KV was computed with the current weights.
+        has_only_current_weights: whether all cached KV was computed with the current weights.
     """
 
     def __init__(self) -> None:
         self.pushes = 0
-        self.is_of_one_push = True
+        self.has_only_current_weights = True
 
     def note_push(self, updater: Any, *args: Any, **kwargs: Any) -> None:
         """BEFORE hook on the functions that change the weights: count a push.
@@ -72,7 +72,7 @@ class PrefixCache:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.pushes += 1
-        self.is_of_one_push = False
+        self.has_only_current_weights = False
 
     def note_flush(self, is_flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `Scheduler.flush_cache`: note that the cache has no KV of older weights.
@@ -80,7 +80,7 @@ class PrefixCache:
         SGLang does not flush the cache while a request holds KV.
         """
         if is_flushed:
-            self.is_of_one_push = True
+            self.has_only_current_weights = True
 
     def current_weights(self) -> Weights:
         """Return the weights that a pass launched now runs with."""
@@ -99,7 +99,9 @@ class PrefixCache:
         if not hasattr(req, _EXTRA_KEY):
             setattr(req, _EXTRA_KEY, req.extra_key)
         given = getattr(req, _EXTRA_KEY)
-        req.extra_key = given if self.is_of_one_push else f"{given or ''}|sglang_topp weights {self.pushes}"
+        req.extra_key = (
+            given if self.has_only_current_weights else f"{given or ''}|sglang_topp weights {self.pushes}"
+        )
 
 
 def weights_of(req: Any) -> Weights | None:

@@ -53,7 +53,10 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
     )
     if KEY not in custom:
         causes = server_problems(self.server_args)
-        problem = "; ".join(causes) or "it came by a way that cannot carry candidate sets; ask POST /generate"
+        problem = (
+            "; ".join(causes)
+            or "it came through an entry point that cannot carry candidate sets; ask POST /generate"
+        )
     elif field == SOURCE and (causes := source_problems()):
         problem = "; ".join(causes)
     if problem:

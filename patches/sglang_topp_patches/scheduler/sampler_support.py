@@ -29,8 +29,8 @@ __all__ = [
     "Drawing",
     "capturing",
     "current_capture",
+    "rank_only_top_k",
     "sample_from_probs",
-    "sample_of_the_highest",
 ]
 
 
@@ -157,7 +157,7 @@ def sample_from_probs(
     return sampled_ids, captured._replace(**own, batch_rows=native)
 
 
-def sample_of_the_highest(
+def rank_only_top_k(
     original: Callable[..., Any],
     probs: torch.Tensor,
     top_ks: torch.Tensor,

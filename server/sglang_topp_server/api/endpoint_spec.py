@@ -24,17 +24,17 @@ class EndpointSpec:
 
     Attributes:
         name: the field with the results in a JSON answer, and with their number in a stream's last message.
-        one: the singular noun for a result, in error messages.
-        index: the field with the index of the failed prompt, in a stream's error messages.
+        result_noun: the singular noun for a result, in error messages.
+        index_field: the field with the index of the failed prompt, in a stream's error messages.
         media_type: the media type of a stream of frames.
         parse: parses a body.
         check: raises if the engine would not survive the request. Its last argument says whether the engine
-            accepts grammars.
+            survives grammars that leave no token to draw.
     """
 
     name: str
-    one: str
-    index: str
+    result_noun: str
+    index_field: str
     media_type: str
     parse: Callable[[bytes | bytearray, Limits], SampleBody]
     check: Callable[[Any, Model, bool], None]
@@ -42,18 +42,18 @@ class EndpointSpec:
 
 ROLLOUTS = EndpointSpec(
     name="rollouts",
-    one="sample",
-    index="prompt_index",
+    result_noun="sample",
+    index_field="prompt_index",
     media_type=rollout_binary.MEDIA_TYPE,
     parse=parse_rollouts,
-    check=lambda request, model, takes_grammars: check_rollout_request(
-        request, model, takes_grammars=takes_grammars
+    check=lambda request, model, survives_grammars: check_rollout_request(
+        request, model, survives_grammars=survives_grammars
     ),
 )
 SCORES = EndpointSpec(
     name="scores",
-    one="sequence",
-    index="sequence_index",
+    result_noun="sequence",
+    index_field="sequence_index",
     media_type=score_codecs.MEDIA_TYPE,
     parse=parse_scores,
     check=lambda request, model, _: check_score_request(request, model),

@@ -100,8 +100,8 @@ class SampleEndpoint(Response):
                 with self._concurrency:
                     model = await self._engine.require_ready()
                     # In a thread, because checking millions of ids takes milliseconds.
-                    takes_grammars = self._engine.status.takes_grammars
-                    await asyncio.to_thread(self._spec.check, request, model, takes_grammars)
+                    survives_grammars = self._engine.status.survives_grammars
+                    await asyncio.to_thread(self._spec.check, request, model, survives_grammars)
                     is_admitted = True
                     outcome = await self._answer(request, receive, send)
             error: SglangToppError | None = None
@@ -225,7 +225,7 @@ class SampleEndpoint(Response):
                 yield
         except TimeoutError:
             raise RequestTimeoutError(
-                f"timeout_s: {request.timeout_s} s passed before every {self._spec.one} finished"
+                f"timeout_s: {request.timeout_s} s passed before every {self._spec.result_noun} finished"
             ) from None
 
     async def _start(self, send: Send, media_type: str, length: int | None = None) -> None:
@@ -247,7 +247,9 @@ class SampleEndpoint(Response):
 
     async def _send_failure(self, send: Send, failed: FailedPrompt) -> None:
         self._metrics.count_error(failed.error)
-        await self._send_message(send, {**error_body(failed.error), self._spec.index: failed.prompt_index})
+        await self._send_message(
+            send, {**error_body(failed.error), self._spec.index_field: failed.prompt_index}
+        )
 
     async def _send_error(self, send: Send, error: SglangToppError) -> None:
         """Send the error as the response, or as the last message of a stream.

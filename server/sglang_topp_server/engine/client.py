@@ -60,8 +60,8 @@ class EngineClient:
         self.base_url = base_url.rstrip("/")
         self.status = EngineStatus("unreachable", f"the engine at {self.base_url} was not asked yet")
         self._has_been_ready = False
-        self._looked = asyncio.Event()
-        self._in_doubt = asyncio.Event()
+        self._has_probed = asyncio.Event()
+        self._probe_now = asyncio.Event()
         # One retry covers an idle connection that the engine closed. The caller decides how to wait out a
         # longer outage, because retries on both sides would multiply.
         self._runner = RequestRunner(
@@ -77,17 +77,17 @@ class EngineClient:
     async def watch(self) -> None:
         """Probe the engine periodically, and at once after a request failed; never returns."""
         while True:
-            in_doubt = self._in_doubt.is_set()
-            self._in_doubt.clear()
-            is_healthy = self.status.phase == "ready" and not in_doubt
+            has_failed_request = self._probe_now.is_set()
+            self._probe_now.clear()
+            is_healthy = self.status.phase == "ready" and not has_failed_request
             self.status = await self._probe.look(self.status, is_healthy=is_healthy)
             if self.status.phase in ("ready", "unpatched"):
                 self._has_been_ready = self.status.phase == "ready"
-            self._looked.set()
+            self._has_probed.set()
             await asyncio.sleep(_POLL_OTHERWISE_S)
             if self.status.phase == "ready":
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._in_doubt.wait(), _POLL_READY_S)
+                    await asyncio.wait_for(self._probe_now.wait(), _POLL_READY_S)
 
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise if the engine cannot take requests.
@@ -99,7 +99,7 @@ class EngineClient:
             PatchError: the engine is not patched.
             ServerError: 503, the engine has not been ready yet.
         """
-        await self._looked.wait()
+        await self._has_probed.wait()
         if self.status.phase == "unpatched":
             raise PatchError(self.status.reason)
         if not self._has_been_ready or self.status.model is None:
@@ -177,7 +177,7 @@ class EngineClient:
                 self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
                 self._has_been_ready = False
             if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
-                self._in_doubt.set()
+                self._probe_now.set()
             raise from_engine_error(error) from error
 
     def _stream(

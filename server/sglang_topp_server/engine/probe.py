@@ -58,7 +58,7 @@ class EngineStatus:
         return self.patch.get("active") is True
 
     @property
-    def takes_grammars(self) -> bool:
+    def survives_grammars(self) -> bool:
         """Whether the engine's last report says that it survives a grammar that leaves no token to draw."""
         return self.patch.get("sanitizes_logits") is True
 

@@ -22,13 +22,13 @@ from sglang_topp_server.schemas.scores import ScoresBody
 __all__ = ["check_rollout_request", "check_score_request"]
 
 
-def check_rollout_request(request: RolloutsBody, model: Model, *, takes_grammars: bool) -> None:
+def check_rollout_request(request: RolloutsBody, model: Model, *, survives_grammars: bool) -> None:
     """Check a request that `parse_rollouts` returned against the engine's model.
 
     Args:
         request: the request.
         model: the sizes of the engine's model.
-        takes_grammars: whether the engine survives a grammar that leaves no token to draw. If it does not,
+        survives_grammars: whether the engine survives a grammar that leaves no token to draw. If it does not,
             every grammar is refused, because such grammars cannot be recognized in advance.
 
     Raises:
@@ -46,7 +46,7 @@ def check_rollout_request(request: RolloutsBody, model: Model, *, takes_grammars
         name = f"sampling_params[{i}]" if isinstance(params, list) else "sampling_params"
         _refuse_long(overlong_param(name, given))
         check_sampling_params(name, given, model)
-        if not takes_grammars and (key := next((key for key in GRAMMARS if given.get(key)), None)):
+        if not survives_grammars and (key := next((key for key in GRAMMARS if given.get(key)), None)):
             raise InvalidInputError(
                 f"{name}.{key}: got one, expected none: a grammar that leaves no token to draw would end this"
                 " engine; start it with SGLANG_SANITIZE_NAN_LOGITS=1, as `sglang-topp serve` does"

@@ -19,11 +19,11 @@ from sglang_topp_server.process.uvicorn_server import Server, Settings
 __all__ = ["check_free", "engine_command", "engine_environment", "listen", "run", "url_of"]
 
 _POLL_S = 0.1
-_UNTIL_THE_ENGINE_LISTENS = range(10_000, 22_000)
+_ENGINE_PORT_RANGE = range(10_000, 22_000)
 # Seconds beyond the grace period, in which the supervisor kills and reaps the engine's processes, and exits.
 _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
-_DEFAULTS = {
+_ENGINE_ENV_DEFAULTS = {
     # Without this, a grammar that leaves no token to draw ends SGLang's scheduler. With it, only the answer
     # to that request ends.
     "SGLANG_SANITIZE_NAN_LOGITS": "1",
@@ -65,7 +65,7 @@ def engine_environment(environment: Mapping[str, str], api_key: str | None) -> d
         environment: this process's environment.
         api_key: the key that the engine requires from its callers, or None.
     """
-    changed = {**_DEFAULTS, **environment}
+    changed = {**_ENGINE_ENV_DEFAULTS, **environment}
     changed.pop(KEY_VARIABLE, None)
     return changed if api_key is None else {**changed, KEY_VARIABLE: api_key}
 
@@ -87,7 +87,7 @@ def check_free(host: str, port: int) -> int:
         InvalidInputError: a process listens there. An engine started on that port would fail, and the sidecar
             would talk to the wrong server.
     """
-    candidates = [port] if port else random.sample(_UNTIL_THE_ENGINE_LISTENS, 100)
+    candidates = [port] if port else random.sample(_ENGINE_PORT_RANGE, 100)
     for candidate in candidates[:-1]:
         with suppress(InvalidInputError):
             return _check_free(host, candidate)

@@ -32,7 +32,9 @@ def parse_abort(body: bytes | bytearray) -> AbortBody:
     """
     order = read_body(body, AbortBody)
     if (order.request_id is None) != order.all:
-        raise BadRequestError("request_id: got it and all, or neither; expected one of both", status=400)
+        raise BadRequestError(
+            "request_id: got both request_id and all, or neither; expected exactly one", status=400
+        )
     if order.request_id is not None:
         check_request_id(order.request_id)
     return order

@@ -108,16 +108,16 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> RolloutsBody:
         )
     if request.request_id is not None:
         check_request_id(request.request_id)
-    asked = request.sampling_params, request.top_logprobs_p, request.top_logprobs_source
+    options = request.sampling_params, request.top_logprobs_p, request.top_logprobs_source
     if request.rollouts is None:
-        request._wanted = read_resumed_tokens(request.resumed_tokens, plan(request.prompts, *asked))
+        request._wanted = read_resumed_tokens(request.resumed_tokens, plan(request.prompts, *options))
     else:
         if request.resumed_tokens is not None:
             raise InvalidInputError(
                 "resumed_tokens: got resumed_tokens and rollouts, which imply it; expected one of them"
             )
-        request._wanted, there = plan_resume(read_rollouts(request.rollouts), *asked)
-        request._given = dict(enumerate(there))
+        request._wanted, resumed = plan_resume(read_rollouts(request.rollouts), *options)
+        request._given = dict(enumerate(resumed))
         # Free the records, which take as much memory as the parsed rollouts.
         request.rollouts = None
     request._wanted = mark_interruptible(request._wanted, request.on_abort)

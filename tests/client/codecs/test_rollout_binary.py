@@ -216,7 +216,7 @@ def test_a_frame_that_states_too_much_content_is_not_decompressed():
     # The header states a size that the frame does not have.
     stated = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(bytes(1000)))
     tracemalloc.start()
-    with pytest.raises(errors.WireError, match="max_line_bytes: got 268435456 bytes of one sample"):
+    with pytest.raises(errors.WireError, match="max_message_bytes: got 268435456 bytes of one sample"):
         decoded(raw)
     size = stated.index(struct.pack("<H", 1000 - 256))
     stated[size : size + 2] = struct.pack("<H", 65_535)
@@ -231,7 +231,7 @@ def test_content_of_exactly_the_limit_is_accepted(rollout):
     raw = rollout_to_bytes(rollout)
     size = len(zstandard.decompress(raw))
     assert rollout_to_json(decoded(raw, size)) == rollout_to_json(rollout)
-    with pytest.raises(errors.WireError, match="max_line_bytes"):
+    with pytest.raises(errors.WireError, match="max_message_bytes"):
         decoded(raw, size - 1)
 
 

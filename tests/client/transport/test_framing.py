@@ -51,7 +51,7 @@ async def test_every_cut_off_is_noticed():
 
 async def test_the_limit_applies_to_one_frame():
     assert await read([framed(b"x" * 10) * 3], max_bytes=10) == [b"x" * 10] * 3
-    with pytest.raises(errors.WireError, match="max_line_bytes: got 11 bytes"):
+    with pytest.raises(errors.WireError, match="max_message_bytes: got 11 bytes"):
         await read([framed(b"x" * 11)], max_bytes=10)
 
 

@@ -169,9 +169,9 @@ async def test_a_line_without_end_is_an_error_before_it_is_whole(ask):
 
     async with (
         raw_server(handle) as url,
-        AsyncRolloutClient(url, kind="sglang", max_line_bytes=2**20) as client,
+        AsyncRolloutClient(url, kind="sglang", max_message_bytes=2**20) as client,
     ):
-        with pytest.raises(errors.WireError, match=r"at most 1048576; .*the client's max_line_bytes"):
+        with pytest.raises(errors.WireError, match=r"at most 1048576; .*the client's max_message_bytes"):
             await (client.generate([1]) if ask == "generate" else client.server_info())
     # The limit, and what the sockets hold.
     assert sent < 64 * 2**20
@@ -198,7 +198,7 @@ async def test_the_limit_applies_to_one_line(size, pieces):
 
     async with (
         raw_server(handle) as url,
-        AsyncRolloutClient(url, kind="sglang", max_line_bytes=1001) as client,
+        AsyncRolloutClient(url, kind="sglang", max_message_bytes=1001) as client,
     ):
         # The line end counts toward the length, except for the line feed.
         fits = size + 1 <= 1001
@@ -218,7 +218,7 @@ async def test_a_frame_that_is_too_long_is_an_error_before_it_comes(num_bytes):
 
     async with (
         raw_server(handle) as url,
-        AsyncRolloutClient(url, kind="sidecar", max_line_bytes=1000) as client,
+        AsyncRolloutClient(url, kind="sidecar", max_message_bytes=1000) as client,
     ):
         with pytest.raises(errors.WireError, match=f"got {num_bytes} bytes of one message .* most 1000;"):
             await client.generate([1])

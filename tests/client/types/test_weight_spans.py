@@ -3,14 +3,14 @@
 import pytest
 
 from sglang_topp.errors import WireError
-from sglang_topp_client.types.weight_spans import per_token, spans_from_json, spans_to_json
+from sglang_topp_client.types.weight_spans import expand_spans, spans_from_json, spans_to_json
 
 
 @pytest.mark.parametrize("spans", [(), (("a", 1),), (("a", 2), ("b", 3), ("a", 1))])
 def test_round_trip(spans):
     num_tokens = sum(count for _, count in spans)
     assert spans_from_json(spans_to_json(spans), num_tokens) == spans
-    assert len(per_token(spans)) == num_tokens
+    assert len(expand_spans(spans)) == num_tokens
 
 
 def test_spans_to_json_has_sglangs_form():
@@ -19,7 +19,7 @@ def test_spans_to_json_has_sglangs_form():
         {"version": "7", "start": 0, "end": 2},
         {"version": "8", "start": 2, "end": 3},
     ]
-    assert per_token(spans) == ("7", "7", "8")
+    assert expand_spans(spans) == ("7", "7", "8")
 
 
 def test_a_sample_without_tokens_has_no_versions():

@@ -167,9 +167,9 @@ async def test_a_server_that_comes_late_is_asked_again(prefill: PrefillServer) -
 @pytest.mark.parametrize(
     ("first", "token_id", "logprob", "words"),
     [
-        (FIRST, 4, float(LOGPROB), "that of token 3, and the answer begins with token 4"),
+        (FIRST, 4, float(LOGPROB), "the set of token 3, and the answer begins with token 4"),
         (FIRST, TOKEN, -0.26, "of log-prob -0.26"),
-        (FirstToken(9, INPUTS, FIRST.entry), TOKEN, float(LOGPROB), "that of token 9"),
+        (FirstToken(9, INPUTS, FIRST.entry), TOKEN, float(LOGPROB), "the set of token 9"),
         (
             replace(FIRST, inputs={**INPUTS, "top_logprobs_p": "0.5", "prompt": "x"}),
             TOKEN,
@@ -197,7 +197,7 @@ async def test_a_refusal_keeps_its_status(prefill: PrefillServer, port: int) -> 
 
 async def test_a_server_that_has_none_is_an_error(port: int) -> None:
     received = await asked(state(port))
-    assert "sent none within 1 s" in received.check(None)
+    assert "sent no set within 1 s" in received.check(None)
 
 
 async def test_a_server_without_the_patch_set_is_an_error() -> None:

@@ -280,12 +280,12 @@ def test_where_the_patch_set_does_not_hold_it_is_refused(monkeypatch: pytest.Mon
 def test_a_batch_hands_each_prompt_its_own() -> None:
     batch = SimpleNamespace(is_single=False, batch_size=2, sampling_params=[{"n": 2}, {"n": 2}] * 2)
     given = {RESUMED: [None, 1], "input_ids": [[1, 2], [3]]}
-    resume.spread(PROCESS, batch, given.get)
+    resume.pass_to_scheduler(PROCESS, batch, given.get)
     assert getattr(batch, RESUMED) == [None, 1, None, 1]
     assert [one.get("custom_params") for one in batch.sampling_params] == [None, {RESUMED: 1}] * 2
     single = SimpleNamespace(is_single=True, batch_size=1, sampling_params={"custom_params": {"a": 1}})
-    resume.spread(PROCESS, single, {RESUMED: 0}.get)
+    resume.pass_to_scheduler(PROCESS, single, {RESUMED: 0}.get)
     assert single.sampling_params == {"custom_params": {"a": 1, RESUMED: 0}}
     untouched = SimpleNamespace(is_single=True, batch_size=1, sampling_params={})
-    resume.spread(PROCESS, untouched, {}.get)
+    resume.pass_to_scheduler(PROCESS, untouched, {}.get)
     assert vars(untouched) == {"is_single": True, "batch_size": 1, "sampling_params": {}}

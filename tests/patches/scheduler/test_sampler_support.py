@@ -20,8 +20,8 @@ from sglang_topp_patches.scheduler.sampler_support import (
     Capture,
     Drawing,
     capturing,
+    rank_only_top_k,
     sample_from_probs,
-    sample_of_the_highest,
 )
 from tests.skip_missing_features import skip_without
 
@@ -29,7 +29,7 @@ skip_without(Feature.SAMPLER_SOURCE)
 
 PROCESS = SchedulerProcess(InFlight(1 << 20))
 VOCAB = 40
-RANKS_THE_HIGHEST = set(TOP_K_RANKING) <= set(installed()[1].seams)
+RANKS_ONLY_TOP_K = set(TOP_K_RANKING) <= set(installed()[1].seams)
 TOP_KS, TOP_PS, MIN_PS = [5, 40, 1, 9], [0.9, 0.5, 1.0, 0.95], [0.0, 0.1, 0.0, 0.3]
 
 
@@ -67,7 +67,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, probs: torch.Tensor) -> Any:
     monkeypatch.setattr(
         sglang_sampler,
         "top_k_top_p_min_p_sampling_from_probs_torch",
-        partial(sample_of_the_highest, watched) if RANKS_THE_HIGHEST else watched,
+        partial(rank_only_top_k, watched) if RANKS_ONLY_TOP_K else watched,
     )
 
     def run(
@@ -116,7 +116,7 @@ def test_sets_are_the_filters_of_the_rows_that_ask(draw: Any, probs: torch.Tenso
     drawing = Drawing((0, 1, 3), frozenset())
     sampled, captured, width = draw(drawing, top_ks=top_ks)
     assert captured is None  # SGLang did not ask for a mask
-    assert width == (12 if top_ks is not TOP_KS and RANKS_THE_HIGHEST else VOCAB)
+    assert width == (12 if top_ks is not TOP_KS and RANKS_ONLY_TOP_K else VOCAB)
     expected = [by_definition(probs[row], top_ks[row], TOP_PS[row], MIN_PS[row]) for row in (0, 1, 3)]
     assert sets_of(drawing, probs, sampled) == expected
 

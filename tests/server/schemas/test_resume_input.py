@@ -183,9 +183,9 @@ def test_wrong_resumed_tokens_are_named(prompts, count, words):
     ("body", "words"),
     [
         (b"", "not JSON"),
-        (b"{}", "got it and all, or neither"),
-        (b'{"request_id": "a", "all": true}', "got it and all, or neither"),
-        (b'{"request_id": null}', "got it and all, or neither"),
+        (b"{}", "got both request_id and all, or neither"),
+        (b'{"request_id": "a", "all": true}', "got both request_id and all, or neither"),
+        (b'{"request_id": null}', "got both request_id and all, or neither"),
         (b'{"request_id": ""}', "request_id: got an empty string"),
         (b'{"request_id": 3}', "request_id: got 3"),
         (b'{"request_id": "a\\nb"}', "request_id: got the character"),

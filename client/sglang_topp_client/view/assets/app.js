@@ -55,13 +55,13 @@ function onKey(event) {
   }
 }
 
-function target(key, { position, detail, besides }) {
+function target(key, { position, detail, tokenOnAdjacentLine }) {
   const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -200, PageDown: 200 };
   if (key in steps) return position + steps[key];
   if (key === "Home") return 0;
   if (key === "End") return detail.ids.length - 1;
-  if (key === "ArrowUp") return besides(-1);
-  if (key === "ArrowDown") return besides(1);
+  if (key === "ArrowUp") return tokenOnAdjacentLine(-1);
+  if (key === "ArrowDown") return tokenOnAdjacentLine(1);
   return null;
 }
 

@@ -13,7 +13,7 @@ let shown = null;
 let wanted = null;
 let metric = "mass";
 
-/** Return the rollout on screen: `{ row, detail, position, select, besides }`, or null. */
+/** Return the rollout on screen: `{ row, detail, position, select, tokenOnAdjacentLine }`, or null. */
 export function shownRollout() {
   return shown;
 }
@@ -104,7 +104,7 @@ export async function drawRollout(view, row, position) {
     flows = flows.filter((each) => each !== flow);
   }
 
-  shown = { row, detail, position: 0, select, besides: (direction) => flows[0].besides(direction) };
+  shown = { row, detail, position: 0, select, tokenOnAdjacentLine: (direction) => flows[0].tokenOnAdjacentLine(direction) };
   await addColumn(row, table.sample[row] === undefined ? "This rollout" : `Sample ${table.sample[row]}`);
   colorBy(metric);
   select(position ?? 0, position === null ? "nearest" : "center");

@@ -62,7 +62,7 @@ export class TokenFlow {
   }
 
   /** Return the position of the token in the line above (-1) or below (1) the selected one. */
-  besides(direction) {
+  tokenOnAdjacentLine(direction) {
     const from = startOf(this.tokenAt(this.selected));
     if (!from) return this.selected;
     let line = null;

@@ -92,7 +92,9 @@ def _run(args: argparse.Namespace) -> int:
         return fail(f"candidate sets cannot be served: {reason}", USAGE)
     engine_port = launch.check_free(args.engine_host, args.engine_port)
     if (args.host, args.port) == (args.engine_host, engine_port):
-        return fail(f"--port and --engine-port: got {engine_port} for both, expected two", USAGE)
+        return fail(
+            f"--port and --engine-port: got {engine_port} for both, expected two different ports", USAGE
+        )
     engine_url = launch.url_of(args.engine_host, engine_port)
     settings = settings_of(args, engine_url, ready_timeout_s=args.ready_timeout_s)
     if settings.engine_api_key is not None and _has_http_workers(args.sglang_args):

@@ -1,4 +1,4 @@
-"""Failover: run each call on one server, move it to another server if that fails, and retry after a delay."""
+"""EndpointPool: run each call on one server, move it to another one on failure, and retry after a delay."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sglang_topp_client.transport import fd_limit
 from sglang_topp_client.transport.fd_limit import FileLimitError
 from sglang_topp_client.transport.http import ServerConfig
 
-__all__ = ["Endpoints"]
+__all__ = ["EndpointPool"]
 
 _T = TypeVar("_T")
 
 _FILE_WAIT_S = 0.1
 
 
-class Endpoints:
+class EndpointPool:
     """The servers of one client, for one event loop. The object must be created in that loop.
 
     Args:
