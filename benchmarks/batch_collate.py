@@ -1,8 +1,8 @@
-"""Collation against a plain loop, and against a copy of its output.
+"""Benchmark of batch collation: its time, against a plain loop and against a copy of its output.
 
-1024 samples with prompts of 64 to 512 tokens and responses of 16 to 2048. The first two tables compare with
-the loop over lists in `reference_layouts.py`. The last table compares with a copy of every output into fresh
-memory, the least that any collation has to write.
+The batch has 1024 samples, with prompts of 64 to 512 tokens and responses of 16 to 2048. The first two tables
+compare with the loop over lists in `reference_layouts.py`. The last table compares with a copy of every
+output into fresh memory, because any collation has to write at least that.
 """
 
 from __future__ import annotations

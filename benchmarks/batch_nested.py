@@ -1,11 +1,11 @@
-"""Nesting and unnesting a batch that is 8.4 % full: bytes and time.
+"""Benchmark of `nest_batch` and `unnest_batch` on a batch that is 8.4 % full: bytes and time.
 
-The batch has 1024 x 16384 positions, 470 MB when dense, so that the benchmark runs on a small machine. A
-controller would hold eight times as many rows. Two fields are int64 (one of them the mask), and three are
-float32.
+The batch has 1024 x 16384 positions, or 470 MB when dense, so that the benchmark runs on a small machine. A
+trainer's controller would hold eight times as many rows. Two fields are int64 (one of them is the mask), and
+three are float32.
 
-The baseline copies with NumPy. On Linux, NumPy uses huge pages, as the nested batches do. `torch.clone`
-faults memory in pages of 4 KiB, and the kernel would then compact memory during the next contender.
+The baseline copies with NumPy. On Linux, NumPy uses huge pages, as the nested batches do. `torch.clone` would
+use pages of 4 KiB, and the kernel would then compact memory while the next contender is timed.
 """
 
 from __future__ import annotations

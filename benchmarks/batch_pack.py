@@ -1,11 +1,11 @@
-"""Packing against plain loops, and collation of a whole batch with candidate sets.
+"""Benchmark of sequence packing against plain loops, and of collating a batch with candidate sets.
 
-The samples are those of `batch_collate`. Rows have 16384 tokens on 8 data-parallel ranks, aligned for 2
-tensor-parallel and 2 context-parallel ranks.
+The samples come from the benchmark `batch_collate`. Packed rows hold up to 16384 tokens, for 8
+data-parallel ranks, and are aligned for 2 tensor-parallel and 2 context-parallel ranks.
 
 Most tables compare with the loop over samples in `reference_layouts.py`, which joins lists and has no step
-per token. SkyRL measured 34 x against a loop over tokens (pull request 1808). One table compares with such a
-loop. It has fewer samples, because that loop takes seconds.
+per token. SkyRL measured 34 x against a loop over tokens (pull request 1808), so one table compares with such
+a loop. That table has fewer samples, because the loop over tokens takes seconds.
 """
 
 from __future__ import annotations

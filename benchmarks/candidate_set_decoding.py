@@ -1,4 +1,4 @@
-"""Decode the candidate sets of a rollout, with full validation, against a loop without any."""
+"""Benchmark of decoding a rollout's candidate sets: with full validation, against a loop without any."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POSITIONS, VOCAB = 32_768, 151_936
 
 def run() -> None:
     rng = np.random.default_rng(0)
-    # Measured set sizes of a model at top_p 0.97: 46 % singletons, median 2, mean about 8, p99 about 82.
+    # Set sizes as measured on a model at top_p 0.97: 46 % singletons, median 2, mean about 8, p99 about 82.
     skewed = np.exp(rng.normal(0.85, 1.55, POSITIONS)).astype(np.int64)
     for title, sizes in (
         ("geometric", rng.geometric(1 / 8, POSITIONS)),
@@ -50,7 +50,7 @@ def run() -> None:
 
 
 def loop_decode(meta_info: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
-    """Decode as a client without this package does. Accepts any payload."""
+    """Decode the sets as a client without this package would, and accept any payload."""
     logprobs = np.frombuffer(base64.b64decode(meta_info["output_top_p_logprobs_val_base64"]), "<f4")
     token_ids = np.frombuffer(base64.b64decode(meta_info["output_top_p_logprobs_idx_base64"]), "<i4")
     decoded = []

@@ -1,7 +1,8 @@
-"""Distillation over a teacher's candidate sets, against full logits.
+"""Benchmark of distillation over a teacher's candidate sets, against distillation from full logits.
 
-Forward KL, forward and backward pass. On the CPU: float32, one thread. On a GPU, if there is one: bfloat16
-and the sizes of a trainer. The sets are those of the benchmark `replay`.
+Each contender runs the forward and backward pass of the forward KL. The CPU runs use float32 and one thread.
+The GPU runs, on a machine with a GPU, use bfloat16 and the sizes of a real trainer. The sets come from the
+benchmark `replay`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Throughput and response size of the real engine by kind of request.
+"""Benchmark of the real engine by kind of request: throughput and response size.
 
-32 concurrent requests of 32 tokens, vocabulary 151,936. One patched SGLang on this machine serves every
-contender in turn. The time runs from the first request sent to the last response read. Sizes are response
-bytes per generated token.
+A contender sends 32 concurrent requests of 32 tokens each, with a vocabulary of 151,936. One patched SGLang
+on this machine serves all contenders in turn. The time runs from the first request sent to the last response
+read. Sizes are response bytes per generated token.
 """
 
 from __future__ import annotations

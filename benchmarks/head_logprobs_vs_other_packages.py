@@ -1,6 +1,6 @@
-"""Full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
+"""Benchmark of full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
 
-A package takes part if it is installed and runs on this machine. None of them supports candidate sets.
+A package takes part if it is installed and runs on this machine. No other package supports candidate sets.
 Install `trl`, `cut-cross-entropy`, and `liger-kernel` for the whole table.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 
 def run() -> None:
-    """Print one table: forward and backward pass for the log-prob of every target."""
+    """Time the forward and backward pass of each package, for the log-prob of every target."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     t, h, v = (8192, 4096, 151_936) if device == "cuda" else (1024, 512, 16_384)
@@ -70,7 +70,7 @@ def run() -> None:
     )
 
 
-# A label and the function to time.
+# The label of a contender, and the function to time.
 Contender = tuple[str, Callable[[], Tensor]]
 
 

@@ -1,7 +1,7 @@
-"""Candidate sets of a decode step on the CPU: `nucleus.top_p_candidates` against sort-and-cumsum.
+"""Benchmark of a decode step's candidate sets on the CPU: `nucleus.top_p_candidates` against sort-and-cumsum.
 
-Runs on one thread, so that the times show work, and not how long threads wait for each other on a shared
-machine. `nucleus_gpu` is the benchmark for GPUs.
+The benchmark runs on one thread, so that the times show work, and not how long threads wait for each other on
+a shared machine. The benchmark `nucleus_gpu` covers GPUs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _call_overhead() -> None:
 
 
 def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort every row and keep tokens until the mass above reaches `p`. Splits ties and checks nothing."""
+    """Sort every row, and keep tokens until their mass reaches `p`. Ties are split; nothing is checked."""
     ordered, ids = logprobs.sort(dim=-1, descending=True)
     mass = ordered.exp()
     kept = mass.cumsum(-1) - mass < p

@@ -1,10 +1,10 @@
-"""Candidate sets on a GPU: the engine's kernels against sorting, `torch.topk`, plain torch, and one copy.
+"""Benchmark of candidate sets on a GPU: the engine's kernels against sorting, `topk`, torch, and a copy.
 
 Each call is timed between two CUDA events, after a sleep kernel has started. A contender that never waits
 for the device queues all of its kernels during the sleep, so its time is device time alone. The time of a
-contender that waits includes its waiting.
+contender that waits for the device includes the wait.
 
-Legend: B rows, V vocabulary.
+Shape legend: B is the number of rows, and V the vocabulary size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THRESHOLDS = (0.8, 0.95, 0.999)
 # Standard deviation of the logits: 7 gives set sizes like those of real models, 0.5 keeps most of the
 # vocabulary.
 ROWS = {"realistic": 7.0, "flat": 0.5}
-# The case that the targets are for.
+# The targets apply to this case.
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
 # About 10 ms at 2 GHz: longer than any contender takes to queue its kernels.
@@ -103,8 +103,8 @@ def _compare_main_case() -> None:
 def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
     """Return the functions to compare, by label.
 
-    Each leaves the candidates of every row on the GPU, except that `topk` finds the largest 1024 and "one
-    copy" finds none.
+    Each contender leaves the candidates of every row on the GPU, with two exceptions. `topk` finds the
+    largest 1024 tokens of a row, and "one copy" finds no candidates.
     """
     from sglang_topp.nucleus.gpu_extraction import stage_top_p
 

@@ -1,8 +1,8 @@
-"""Replay: the candidate-only head and the sparse log-softmax against dense masks over full logits.
+"""Benchmark of replay: the candidate-only head and the sparse log-softmax, against dense masks on logits.
 
-Forward and backward pass. On the CPU: float32, one thread. On a GPU, if there is one: bfloat16 and the sizes
-of a trainer. Set sizes are drawn to look like top-p 0.97: mean about 8, median 2, 99th percentile about 80,
-and 46 % singletons.
+Each contender runs a forward and a backward pass. The CPU runs use float32 and one thread. The GPU runs, on a
+machine with a GPU, use bfloat16 and the sizes of a real trainer. Set sizes are drawn as if from top-p 0.97:
+mean about 8, median 2, 99th percentile about 80, and 46 % singletons.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TINY = (16, 8, 64)
 
 
 def run() -> None:
-    # One thread: times then show work, and not how long threads wait for each other on a shared machine.
+    # One thread, so that times show work, and not how long threads wait for each other on a shared machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -141,7 +141,7 @@ def _head_inputs(t: int, h: int, v: int, dtype: torch.dtype, device: str) -> tup
 
 
 def _work(function: Callable[[], Tensor], leaves: list[Tensor]) -> Work:
-    """Return work that runs forward and backward and returns the gradients of `leaves`."""
+    """Return work that runs the forward and backward pass, and returns the gradients of `leaves`."""
 
     def work() -> list[Tensor]:
         for leaf in leaves:
@@ -191,7 +191,7 @@ def epochs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Callable[[], None]:
-    """Return a step that scores a reference, and the policy forward and backward four times."""
+    """Return a step: score the reference once, then run the policy's forward and backward pass four times."""
     hidden, weight = _head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v)
     targets, buffer = _targets(sets, device), torch.zeros_like(weight)
@@ -241,7 +241,7 @@ def full_head(
 
 
 def response_only(t: int, h: int, v: int, n: int, chunk: int) -> Work:
-    """Score only the response of one sequence: the last t // n of its t + 1 tokens."""
+    """Return work that scores only the response of one sequence: the last t // n of its t + 1 tokens."""
     hidden, weight = _head_inputs(t + 1, h, v, torch.float32, "cpu")
     rows = Layout().select_rows([t + 1 - t // n], [t // n])
     targets = torch.arange(t // n) % v
@@ -279,7 +279,7 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
     rows = torch.tensor(sets.token_ids[entries], dtype=torch.int64, device=device)
 
     def read_once() -> None:
-        # Sums of 256 gathered rows each: reads every row and writes almost nothing.
+        # Summing groups of 256 gathered rows reads every row, and writes almost nothing.
         torch.nn.functional.embedding_bag(
             rows, weight.detach(), torch.arange(0, len(rows), 256, device=device)
         )

@@ -1,10 +1,11 @@
-"""Replay under gradient accumulation: micro-batches after the first, when the head has a gradient already.
+"""Benchmark of replay under gradient accumulation: a step when the LM head already has a gradient.
 
 The gradient of the hidden states is new in each micro-batch, and the gradient of the head accumulates. A
 dense gradient of the head is zeroed, written, and added in full, even if only a few of its rows are non-zero.
 
-Runs on torch's default number of threads. If other processes compete for the cores, threads that wait for
-each other spin for whole time slices. `OMP_WAIT_POLICY=passive` or one thread is then much faster.
+The benchmark runs on torch's default number of threads. If other processes compete for the cores, threads
+that wait for each other spin for whole time slices. `OMP_WAIT_POLICY=passive` or one thread is then much
+faster.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _inputs(t: int, h: int, v: int, spread: int) -> tuple[Tensor, Tensor, Candid
 
 
 def _work(value: Callable[[], Tensor], hidden: Tensor) -> Work:
-    """Return work that runs forward and backward for one micro-batch."""
+    """Return work that runs the forward and backward pass of one micro-batch."""
 
     def work() -> list[Tensor]:
         hidden.grad = None

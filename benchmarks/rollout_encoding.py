@@ -1,7 +1,8 @@
-"""Encodings of a rollout between sidecar and client: their time, and their bytes relative to the entropy.
+"""Benchmark of the encodings of a rollout between sidecar and client: time, and size against the entropy.
 
-The distributions are softmaxes over the whole vocabulary. Token frequencies follow Zipf's law, and the sets
-follow the threshold rule. The low bits of the float32 log-probs have no pattern.
+The rollouts are random. Their distributions are softmaxes over the whole vocabulary, token frequencies follow
+Zipf's law, and the candidate sets follow the threshold rule. The low bits of the float32 log-probs have no
+pattern that an encoding could use.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["run"]
 POSITIONS, VOCAB, AT_ONCE = 2048, 151_936, 64
 BASE64, LISTS, BINARY = "base64 in JSON", "JSON lists", "binary"
 ZSTD_LEVEL_3, ENTROPY = "binary, Zstandard level 3", "entropy"
-# Sharpness and threshold that give sets of mean size 2, 8, and 64, roughly.
+# Mean set size (roughly), and the sharpness and threshold that give it.
 SHAPES = {2: (1.5, 0.9), 8: (1.135, 0.95), 64: (0.9, 0.95)}
 TARGET_SHARE = 0.6
 

@@ -1,8 +1,8 @@
-"""Cost of the sidecar between a client and a fake engine: throughput and processor time.
+"""Benchmark of the sidecar between a client and a fake engine: throughput and processor time.
 
-The fake engine answers immediately, or at the speed of a GPU. At that speed, samples either all end together,
-or have different lengths, as rollouts do. Engine, sidecars, and client are processes on one machine and share
-its cores.
+The fake engine answers immediately, or at the speed of a GPU. At the speed of a GPU, samples either all end
+together, or have different lengths, as rollouts do. The engine, the sidecars, and the client are processes on
+one machine and share its cores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DIRECT, TWO, SIDECAR = "directly to the engine", "through two sidecars", "throug
 
 @dataclass(frozen=True)
 class _Servers:
-    """The addresses of an engine and of two sidecars before it."""
+    """The addresses of an engine and of two sidecars in front of it."""
 
     engine: str
     sidecar: str
@@ -81,7 +81,7 @@ def _compare(
 def _show_cost(servers: _Servers) -> None:
     """Print the processor time of sidecar and client per sample and per token.
 
-    Both follow from runs of `SHORT` and of `LONG` samples.
+    Both costs follow from two runs, with samples of `SHORT` tokens and of `LONG` tokens.
     """
     cost: dict[str, float] = {}
     for label, url, clock in (

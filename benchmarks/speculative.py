@@ -1,10 +1,10 @@
-"""Throughput of the real engine under speculative decoding, with and without sets.
+"""Benchmark of the real engine under speculative decoding: throughput with and without candidate sets.
 
-32 concurrent requests of 32 tokens. One patched SGLang on this machine serves every contender in turn. The
-time runs from the first request sent to the last response read.
+A contender sends 32 concurrent requests of 32 tokens each. One patched SGLang on this machine serves all
+contenders in turn. The time runs from the first request sent to the last response read.
 
-Without a GPU, the drafts come from the tests' worker, which drafts with the target model itself, and the
-sampling kernels are ports to torch. So the ratios show the cost of sets during verification. They do not show
+Without a GPU, the drafts come from a draft worker of the tests, which uses the target model itself. Ports to
+torch replace the sampling kernels. So the ratios show the cost of candidate sets during verification, but not
 the gain from speculation.
 
 On a GPU, `SPECULATIVE_MODEL` and `SPECULATIVE_DRAFT` name a model and its EAGLE draft model::
@@ -77,7 +77,7 @@ def run() -> None:
 
 @contextmanager
 def _engine(folder: Path) -> Iterator[tuple[Engine, str]]:
-    """Run an engine that speculates, and name it."""
+    """Run an engine with speculative decoding, and yield it with a title for the table."""
     target, draft = (os.environ.get(f"SPECULATIVE_{name}") for name in ("MODEL", "DRAFT"))
     arguments: Sequence[str] = chain_draft_worker.ARGUMENTS
     if torch.cuda.is_available():

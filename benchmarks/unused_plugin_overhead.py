@@ -1,8 +1,8 @@
-"""Cost of the installed plugin for requests that do not use it.
+"""Benchmark of the time that the installed plugin costs requests that do not use it.
 
-32 concurrent requests of 32 tokens, vocabulary 151,936. Two servers of the installed SGLang answer the same
-requests in turn: one with the plugin, and one whose `SGLANG_PLUGINS` leaves it out. The other server is idle
-while one is timed. Results of older SGLang releases are kept as
+A contender sends 32 concurrent requests of 32 tokens each, with a vocabulary of 151,936. Two servers of the
+installed SGLang answer the same requests in turn: one with the plugin, and one whose `SGLANG_PLUGINS` leaves
+the plugin out. While one server is timed, the other is idle. Results of older SGLang releases are kept as
 `results/unused_plugin_overhead_RELEASE.json`.
 """
 
@@ -23,12 +23,12 @@ from tests.engine.start_servers import run_engine
 REQUESTS = 32
 TOKENS = 32
 SAMPLING = {"max_new_tokens": TOKENS, "temperature": 1.0, "top_p": 0.95, "ignore_eos": True}
-# Loads only the hooks that SGLang 0.5.12 needs on a CPU.
+# This value loads only the hooks that SGLang 0.5.12 needs on a CPU.
 WITHOUT_PLUGIN = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
 
 
 def run() -> None:
-    """Print the time of the same requests without the plugin, and with it installed and unused."""
+    """Time the same requests without the plugin, and with the plugin installed but unused."""
 
     async def send(url: str, body: dict[str, Any]) -> None:
         limits = httpx.Limits(max_connections=REQUESTS)

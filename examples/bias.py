@@ -1,14 +1,14 @@
 """Measure the bias of training without replay: gradients, KL, and reward of one small policy.
 
-The policy is a small network that reads the last token and predicts the next one. A Markov chain of so few
-states has an exact expected reward and an exact gradient, by dynamic programming, and the estimates are
-compared with it. Sampling, sets, and scores are those of this project. Four ways of training differ in one
-place, the log-probs of the ratio:
+The policy is a small network that reads the last token and predicts the next one. Its tokens form a Markov
+chain with few states, so dynamic programming gives the exact expected reward and its exact gradient. The
+script compares the estimates with them. Candidate sets and scores come from this project's functions. The
+four ways of training differ only in the log-probs of the importance ratio:
 
     replay        new and old over the candidate sets
-    without       new over the vocabulary, old as the sampler drew: the ratio starts at the kept mass
-    uncorrected   new and old over the vocabulary: the ratio starts at 1, and the sampler is ignored
-    truncated IS  as uncorrected, and each token is weighted with min(policy / sampler, 2)
+    without       new over the vocabulary, old over the sets: the ratio starts at the kept mass
+    uncorrected   new and old over the vocabulary: the ratio starts at 1, as if no top-p were applied
+    truncated IS  like uncorrected, but each token is weighted with min(policy / sampler, 2)
 
     python examples/bias.py                     # minutes on two cores; prints a table
     python examples/bias.py --short             # seconds
@@ -36,12 +36,12 @@ from sglang_topp.replay import full_logprobs, masked_logprobs, replayed_old_logp
 WAYS = ("replay", "without", "uncorrected", "truncated IS")
 VOCAB, LENGTH = 48, 24
 CLIP, LARGEST_WEIGHT = 0.2, 2.0
-MINI_BATCHES = 4  # optimizer steps per rollout: the ratio moves within a rollout
+MINI_BATCHES = 4  # optimizer steps per batch of rollouts, during which the ratios move
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """N trajectories of T tokens: T states, T targets, their sets, and one reward per trajectory."""
+    """N trajectories of T tokens: the state before each token, the token itself, and N rewards."""
 
     states_NT: Tensor
     targets_NT: Tensor
@@ -49,7 +49,7 @@ class Rollouts:
 
 
 class Task:
-    """Rewards r[s, a] of each token a after each token s, in [0, 1]. Few of a state's tokens pay well."""
+    """Rewards r[s, a] in [0, 1] of each token a after each token s. Few tokens after s have a high reward."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -66,7 +66,7 @@ class Task:
         return total / LENGTH
 
     def visits(self, transitions_VV: Tensor) -> Tensor:
-        """Return [V]: how often the chain is in each state, as a share of its tokens."""
+        """Return the expected share of tokens that the chain draws in each state, [V]."""
         state_V = torch.zeros(VOCAB)
         state_V[0] = 1
         total_V = torch.zeros(VOCAB)
@@ -77,7 +77,7 @@ class Task:
 
 
 def make_policy(seed: int) -> nn.Module:
-    """Return a network from states [B] to logits [B, V]. Its distributions are as peaked as a model's."""
+    """Return a network from states [B] to logits [B, V]. Its outputs are as peaked as a language model's."""
     torch.manual_seed(seed)
     policy = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, VOCAB))
     with torch.no_grad():
@@ -91,7 +91,7 @@ def all_logits(policy: nn.Module) -> Tensor:
 
 
 def nucleus_mask(logits_VV: Tensor, top_p: float) -> Tensor:
-    """Return bool [V, V]: the tokens that the sampler may draw after every token."""
+    """Return bool [V, V]: whether the sampler may draw a token (column) after another token (row)."""
     token_ids, _, offsets = top_p_candidates(torch.log_softmax(logits_VV.detach(), 1), top_p)
     mask_VV = torch.zeros(VOCAB, VOCAB, dtype=torch.bool)
     mask_VV[torch.repeat_interleave(offsets.diff()), token_ids.long()] = True
@@ -121,7 +121,7 @@ def roll_out(task: Task, policy: nn.Module, top_p: float, num: int, generator: t
 
 @torch.no_grad()
 def candidate_sets(policy: nn.Module, rollouts: Rollouts, top_p: float) -> CandidateSets:
-    """Return the set of each token, as the engine would report it."""
+    """Return the candidate set of each token, as the engine would report it."""
     logprobs_VV = torch.log_softmax(all_logits(policy), 1)
     targets = rollouts.targets_NT.flatten()
     arrays = top_p_candidates(logprobs_VV[rollouts.states_NT.flatten()], top_p, targets)
@@ -129,7 +129,7 @@ def candidate_sets(policy: nn.Module, rollouts: Rollouts, top_p: float) -> Candi
 
 
 def loss(way: str, logits_TV: Tensor, targets_T: Tensor, sets: CandidateSets, advantage_T: Tensor) -> Tensor:
-    """Return PPO's clipped loss, a mean over tokens, for one way of scoring."""
+    """Return PPO's clipped loss, averaged over tokens, for one of the `WAYS`."""
     drawn_with_T = replayed_old_logprobs(sets, output_ids=targets_T)
     reported_T = torch.from_numpy(sets.sampled_logprobs.copy())
     if way == "replay":
@@ -152,10 +152,10 @@ def gradient(value: Tensor, policy: nn.Module) -> Tensor:
 def gradient_cosines(
     task: Task, policy: nn.Module, top_p: float, num: int, generator: torch.Generator
 ) -> dict[str, dict[str, float]]:
-    """Return each way's cosine with the exact gradients, from the same `num` trajectories.
+    """Return the cosine of each way's gradient with two exact gradients, from the same `num` trajectories.
 
-    `sampled` is the expected reward of the sampler, over its present sets. `policy` is the expected reward of
-    the whole distribution, at top-p 1.
+    `sampled` is the gradient of the sampler's expected reward, with its current candidate sets fixed.
+    `policy` is the gradient of the expected reward at top-p 1, over the whole distribution.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)
@@ -181,7 +181,7 @@ def gradient_cosines(
 
 @torch.no_grad()
 def measure(task: Task, policy: nn.Module, first_VV: Tensor, top_p: float) -> dict[str, float]:
-    """Return the exact reward at `top_p` and at top-p 1, and the KLs in nats per token of the sampler."""
+    """Return the exact reward at `top_p` and at top-p 1, KLs in nats per token, and the mean set size."""
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)
     transitions_VV, logprobs_VV = sampler(logits_VV, mask_VV), torch.log_softmax(logits_VV, 1)
@@ -200,7 +200,7 @@ def measure(task: Task, policy: nn.Module, first_VV: Tensor, top_p: float) -> di
 def train(
     way: str, top_p: float, seed: int, *, steps: int, trajectories: int
 ) -> Iterator[tuple[nn.Module, dict[str, float]]]:
-    """Yield the policy and its measures before each step, and after the last."""
+    """Yield the policy and its measures before each training step, and after the last step."""
     task, policy = Task(seed), make_policy(seed)
     first_VV = all_logits(policy).detach()
     generator = torch.Generator().manual_seed(seed)
@@ -225,7 +225,7 @@ def train(
 def run(
     top_ps: Sequence[float], seeds: Sequence[int], *, steps: int, trajectories: int, estimates: int
 ) -> dict[str, Any]:
-    """Train every way, and return the curves, and the cosines along the training with replay."""
+    """Train in every way. Return the training curves, and gradient cosines at four steps of replay."""
     curves: list[dict[str, Any]] = []
     cosines: list[dict[str, Any]] = []
     for top_p in top_ps:
@@ -297,7 +297,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draw reward and the sampler's distance from the policy, one line per seed."""
+    """Plot the reward and KL(sampler || policy) over the steps, one line per way and seed."""
     import matplotlib
 
     matplotlib.use("Agg")

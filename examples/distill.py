@@ -1,11 +1,11 @@
 """On-policy distillation on two real engines: the student rolls out, the teacher scores, the student learns.
 
 Both models are small and random, and are created when the example starts. In each step, the student's engine
-samples rollouts, and the teacher's engine returns its top-p set at every sampled token. The student takes one
-optimizer step towards these sets, and its new weights are pushed to its engine.
+samples rollouts, and the teacher's engine returns the teacher's top-p set at every sampled token. The student
+takes one optimizer step towards these sets, and its new weights are pushed to its engine.
 
-The example reports the KL over the whole vocabulary, which falls. It computes that KL with a forward pass of
-the teacher, which the training itself does not need.
+The example reports the KL over the whole vocabulary, which falls. Only this report needs a forward pass of
+the teacher. The training does not.
 
     python examples/distill.py                          # two minutes to start both engines, seconds per step
     python examples/distill.py --outside renormalized   # compare within the teacher's sets only
@@ -49,8 +49,9 @@ def distill(
 ) -> list[dict[str, float]]:
     """Distill the teacher into the student, and return the loss and distances of each step before its update.
 
-    `loss` is the training loss. `forward_kl` and `reverse_kl` are over the whole vocabulary. All are means
-    over the tokens of the student's rollouts, in nats. The student's engine keeps the last step's weights.
+    `loss` is the training loss. `forward_kl` and `reverse_kl` are over the whole vocabulary. All three are
+    means over the tokens of the student's rollouts, in nats. At the end, the student's engine has the weights
+    of the last step.
     """
     student = AutoModelForCausalLM.from_pretrained(student_path, dtype=torch.float32)
     teacher_model = AutoModelForCausalLM.from_pretrained(teacher_path, dtype=torch.float32).eval()
@@ -111,7 +112,7 @@ def distances(
 
 
 def main() -> int:
-    """Run the example. Returns 0 if the trained KL fell over the whole vocabulary."""
+    """Run the example. Returns 0 if the KL in the trained direction fell over the whole vocabulary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="training steps (%(default)s)")
     parser.add_argument("--top-p", type=float, default=0.95, help="threshold of the sets (%(default)s)")

@@ -1,8 +1,8 @@
 """A GRPO loss (PPO's clipped ratio, advantages within groups) with and without replay.
 
-`grpo_loss` is the part to copy. Run the file to train a toy policy whose tokens are drawn with top-p from its
-own candidate sets. With replay, the importance ratios of the first step are 1. Without it, they are biased,
-because the policy is scored over the whole vocabulary and the sampler drew from the sets.
+`grpo_loss` is the part to copy. Run the file to train a toy policy on tokens that it samples with top-p. With
+replay, the importance ratios of the first step are 1. Without replay, they are biased, because the policy is
+scored over the whole vocabulary, but the sampler drew from the candidate sets.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def grpo_loss(
 
     The loss of a token is `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`.
 
-    `hidden` holds this rank's last hidden states, and `weight` is the LM head. `attention_mask` is the one of
-    the forward pass; only `Layout("bshd")` needs it. `advantages` has one number per sample, and `loss_mask`
-    has one entry per response token. Without a loss mask, every token with a candidate set counts, so the
-    tokens of tools do not. The metrics cover this rank's tokens.
+    `hidden` holds this rank's last hidden states, and `weight` is the LM head. `attention_mask` is the mask
+    of the forward pass; only `Layout("bshd")` needs it. `advantages` has one number per sample, and
+    `loss_mask` has one entry per response token. Without a loss mask, every token with a candidate set
+    counts. Tokens of tools have none, so they do not count. The metrics cover this rank's tokens.
     """
     lengths = [len(sample.output_ids) for sample in samples]
     recorded = [sample.candidates for sample in samples]
@@ -86,12 +86,12 @@ def grpo_loss(
 
     per_sample = torch.tensor(lengths, device=hidden.device)
     advantage = rows.take(advantages.to(hidden.device).repeat_interleave(per_sample))
-    # A token to which the rollout gave no probability has an infinite ratio. Its gradient is NaN even if the
-    # clip replaces the ratio; the clamp stops that gradient.
+    # A token to which the rollout gave no probability has an infinite ratio. Its gradient would be NaN, even
+    # if PPO's clip replaces the ratio. Clamping the log-ratio stops that gradient.
     ratio = (new.logprobs - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     per_token = -gain - entropy_bonus * new.entropy
-    # Every rank divides the sum over all ranks by the total number of tokens, so all ranks get one loss.
+    # Every rank divides the sum over all ranks by the total number of tokens, so all ranks get the same loss.
     loss = rows.scatter(per_token, cp_group).sum() / max(1, int(rows.scored.sum()))
     return loss, replay_metrics(new.logprobs, old, sets)
 
@@ -139,7 +139,7 @@ def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, fl
             samples,
             group_advantages(rewards).flatten(),
             layout=Layout("bshd"),
-            attention_mask=torch.ones(PROMPTS * GROUP, PROMPT + RESPONSE),  # every sample has one length
+            attention_mask=torch.ones(PROMPTS * GROUP, PROMPT + RESPONSE),  # all samples are equally long
             replay=replay,
         )
         optimizer.zero_grad()

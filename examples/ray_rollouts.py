@@ -1,9 +1,9 @@
 """Roll out on a Ray cluster: an engine on every node, and rollout actors that use all engines.
 
-Ray places the actors and moves the rollouts. The client balances the engines and moves samples away from an
-engine that dies. The driver keeps one entry per prompt: if a node takes an actor or an object with it, the
-prompt is rolled out again, and no prompt counts twice. The trainer receives references, and reads the sets
-from the shared memory of its node without a copy.
+Ray places the actors and moves the rollouts. The client balances the load over the engines, and moves samples
+away from an engine that dies. The driver keeps one entry per prompt. If a prompt's actor or result is lost
+with a node, the driver rolls out the prompt again, and no prompt counts twice. The trainer receives object
+references, and reads the sets from the shared memory of its node without a copy.
 
     python examples/ray_rollouts.py                                  # starts Ray and an engine here
     python examples/ray_rollouts.py --address auto --model-path MODEL --gpus-per-engine 1 -- --tp-size 1
@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG = 1
 
 @ray.remote
 class Engine:
-    """`sglang-topp serve` on this node. The kernel kills it with this actor's process, however that ends."""
+    """An actor that runs `sglang-topp serve`. If the actor's process ends, the kernel kills the server."""
 
     def __init__(self, model_path: str, host: str, engine_args: Sequence[str]) -> None:
         command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", model_path]
@@ -72,27 +72,27 @@ class Engine:
 
 @ray.remote(num_cpus=0)
 class RolloutWorker:
-    """Rolls out prompts on all engines. Its methods run at once, on the actor's event loop."""
+    """An actor that rolls out prompts on all engines. Its calls run concurrently, on its event loop."""
 
     def __init__(self, urls: Sequence[str], sampling: dict[str, Any]) -> None:
         self.client = AsyncRolloutClient(urls)
         self.sampling = sampling
 
     async def roll_out(self, prompt_index: int, prompt: str) -> list[Rollout]:
-        """Return the samples of one prompt. Any tool or reward model of yours belongs here."""
+        """Return the samples of one prompt. Call your own tools or reward model here."""
         rollouts = await self.client.generate(prompt, self.sampling, top_logprobs_source="sampler")
         return [replace(rollout, prompt_index=prompt_index) for rollout in rollouts]
 
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """Scores rollouts over their candidate sets. The model has the engines' weights, so each ratio is 1."""
+    """An actor that scores rollouts over their sets. It has the engines' weights, so each ratio is 1."""
 
     def __init__(self, model_path: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def score(self, references: Sequence[ray.ObjectRef]) -> dict[str, float]:
-        """Return the metrics of the rollouts behind `references`, which this node's memory holds."""
+        """Return the metrics of the referenced rollouts, which are in the shared memory of this node."""
         rollouts = [rollout for each in ray.get(list(references)) for rollout in each]
         batch = collate_rollouts(rollouts, np.zeros(len(rollouts)), pad_token_id=0)
         _, metrics = loss_sum(self.model, batch, replay=True)
@@ -102,12 +102,12 @@ class Trainer:
 def roll_out(
     workers: Iterable[Any], prompts: Sequence[str], in_flight: int
 ) -> dict[int, tuple[ray.ObjectRef, list[Rollout]]]:
-    """Roll out every prompt exactly once, and return the reference and the rollouts of each by its index.
+    """Roll out every prompt exactly once. Return each prompt's reference and rollouts, by prompt index.
 
     Args:
         workers: `RolloutWorker` actors.
         prompts: the prompts.
-        in_flight: prompts at a time for each worker.
+        in_flight: the number of prompts that each worker rolls out at a time.
 
     Raises:
         RuntimeError: every worker has died.
@@ -129,7 +129,8 @@ def roll_out(
         (reference, *_), _ = ray.wait(list(running))
         index, worker = running.pop(reference)
         try:
-            # A view of this node's memory, which keeps the object here if its node is lost later.
+            # `get` brings the object into this node's memory, and the arrays that view it keep it there. The
+            # rollouts then survive a loss of the node that made them.
             rollouts = ray.get(reference)
         except (RayActorError, ObjectLostError) as error:
             print(f"prompt {index} again: {type(error).__name__}", flush=True)
@@ -180,7 +181,7 @@ def main() -> int:
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         trainer = Trainer.options(scheduling_strategy=here).remote(model_path)
-        # References inside a list travel as references: 20 bytes each, not the sets.
+        # Ray does not resolve references inside a list. So it sends 28 bytes for each, and not the sets.
         metrics = ray.get(trainer.score.remote([finished[index][0] for index in range(len(prompts))]))
         rollouts = [rollout for index in range(len(prompts)) for rollout in finished[index][1]]
         if args.output is not None:

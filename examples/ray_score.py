@@ -1,9 +1,9 @@
-"""Score saved rollouts with a teacher, on a Ray cluster: a directory of part files in, one file per part out.
+"""Score saved rollouts with a teacher on a Ray cluster: one output file for each part file of a directory.
 
-Ray Data gives each part to an actor and repeats the parts of a node that dies. An output file appears under
-its part's name once it is complete, so a run that starts again skips it. Each actor holds one row group of
-its part and some scored rollouts, however large the part is. An output holds the part's rollouts in order,
-with the teacher's log-probs and sets at the generated tokens in place of the student's.
+Ray Data gives each part to an actor, and repeats the parts of a node that dies. An output file gets its
+part's name only once it is complete, so a restarted run skips it. An actor holds one row group of its part
+and some scored rollouts in memory, however large the part is. An output has the part's rollouts in order,
+with the teacher's log-probs and candidate sets in place of the student's.
 
     sglang-topp serve --model-path TEACHER                    # on one machine or on several
     python examples/ray_score.py ROLLOUTS SCORES --url http://teacher:30010
@@ -34,8 +34,8 @@ class PartScorer:
     Args:
         output: the directory of the results.
         urls: the teacher's servers.
-        top_logprobs_p: the threshold of its sets.
-        at_a_time: rollouts in memory.
+        top_logprobs_p: the threshold of the teacher's sets.
+        at_a_time: the number of rollouts that are scored, and held in memory, at a time.
     """
 
     def __init__(self, output: Path, urls: Sequence[str], top_logprobs_p: float, at_a_time: int) -> None:
@@ -43,7 +43,7 @@ class PartScorer:
         self.teacher = RolloutClient(urls)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Score one part, unless an earlier attempt did."""
+        """Score one part, unless an earlier attempt has finished it."""
         part = Path(row["path"])
         done = self.output / part.name
         if not done.exists():
@@ -53,7 +53,7 @@ class PartScorer:
         return {"part": part.name, "node": ray.get_runtime_context().get_node_id()}
 
     def score(self, rollouts: Iterator[Rollout]) -> Iterator[Rollout]:
-        """Yield the rollouts with the teacher's log-probs and sets."""
+        """Yield the rollouts with the teacher's log-probs and candidate sets."""
         while some := list(itertools.islice(rollouts, self.at_a_time)):
             scores = self.teacher.score(some, top_logprobs_p=self.top_logprobs_p)
             for rollout, score in zip(some, scores, strict=True):

@@ -1,8 +1,8 @@
-"""Roll out at top-p, score the same tokens again, and compare: importance ratios without and with replay.
+"""Roll out at top-p, score the same tokens again, and compare the importance ratios without and with replay.
 
-The model is random and is created when the example starts; everything else is real. SGLang serves the model,
-the client decodes the candidate sets, and a transformers forward pass with the same weights acts as the
-trainer. The weights are the same on both sides, so every importance ratio should be 1.
+The model is random, and is created when the example starts. All other parts are real. SGLang serves the
+model, the client decodes the candidate sets, and a transformers forward pass acts as the trainer. The weights
+are the same on both sides, so every importance ratio should be 1.
 
     python examples/rollout_loop.py            # about two minutes, mostly the start of SGLang
     python examples/rollout_loop.py --help
@@ -30,7 +30,7 @@ from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
 OFF = 0.1  # a ratio counts as off if its distance from 1 is larger than this
-TOLERANCE = 1e-3  # for float32 rounding in two implementations of one model
+TOLERANCE = 1e-3  # for float32 rounding, because two implementations compute the same model
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
         trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         scores = [score(trainer, rollout) for rollout in rollouts]
 
-    # The sampler drew from the renormalized set.
+    # The rollout's log-probs over the renormalized sets, from which the sampler drew.
     behavior = np.concatenate([rollout.masked_logprobs for rollout in rollouts])
     without = np.exp(np.concatenate([full for full, _ in scores]) - behavior)
     replayed = np.exp(np.concatenate([masked for _, masked in scores]) - behavior)
@@ -82,14 +82,14 @@ def main() -> int:
 
 @contextmanager
 def serve(model_path: Path) -> Iterator[tuple[str, str]]:
-    """Run the patched SGLang and its sidecar on free ports, and yield their URLs: sidecar, engine."""
+    """Run the patched SGLang and its sidecar on free ports, and yield the sidecar's and the engine's URL."""
     command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", str(model_path)]
     command += ["--port", "0", "--engine-port", "0"]
     command += ["--", "--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
     command.append("--sleep-on-idle")  # otherwise the idle engine takes a core from the trainer
     env = dict(os.environ)
     if not torch.accelerator.is_available():
-        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # SGLang serves on a CPU only if this names it
+        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # without this, SGLang needs an accelerator
     with (model_path / "server.log").open("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
         try:
@@ -107,7 +107,7 @@ def serve(model_path: Path) -> Iterator[tuple[str, str]]:
 
 @torch.no_grad()
 def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log-prob of each generated token: over the whole vocabulary, and over its candidate set."""
+    """Return two log-probs of each generated token: over the whole vocabulary, and over its candidate set."""
     candidates = rollout.candidates
     assert candidates is not None
     ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.output_ids])).long()

@@ -1,4 +1,4 @@
-"""Alternate turns of a model and a tool in exact token ids, and collate the rollouts for a trainer.
+"""Alternate turns of a model and a tool, keep the exact token ids, and collate the rollouts for a trainer.
 
 The tool counts the letters that the model wrote. `Rollout.extend` appends the tool's tokens as ids, and
 `RolloutClient.resume` generates the model's next turn. No text is tokenized twice, so the trainer sees the
@@ -47,7 +47,7 @@ def main() -> int:
             rollouts = [rollout.extend(tool(tokenizer, rollout.text)) for rollout in rollouts]
             rollouts = client.resume(rollouts, sampling, top_logprobs_source="sampler", on_abort="resume")
 
-    rewards = np.zeros(len(rollouts))  # yours
+    rewards = np.zeros(len(rollouts))  # put your rewards here
     batch = collate_rollouts(rollouts, rewards, pad_token_id=0)
     show(rollouts[0])
     num_changed = sum(changes_when_retokenized(tokenizer, rollout) for rollout in rollouts)

@@ -1,7 +1,7 @@
-"""Train on the real engine: roll out at top-p, score the tokens over their candidate sets, step, push.
+"""Train on the real engine: roll out at top-p, score over the candidate sets, update, and push the weights.
 
-This is the whole training cycle with every part of this project. The model is small and random, and is
-created when the example starts. Its reward is the share of even token ids, which a policy can learn. The
+The example runs the whole training cycle with every part of this project. The model is small and random, and
+is created when the example starts. Its reward is the share of even token ids, which a policy can learn. The
 reward rises, and every step starts with importance ratios of 1.
 
     python examples/train.py                    # a minute to start SGLang, seconds per step
@@ -50,8 +50,8 @@ def train(
 ) -> list[dict[str, float]]:
     """Train the model that the engine serves, and return the mean reward and metrics of each step.
 
-    The metrics are from before the update. The engine keeps the weights of the last step, with
-    `weight_version` `str(steps)`.
+    The metrics of a step are taken before its update. At the end, the engine has the weights of the last
+    step, with `weight_version` `str(steps)`.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -96,7 +96,8 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.model(batch["sequences"], attention_mask, positions).last_hidden_state
 
-    # The state before a token scores it. Rows of responses, one after the other, are the sets' order.
+    # The hidden state before a token scores that token. Indexing with a mask puts the rows of responses one
+    # after the other, which is the order of the sets.
     scored = batch["response_mask"].bool()
     width = scored.shape[1]
     states, targets = hidden[:, -width - 1 : -1][scored], batch["sequences"][:, -width:][scored]
@@ -107,7 +108,8 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
         new = head_logprobs(states, weight, targets).logprobs
     old = replayed_old_logprobs(sets, output_ids=targets)
 
-    # A token to which the rollout gave no probability has an infinite ratio, and its gradient would be NaN.
+    # A token to which the rollout gave no probability has an infinite ratio. Without the clamp, its gradient
+    # would be NaN.
     advantage, ratio = batch["rewards"][scored], (new - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return -gain.sum(), replay_metrics(new, old, sets)

@@ -1,8 +1,8 @@
 """Train with TRL on the real engine: `GRPOTrainer` samples from SGLang and scores over the candidate sets.
 
 The model is small and random, and is created when the example starts. Its reward is the share of even token
-ids. The example prints the importance ratios of each step, and the kept mass, which they would start at if
-the policy were scored over the whole vocabulary.
+ids. The example prints the importance ratios and the kept mass of each step. The ratios would start at the
+kept mass if the policy were scored over the whole vocabulary.
 
     python examples/train_trl.py               # three steps: a minute to start SGLang, seconds per step
     python examples/train_trl.py --steps 20    # the reward rises
@@ -25,7 +25,7 @@ from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 
 def train(model_path: Path, rollout_url: str, engine_url: str, *, steps: int) -> list[dict[str, float]]:
-    """Train the model that the engine serves. Return what TRL logged for each step."""
+    """Train the model that the engine serves, and return the metrics that TRL logged for each step."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns that `rollout_func` is experimental
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -68,7 +68,7 @@ def train(model_path: Path, rollout_url: str, engine_url: str, *, steps: int) ->
 
 
 def share_of_even_ids(completion_ids: list[list[int]], **others: Any) -> list[float]:
-    """Return the reward of each completion."""
+    """Return the reward of each completion: the share of its token ids that are even."""
     return [sum(token_id % 2 == 0 for token_id in ids) / len(ids) for ids in completion_ids]
 
 

@@ -19,9 +19,10 @@
             ├── OverloadedError                429; `.retry_after_s`
             ├── ServerError                    5xx
             └── RolloutError                   the engine ended one sample with an error
-                └── AbortedError               an abort, a pause, or a weight update ended it
+                └── AbortedError               an abort, a pause, or a weight update ended the sample
 
-Every message names what was got and what is expected. If the caller can fix the problem, it says how.
+Every message gives the value that was received and the values that are accepted. If the caller can fix the
+problem, the message says how.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class SampledTokenMissingError(WireError):
 
 
 class PatchError(SglangToppError):
-    """The patch set does not fit this SGLang: a seam is missing, changed, or not active."""
+    """The patch set does not fit this SGLang: a function to patch is missing, changed, or not patched."""
 
 
 class RequestError(SglangToppError):
@@ -122,7 +123,7 @@ class WeightPushError(RequestError):
     """A weight push did not finish on every engine.
 
     Attributes:
-        weight_versions: the name of each engine's weights, by its URL; None where they are unknown.
+        weight_versions: maps each engine's URL to the version of its weights, or to None if that is unknown.
     """
 
     def __init__(self, message: str, *, weight_versions: Mapping[str, str | None] | None = None) -> None:
@@ -137,7 +138,8 @@ class ResponseError(RequestError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status, or the status inside a stream or a 200 answer. None if there is neither.
+        status: the HTTP status of the error. If the error came inside a stream or a 200 answer, the status
+            that its body names. None if the answer names no status.
         body: the server's message, truncated to a readable length.
     """
 
@@ -181,7 +183,7 @@ class RolloutError(ResponseError):
 
 
 class AbortedError(RolloutError):
-    """The client's `abort`, a pause, or a weight update aborted one sample."""
+    """The engine aborted one sample, because of the client's `abort`, a pause, or a weight update."""
 
 
 def describe(value: object) -> str:
@@ -191,7 +193,7 @@ def describe(value: object) -> str:
     try:
         return _ABBREVIATED.repr(value)
     except (ValueError, RecursionError):
-        return f"a value of type {type(value).__name__}"  # it holds such a number
+        return f"a value of type {type(value).__name__}"  # it contains a huge integer, or nests too deeply
 
 
 _ABBREVIATED = reprlib.Repr()

@@ -1,7 +1,7 @@
-"""Return freed memory to the OS after large sets.
+"""Return freed memory to the operating system after a process has handled large candidate sets.
 
-glibc keeps freed blocks for later allocations, so a process stays larger after it has freed large sets. Two
-calls work against that, and each does what the other does not:
+glibc keeps freed blocks for later allocations, so a process stays large after it has freed large sets. Two
+measures prevent this, and both are needed:
 
 - `return_large_blocks_at_once` (`M_MMAP_THRESHOLD`) bounds the peak. A sidecar that streamed 16 samples of
   200,000 candidates grew by 28 MiB with it, and by 55 to 75 MiB without it.
@@ -19,35 +19,36 @@ import time
 __all__ = ["LARGE_BYTES", "HeapTrimmer", "return_large_blocks_at_once"]
 
 LARGE_BYTES = 1 << 24
-"""Smaller sets leave too little memory behind for a trim."""
+"""A trim pays off only after at least this many bytes of sets have been freed."""
 
 _M_MMAP_THRESHOLD = -3
 
-# SGLang's loops hold their last message until the next one arrives.
+# Trim several times: SGLang's event loops keep their last message alive until the next one arrives.
 _DELAYS_S = (1.0, 4.0, 25.0)
 
 
 def return_large_blocks_at_once() -> None:
     """Have glibc return each block of 1 MiB or more to the OS when it is freed, in the whole process.
 
-    glibc starts with 128 KiB and raises this limit, up to 32 MiB, as such blocks are freed. With other C
-    libraries than glibc, and on other systems than Linux, this does nothing.
+    By default, glibc returns blocks of 128 KiB or more, but raises this limit, up to 32 MiB, each time such a
+    block is freed. Outside of Linux and glibc, this call does nothing.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 class HeapTrimmer:
-    """Trims the heap of this process, in a background thread. One process needs one."""
+    """Trims the heap of this process in a background thread. Create one instance per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests = 0  # since the thread started; 0 if none runs
+        self._requests = 0  # calls since the thread started; 0 while no thread runs
 
     def trim_soon(self) -> None:
-        """Trim free memory in the background, several times. Another call starts the delays again.
+        """Trim the heap in the background, 1, 5, and 30 seconds from now.
 
-        With other C libraries than glibc, and on other systems than Linux, this does nothing.
+        A call before the last of these trims makes the thread repeat all three after it. Outside of Linux
+        and glibc, nothing is trimmed.
         """
         with self._lock:
             self._requests += 1

@@ -1,6 +1,7 @@
 """Plots of candidate sets for notebooks and papers. Needs matplotlib (`sglang-topp[plot]`).
 
-Each function draws into `ax`, or into the current Axes, and returns it. Positions without a set are left out.
+Each function draws into `ax`, or into the current Axes by default, and returns these Axes. Positions without
+a candidate set are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kept_mass", "over_positions", "ratios", "set_sizes"]
 
-# Color-blind readers can distinguish both, also in gray.
+# Color-blind readers can tell these two colors apart, also in grayscale.
 _BLUE, _ORANGE = "#0072b2", "#e69f00"
 _MAX_STRETCHES = 128
 _RATIO_TICKS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5)
@@ -28,24 +29,24 @@ _LABELS = {"size": "set size", "mass": "kept mass", "entropy": "entropy (nats)"}
 
 
 class HasCandidates(Protocol):
-    """A `Rollout`, or any object with its candidate sets."""
+    """A `Rollout`, or any other object with a `candidates` property."""
 
     @property
     def candidates(self) -> CandidateSets | None:
-        """The sets of its tokens."""
+        """The candidate sets of the generated tokens, or None if they were not requested."""
 
 
 def set_sizes(rollouts: Iterable[HasCandidates], ax: Axes | None = None) -> Axes:
     """Draw the histogram of set sizes on log axes, with the median and the 99th percentile.
 
     Raises:
-        InvalidInputError: there is no set.
+        InvalidInputError: no rollout has a candidate set.
         ModuleNotFoundError: matplotlib is not installed.
     """
     sizes = np.concatenate([sets.sizes[sets.sizes > 0] for sets in _sets_of(rollouts)])
     ax = _axes(ax)
     powers = np.arange(int(sizes.max()).bit_length() + 1)
-    # A bar ends at its power of two, so the first holds the sets of one.
+    # Each bar includes the power of two at its right end. The first bar counts the sets with one candidate.
     ax.hist(sizes, bins=[0.5, *(2.0**powers + 0.5)], color=_BLUE, edgecolor="white", linewidth=0.5)
     for q, style in ((50, "--"), (99, ":")):
         value = np.percentile(sizes, q, method="inverted_cdf")
@@ -56,10 +57,10 @@ def set_sizes(rollouts: Iterable[HasCandidates], ax: Axes | None = None) -> Axes
 
 
 def kept_mass(rollouts: Iterable[HasCandidates], ax: Axes | None = None) -> Axes:
-    """Draw the histogram of the kept mass, with the tokens on a log axis and the mean marked.
+    """Draw the histogram of the kept mass, with token counts on a log axis and a line at the mean.
 
     Raises:
-        InvalidInputError: there is no set, or sets have no log-probs.
+        InvalidInputError: no rollout has a candidate set, or sets have no log-probs.
         ModuleNotFoundError: matplotlib is not installed.
     """
     mass = np.concatenate([_values("mass", sets)[sets.sizes > 0] for sets in _sets_of(rollouts)])
@@ -78,12 +79,12 @@ def over_positions(
     *,
     value: Literal["size", "mass", "entropy"] = "size",
 ) -> Axes:
-    """Draw the median and the 10th to 90th percentile of a value over the position in the output.
+    """Draw how a value develops over the position in the output: the median, and the 10th to 90th percentile.
 
-    Long outputs are cut into at most 128 stretches of equal length.
+    Positions are grouped into at most 128 stretches of equal length.
 
     Raises:
-        InvalidInputError: there is no set, sets have no log-probs, or `value` is another.
+        InvalidInputError: no rollout has a candidate set, sets have no log-probs, or `value` is unknown.
         ModuleNotFoundError: matplotlib is not installed.
     """
     if value not in _LABELS:
@@ -118,17 +119,18 @@ def ratios(
 ) -> Axes:
     """Draw the histogram of importance ratios without replay, and with replay if `masked_new` is given.
 
-    The sampler drew each token with `exp(old - sets.logprob_sum)`, which is the denominator of both.
+    Both ratios have the same denominator: `exp(old - sets.logprob_sum)`, the probability with which the
+    sampler drew the token.
 
     Args:
         new: float [T], the trainer's log-probs over the whole vocabulary.
         old: float [T], the rollout's log-probs over the whole vocabulary.
         sets: the T candidate sets. Tokens of empty sets are left out.
-        ax: where to draw; the current Axes by default.
+        ax: the Axes to draw into; the current Axes by default.
         masked_new: float [T], the trainer's log-probs over the sets (`replay.masked_logprobs`).
 
     Raises:
-        InvalidInputError: the lengths differ, there is no set, or the sets have no log-probs.
+        InvalidInputError: the lengths differ, all sets are empty, or the sets have no log-probs.
         ModuleNotFoundError: matplotlib is not installed.
     """
     drawn_with = _floats("old", old, sets) - sets.logprob_sum
@@ -145,13 +147,13 @@ def ratios(
     for name, log, color in logs:
         ratio = np.exp(log)
         label = f"{name}: mean {ratio.mean():.4f}, {np.mean(np.abs(ratio - 1) > 0.1):.1%} off by over 10 %"
-        # Ratios beyond the ends are in the last bars.
+        # The first and the last bar also count the ratios beyond them.
         ax.hist(np.clip(ratio, edges[0], edges[-1]), bins=edges.tolist(), color=color, alpha=0.7, label=label)
     ax.set(xscale="log", yscale="log", xlabel="importance ratio", ylabel="tokens")
     ax.minorticks_off()
     ticks = [tick for tick in _RATIO_TICKS if edges[0] <= tick <= edges[-1]]
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    # Room for the legend above the bars.
+    # Leave room for the legend above the bars.
     ax.set_ylim(top=ax.get_ylim()[1] * 8)
     ax.legend(loc="upper left")
     return ax

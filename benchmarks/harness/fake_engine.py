@@ -1,12 +1,12 @@
-"""A fake engine for benchmarks: it answers like SGLang with candidate sets, at no cost of its own.
+"""A fake engine for benchmarks: it answers like a patched SGLang, with candidate sets, but runs no model.
 
-It builds each answer once and sends it again and again, so that a benchmark measures the client or sidecar
-in front of it.
+The engine builds each answer once and sends it many times, so that a benchmark measures the client or the
+sidecar in front of it.
 
     python -m benchmarks.harness.fake_engine [--token-s SECONDS] [--max-running N]
 
-listens on a free loopback port and prints its address. `--token-s` sets the time per generated token.
-`--max-running` sets how many samples run at once; the other samples wait in a queue.
+The command listens on a free loopback port and prints its address. `--token-s` sets the time per generated
+token. `--max-running` sets how many samples run at once; the other samples wait in a queue.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _row(rng: np.random.Generator, size: int) -> np.ndarray[Any, np.dtype[np.flo
 
 
 class _Pace:
-    """Run at most `max_running` samples at once, each for `token_s` per token; the others wait in a queue."""
+    """Runs at most `max_running` samples at once, each for `token_s` per token, and queues the others."""
 
     def __init__(self, token_s: float, max_running: int) -> None:
         self._token_s = token_s
@@ -130,7 +130,7 @@ class _Pace:
 
 
 class _Connection(asyncio.Protocol):
-    """The part of HTTP that our own clients use."""
+    """One connection. It understands only the part of HTTP that this project's clients use."""
 
     def __init__(self, pace: _Pace) -> None:
         self._pace = pace

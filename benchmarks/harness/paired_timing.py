@@ -1,7 +1,7 @@
-"""Paired timings: contenders take turns within one run, so that a drifting machine slows all of them.
+"""Paired timings: contenders take turns within one run, so that a machine that slows down affects them all.
 
 The benchmark's result is the ratio of times within a round, with its spread over the rounds. Absolute times
-only give the order of magnitude. Every table is printed, and recorded for `result_files`.
+only give the order of magnitude. Every table is printed, and recorded for the benchmark's result file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["compare", "compare_counts", "wall_s"]
 
 def wall_s(contender: Callable[[], object]) -> float:
     """Return the elapsed seconds of one call."""
-    gc.collect()  # so that no contender pays for the garbage of the previous one
+    gc.collect()  # so that a contender does not pay for the garbage of the previous one
     start = time.perf_counter()
     contender()
     return time.perf_counter() - start

@@ -22,8 +22,8 @@ def peak_bytes(prepare: Callable[..., Work], *args: object, warmup: tuple[object
 
     Args:
         prepare: A function that builds the inputs and returns the work, a callable without arguments. Both
-            run in a fresh process, so `prepare` must be defined at module level. The work returns the
-            tensors that are its results, such as gradients.
+            run in a fresh process, so `prepare` must be defined at module level. The work returns its
+            results as a list of tensors, such as gradients.
         args: Arguments of `prepare`.
         warmup: Arguments of `prepare` for tiny inputs. They run first, so that libraries are loaded and
             their threads are started.

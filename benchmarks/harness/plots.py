@@ -1,7 +1,7 @@
-"""Bar charts of the result files: `python -m benchmarks.harness.plots` redraws all of them.
+"""Draw bar charts of the result files; `python -m benchmarks.harness.plots` redraws all of them.
 
-A bar is the ratio of a row: how many times faster, or smaller, the row is than the first row. The whisker
-goes from the smallest to the largest ratio of a round. A dotted line is the target.
+A bar shows the median ratio of a row: how many times faster, or smaller, the row is than the first row. The
+whisker goes from the smallest to the largest ratio of a round. A dotted line shows the target.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Table:
 
     @classmethod
     def from_rounds(cls, values: dict[str, list[float]], **fields: Any) -> Table:
-        """Build a table from the measured values of each label; round i is entry i of every list."""
+        """Build a table from the measured values of each label. Entry i of every list belongs to round i."""
         first = next(iter(values.values()))
         rows = (
             Row(
@@ -83,7 +83,7 @@ _recorded: list[Table] = []
 
 
 def record(table: Table) -> None:
-    """Add a table to those of the running benchmark."""
+    """Add a table to the tables of the running benchmark."""
     _recorded.append(table)
 
 
@@ -95,7 +95,7 @@ def collect_tables() -> Iterator[list[Table]]:
 
 
 def write(benchmark: str, tables: Sequence[Table], folder: Path = FOLDER) -> Path:
-    """Write the tables of a benchmark, replacing those of its last run, and return the file."""
+    """Write a benchmark's result file, which replaces the file of its last run, and return the path."""
     result = {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -110,15 +110,15 @@ def write(benchmark: str, tables: Sequence[Table], folder: Path = FOLDER) -> Pat
 
 
 def _machine() -> dict[str, Any]:
-    """Describe the kind of machine, without anything that identifies this one."""
+    """Describe the hardware and the OS, without anything that identifies this very machine."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": _gib(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         "gpu": _gpu(),
         "os": platform.freedesktop_os_release()["PRETTY_NAME"],
-        # Load average over the last minute, including the benchmark itself. A load far above the threads
-        # of the benchmark means that other processes competed with it.
+        # Load average over the last minute, including the benchmark itself. A load far above the number of
+        # the benchmark's threads means that other processes competed with it.
         "load": round(os.getloadavg()[0], 2),
     }
 
@@ -144,7 +144,7 @@ def _gib(num_bytes: int) -> float:
 
 def _versions() -> dict[str, str | None]:
     packages = {name: _version(name) for name in ("numpy", "sglang", "sglang-topp")}
-    # torch's own version string also names its build: for CUDA, or for the CPU alone.
+    # torch's own version string also tells whether it was built for CUDA, or only for the CPU.
     torch_version = {"torch": str(torch.__version__)}
     return {"python": platform.python_version(), **torch_version, **packages, "commit": _commit()}
 

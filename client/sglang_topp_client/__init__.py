@@ -1,4 +1,4 @@
-"""Clients for rollouts and scores with their candidate sets, and functions that save and load rollouts.
+"""The client package: sample rollouts with candidate sets, score sequences, and save and load rollouts.
 
 The package also exports every exception of `sglang_topp.errors`, which documents them.
 """

@@ -1,4 +1,4 @@
-"""Checks of single argument values: numbers, seconds, text, JSON, token ids, and request ids."""
+"""Validate single arguments of the client: numbers, seconds, text, JSON, token ids, and request ids."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ __all__ = [
 ]
 
 MAX_MESSAGE_CHARS = 10_000
-"""The maximum number of characters of a server's message in an error."""
+"""The maximum length, in characters, of a server's message that an exception quotes."""
 
 MAX_BODY_CHARS = 2_000
-"""The maximum number of characters of an answer in `ResponseError.body`."""
+"""The maximum length, in characters, of the server's answer that `ResponseError.body` holds."""
 
 MAX_REQUEST_ID = 512
-"""The maximum number of characters of a request id, in the client and the sidecar."""
+"""The maximum length, in characters, of a request id. The client and the sidecar have the same limit."""
 
-# Python's JSON encoder and decoder fail at about 900 levels, depending on the depth of the caller's stack.
+# Python's JSON encoder and decoder fail at about 900 nested levels, depending on the caller's stack depth.
 _MAX_NESTING = 100
 _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
 def truncate(value: object, max_chars: int) -> str:
-    """Return a server's text, or the `repr` of another value, cut to `max_chars` for an error."""
+    """Return `value` as text for an error message, cut to `max_chars` characters.
+
+    A value that is not text is written as its `repr`.
+    """
     try:
         text = value if isinstance(value, str) else repr(value)
     except (ValueError, RecursionError):
@@ -52,7 +55,7 @@ def truncate(value: object, max_chars: int) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Return whether the text can be encoded as UTF-8. Text with a lone surrogate cannot."""
+    """Return whether `value` can be encoded as UTF-8. Text with a lone surrogate cannot be encoded."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -61,7 +64,7 @@ def is_text(value: str) -> bool:
 
 
 def find_json_problem(value: Any) -> str | None:
-    """Return why the sidecar or the engine could not read `value` as JSON, or None if they could."""
+    """Return why `value` cannot be sent to a sidecar or an engine as JSON, or None if it can."""
     level: list[Any] = [value]
     for _ in range(_MAX_NESTING):
         below: list[Any] = []
@@ -115,9 +118,9 @@ def seconds(name: str, value: Any) -> float:
 
 
 def check_request_id(request_id: Any) -> None:
-    """Raise InvalidInputError unless `request_id` can name a request.
+    """Raise InvalidInputError unless `request_id` is printable text of 1 to `MAX_REQUEST_ID` characters.
 
-    Servers write request ids to logs and headers, so they must not contain line breaks.
+    Servers write request ids to logs and headers, so an id must not contain line breaks.
     """
     if not isinstance(request_id, str):
         raise InvalidInputError(f"request_id: got {type(request_id).__name__}, expected text")
@@ -133,7 +136,7 @@ def check_request_id(request_id: Any) -> None:
 
 
 def fresh_id(request_id: str) -> str:
-    """Return a unique id for one call: `request_id`, cut to fit `MAX_REQUEST_ID`, and a random part."""
+    """Return a unique id for one call: `request_id`, cut to fit `MAX_REQUEST_ID`, and a random suffix."""
     unique = f"-{uuid.uuid4().hex}"
     return request_id[: MAX_REQUEST_ID - len(unique)] + unique
 
@@ -142,9 +145,9 @@ def as_token_ids(name: str, values: Any) -> list[int]:
     """Return one or more token ids as plain integers.
 
     Raises:
-        InvalidInputError: `values` are not token ids, or empty.
+        InvalidInputError: `values` is empty, or holds anything other than token ids.
     """
-    # NumPy reads booleans among integers as 0 and 1, and a buffer of bytes as integers.
+    # NumPy would silently read booleans as 0 and 1, and the bytes of a buffer as integers.
     if isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values)):
         raise InvalidInputError(f"{name}: got a boolean, expected token ids")
     if isinstance(values, bytes | bytearray | memoryview):
@@ -163,7 +166,7 @@ def as_token_ids(name: str, values: Any) -> list[int]:
 
 
 def as_array(name: str, values: Any) -> NDArray[Any]:
-    """Return `values`, which may be token ids, as an array of any dtype and shape.
+    """Convert `values` to a NumPy array of any dtype and shape. The caller checks that it holds token ids.
 
     Raises:
         InvalidInputError: NumPy cannot read `values`.

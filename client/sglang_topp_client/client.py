@@ -43,38 +43,42 @@ from sglang_topp_client.weight_push.transports import weight_sender
 __all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient"]
 
 DEFAULT_TIMEOUT_S = 4 * 3600.0
-"""The default time limit of methods that return everything at once: longer than a usual batch takes."""
+"""The default `timeout_s` of `generate`, `resume`, and `score`: four hours, longer than most batches take."""
 
 
 class AsyncRolloutClient:
     """An asyncio client of one or several sidecars, or of one or several patched SGLang servers.
 
-    With several servers, the server with the fewest samples in flight takes the next call. A prompt's samples
-    stay together, for the prefix cache. If a server dies, hangs, is full, or fails, its unfinished samples
-    move to the other servers at once. The client tries the failed server again after 0.5 to 8 s.
+    With several servers, the client sends each call to the server with the fewest samples in flight. All
+    samples of a prompt go to one server, which computes the prompt once and shares it through its prefix
+    cache. If a server dies, hangs, is full, or fails, its unfinished samples move to the other servers at
+    once. The client tries the failed server again after 0.5 to 8 s.
 
-    The client works on any event loop, and on several at once. A connection belongs to the loop that opened
-    it, and closes with that loop or with `close`. The client pickles as its configuration.
+    One client may be used on several event loops at once. A connection belongs to the loop that opened it,
+    and is closed with that loop or by `close`. Pickling a client copies only its configuration.
 
     Args:
-        base_url: `http://host:port` of a sidecar or of an engine. Several must be of one kind, with the same
-            model and weights.
-        engine_url: every engine that `push_weights` updates; `base_url` by default. Clients of sidecars and
-            gateways need it, because those pass no weights on.
+        base_url: the address, `http://host:port`, of a sidecar or an engine, or several addresses. Several
+            servers must be of one kind and serve the same model and weights.
+        engine_url: the addresses of all engines that `push_weights` updates; `base_url` by default. If
+            `base_url` names sidecars or gateways, `push_weights` needs this argument, because they do not
+            forward weights.
         kind: the kind of server at `base_url`; `"auto"` sends one `GET /info` to find out.
         api_key: sent as a bearer token. Redirects are not followed, so no other server gets the key.
-        engine_api_key: sent to `engine_url` instead, for example SGLang's `--admin-api-key`. The default is
-            `api_key`, unless `engine_url` is given.
-        headers: additional headers of every request, also of those to `engine_url`.
+        engine_api_key: the bearer token for `engine_url`, for example SGLang's `--admin-api-key`. The default
+            is `api_key` if `engine_url` is not given, and no key otherwise.
+        headers: additional headers of every request, including requests to `engine_url`.
         ssl: the TLS settings for `https://` addresses, such as the CA to trust or a client certificate. The
             default trusts the CAs of the system, or those in the file that `SSL_CERT_FILE` names. A client
-            with an SSLContext does not pickle.
+            with an SSLContext cannot be pickled.
         max_connections: how many calls may be in flight at once. The limit of open files (`ulimit -n`) may
-            lower this number: the client takes the files that are free when it starts, less a reserve of 64.
-        max_retries: how often a call is retried after every server that is up has failed it. Only transport
-            errors, 429, and 5xx are retried.
-        max_line_bytes: how long one message of an answer may be, before and after decompression. A message
-            holds about one sample. 512 MiB hold a sample of 32,000 tokens with 1,500 candidates each.
+            lower this number to the descriptors that are free when the client starts, less a reserve of 64.
+        max_retries: how often a call is retried. A retry begins once every ready server has failed the call,
+            so moving to another server does not count. Only transport errors and the statuses 429 and 5xx
+            are retried.
+        max_line_bytes: the maximum length of one message of an answer, in bytes, before and after
+            decompression. A message holds at most one sample. 512 MiB are enough for a sample of 32,000
+            tokens with 1,500 candidates each.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -193,49 +197,51 @@ class AsyncRolloutClient:
     ) -> list[Any]:
         """Generate samples for every prompt, and return all of them.
 
-        If anything fails, the client aborts the other samples and raises. It sends the aborts in the
-        background, and `close` waits for them. A timeout or a cancellation therefore never waits for an
-        engine that hangs.
+        If a sample fails, the client aborts all other samples and raises the error. It sends the aborts in
+        the background, so that a timeout or a cancellation never waits for an engine that hangs. `close`
+        waits for the aborts.
 
-        A server that sends nothing for 10 s is probed. After two failed probes of 10 s each, its calls move
-        to another server or are retried. A server with a long queue answers probes and keeps its calls.
+        If a server sends nothing for 10 s, the client probes it. After two failed probes of 10 s each, its
+        calls move to another server or are retried. A server with a long queue answers probes and keeps its
+        calls.
 
         Args:
-            prompts: one text, several texts, the token ids of one prompt, or of several. Or the chat messages
-                of one prompt, or of several, such as `[{"role": "user", "content": "Hello"}]`. The engine
-                applies its chat template (`POST /tokenize`) and opens the assistant's turn, as for a chat
-                completion; `Rollout.prompt_ids` has the result. Stop strings of SGLang's own conversation
-                templates (`--chat-template NAME`) belong in `sampling_params`. For tools or template
-                variables, apply the template with the model's tokenizer and give the ids. Images, audio, and
-                video are refused.
-            sampling_params: SGLang's names; one mapping for all, or one per prompt. `n` is the number
-                of samples of each prompt.
-            top_logprobs_p: the threshold p of the candidate sets, one for all or one per prompt; None
-                or 0 for no sets.
-            top_logprobs_source: the rule that makes the sets, one for all or one per prompt. `"sampler"`
-                returns the tokens that the engine's sampler could draw under top_k, top_p, and min_p of
-                `sampling_params`, without a threshold. None or `"distribution"` uses the threshold.
+            prompts: one prompt or several. A prompt is text, token ids, or chat messages, such as
+                `[{"role": "user", "content": "Hello"}]`. For chat messages, the engine applies its chat
+                template (`POST /tokenize`) and opens the assistant's turn, as for a chat completion;
+                `Rollout.prompt_ids` has the result. If the engine uses a conversation template of SGLang
+                (`--chat-template NAME`), give the template's stop strings in `sampling_params`. For tools or
+                template variables, apply the template with the model's tokenizer and give the ids. Images,
+                audio, and video are refused.
+            sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n`
+                is the number of samples of each prompt.
+            top_logprobs_p: the threshold p of the candidate sets, one for all prompts or one per prompt. None
+                or 0 requests no sets.
+            top_logprobs_source: the rule that makes the sets, one for all prompts or one per prompt.
+                `"sampler"` returns the tokens that the engine's sampler could draw under top_k, top_p, and
+                min_p of `sampling_params`, without a threshold. None or `"distribution"` uses the threshold.
             on_abort: how to treat a sample that the engine aborts because of `abort`, a pause, or a weight
                 update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`
                 that holds everything generated so far and can be resumed. `"resume"` continues the sample
                 once the engine takes requests again, as often as needed; it requires `max_new_tokens`.
             timeout_s: the time limit of the whole call, including retries; None for no limit.
             progress: whether to show a progress line, if stderr is a terminal. None shows one for batches
-                that take over two seconds, unless the program logs.
-            request_id: a name for `abort` and for the server's logs, printable, at most 512 characters;
-                random by default.
-            return_exceptions: whether a failed sample leaves the others alone. The list then has the sample's
-                error in its place, and `isinstance(entry, Rollout)` tells them apart. If a prompt fails,
-                those of its `n` samples that had not finished share one error. Samples that `timeout_s` or
-                `abort` ends have errors as well. Wrong arguments still raise, before anything is sent.
+                that take over two seconds, unless the program has set up logging.
+            request_id: the name of the request for `abort` and for the server's logs: printable text of at
+                most 512 characters. The default is a random name.
+            return_exceptions: whether the other samples continue if one fails. The returned list then holds
+                the error in the place of the failed sample, and `isinstance(entry, Rollout)` tells rollouts
+                from errors. If a prompt fails, all of its unfinished samples get the same error. Samples that
+                `timeout_s` or `abort` ends also get errors. Wrong arguments still raise before anything is
+                sent.
 
         Returns:
-            The rollouts in the order of the prompts, then of the samples: one entry per sample.
+            One rollout per sample, in the order of the prompts; the samples of a prompt are adjacent.
 
         Raises:
-            InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, also a
-                sampling parameter that cannot be exact across an interruption
-                (`sglang_topp.engine_contract.resume_rules`): penalties, grammars, custom parameters.
+            InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, penalties,
+                grammars, and custom parameters are also refused, because they would give other results after
+                an interruption (`sglang_topp.engine_contract.resume_rules`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
             TransportError, OverloadedError, ServerError: the call and all of its retries failed. If none of
@@ -244,7 +250,7 @@ class AsyncRolloutClient:
             RolloutError: the engine gave up on a sample.
             MissingCandidateSetsError: the answer lacks the requested sets.
             SampledTokenMissingError: a set lacks its sampled token.
-            WireError: anything else in the answer is not exact.
+            WireError: another part of the answer is missing or malformed, or contradicts the request.
         """
         requests = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
 
@@ -272,7 +278,8 @@ class AsyncRolloutClient:
         iterator (`aclose`, or `contextlib.aclosing` around it) aborts the remaining samples in the engine. A
         sample is never yielded twice: after a lost connection, only unfinished samples are generated again.
 
-        There is no time limit by default, because the caller's own time between samples counts.
+        There is no time limit by default, because `timeout_s` also counts the time that the caller spends
+        between samples.
         """
         requests = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
         return self._stream(requests, None, on_abort, timeout_s, progress, request_id)
@@ -324,19 +331,20 @@ class AsyncRolloutClient:
 
         Each result is one rollout, as if it had been generated without interruption. Its ids, text,
         log-probs, sets, and weight versions join the earlier part and the new part. Another engine or newer
-        weights may generate the new part. A stop string may span the cut. `Rollout.extend` begins a new turn:
-        `max_new_tokens`, `min_new_tokens`, and stop strings apply to the last turn alone.
+        weights may generate the new part. A stop string may begin in the earlier part and end in the new one.
+        `Rollout.extend` begins a new turn: `max_new_tokens`, `min_new_tokens`, and stop strings apply to the
+        last turn alone.
 
         A rollout with finish reason `"stop"` is returned unchanged. If the last turn has used up
         `max_new_tokens`, the rollout is returned with finish reason `"length"`.
 
         Args:
-            rollouts: one or several, returned by `generate` or loaded from a file.
-            sampling_params: as for `generate`, and the same as for the earlier part; one mapping for all, or
+            rollouts: one rollout or several, returned by `generate` or loaded from a file.
+            sampling_params: the parameters that generated the earlier part; one mapping for all rollouts, or
                 one per rollout. `max_new_tokens` and `min_new_tokens` count the whole turn; `max_new_tokens`
                 must be given. `n` is ignored, because each rollout is one sample.
-            top_logprobs_p: as for `generate`. Rollouts with sets need the rule and threshold that made them;
-                rollouts without sets need None.
+            top_logprobs_p: as for `generate`. Rollouts with sets need the rule and threshold that made the
+                sets; rollouts without sets need None.
             top_logprobs_source: as for `generate`.
             on_abort: as for `generate`.
             timeout_s: as for `generate`.
@@ -348,8 +356,8 @@ class AsyncRolloutClient:
             The rollouts in the order of `rollouts`, with unchanged indices.
 
         Raises:
-            InvalidInputError: an argument is wrong, or a sampling parameter cannot be exact in a turn that
-                has begun; nothing was sent.
+            InvalidInputError: an argument is wrong, or a sampling parameter would give another result after
+                the interruption of a turn; nothing was sent.
             SglangToppError: as for `generate`.
         """
         requests, existing = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
@@ -411,18 +419,20 @@ class AsyncRolloutClient:
     ) -> list[Any]:
         """Return the log-probs and candidate sets that the engine's model gives existing sequences.
 
-        The engine generates no token. The distribution at a position is the model's own: at temperature 1,
-        without penalties, bias, or grammar, whatever a sequence was sampled with. If anything fails, `score`
-        raises, like `generate`.
+        The engine generates no token. The distributions are the model's own: at temperature 1, without
+        penalties, bias, or grammar, even if a sequence was sampled with other settings. Errors are raised as
+        in `generate`.
 
         Args:
-            sequences: one text, several texts, the token ids of one sequence, or of several. Or one or
-                several Rollouts: each one's prompt and output are scored together.
-            top_logprobs_p: the threshold p of the candidate sets, one for all or one per sequence; None or
-                0 for no sets. There is no `top_logprobs_source`, because no sampler drew these tokens.
-            start: the first scored position, at least 1; one for all or one per sequence. The default is 1,
-                and the first generated token of a Rollout. The token at position 0 has no distribution. If
-                `start` is the sequence's length, no position is scored.
+            sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
+                output tokens form the sequence.
+            top_logprobs_p: the threshold p of the candidate sets, one for all sequences or one per sequence.
+                None or 0 requests no sets. There is no `top_logprobs_source`, because no sampler drew these
+                tokens.
+            start: the first scored position, at least 1; one for all sequences or one per sequence. The
+                default is 1, and for a Rollout the position of its first generated token. Position 0 cannot
+                be scored, because no token precedes it. If `start` is the sequence's length, no position is
+                scored.
             on_abort: how to treat a sequence that the engine aborts because of `abort_all`, a pause, or a
                 weight update. `"raise"` raises an error. `"resume"` scores the sequence again once the engine
                 takes requests again.
@@ -458,7 +468,7 @@ class AsyncRolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[Score, None]:
-        """Yield each score of `score` as it arrives, in any order; otherwise like `stream`."""
+        """Yield each score as it arrives, in any order. See `score`, and `stream` for the iteration."""
         requests = plan_scores(sequences, top_logprobs_p, start)
         return self._stream_scores(requests, on_abort, timeout_s, progress, request_id)
 
@@ -467,28 +477,28 @@ class AsyncRolloutClient:
     async def abort(self, request_id: str) -> None:
         """Abort a request in this client and in the engine. The request's caller gets an AbortedError.
 
-        With `on_abort="return"`, the client orders the engine to abort the samples and keeps their
-        connections open, and the caller gets everything that was generated. The client stops waiting for an
-        engine that sends nothing for five seconds (ten, behind a sidecar). A sample that has sent nothing is
-        then returned as a rollout without tokens. If its prompt is a text that the engine had not tokenized,
-        the caller gets a RolloutError.
+        If the request has `on_abort="return"`, the client keeps the request's connections open while the
+        engine aborts the samples, and the caller gets everything that was generated. The client stops waiting
+        for an engine that sends nothing for five seconds, or for a sidecar that sends nothing for ten. A
+        sample from which nothing has arrived is then returned as a rollout without tokens. If the engine had
+        not yet tokenized its prompt, the prompt's token ids are unknown, and the caller gets a RolloutError.
 
-        When this method returns, all requests of that name on this event loop have stopped. Their engine has
-        received the abort, unless that takes longer than three seconds; the closed connections then abort the
-        samples. Cancelling `abort` does not cancel the requests' own aborts.
+        When this method returns, all requests with this name on this event loop have stopped. The method
+        waits up to three seconds for their engine to receive the abort. If that takes longer, the closed
+        connections abort the samples. Cancelling `abort` does not cancel the aborts of the requests.
 
-        If this client has no such request, it asks the servers to abort the request with that id: the
-        engine's id, as in `Rollout.request_id`, or the name that another caller gave to a sidecar.
+        If this client has no request with this name, it asks every server to abort `request_id`. The id may
+        then be the engine's own, as in `Rollout.request_id`, or a name that another client gave to a sidecar.
         """
         check_request_id(request_id)
         await self._runner.abort(request_id)
 
     async def abort_all(self) -> None:
-        """Abort every request in the engines, of all clients.
+        """Abort every request in the engines, including requests of other clients.
 
-        Each request's `on_abort` says how its samples are treated. Pause the engine first; otherwise samples
-        with `"resume"` continue at once. Requests of this client with `on_abort="return"` stop as if by
-        `abort`, including prompts that were not sent yet.
+        The `on_abort` of each request decides what happens to its samples. Pause the engines first;
+        otherwise samples with `"resume"` continue at once. This client's requests with `on_abort="return"`
+        end as with `abort`, and their prompts that were not sent yet are not sent.
         """
         await self._runner.abort_all()
 
@@ -507,32 +517,33 @@ class AsyncRolloutClient:
 
         Generation continues only once every engine has the new weights. After any error or a cancellation,
         paused engines stay paused until a push succeeds. Do not push from several clients at once. In a
-        training job of several processes, one process pushes.
+        training job of several processes, push from one process only.
 
         Args:
-            weights: for `"disk"`, the path of a model's folder that every engine reads. Otherwise, pairs of
-                names and whole tensors, as in a checkpoint; an iterable is read in another thread, bucket by
-                bucket. Or, for each transport, a transformers model.
+            weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
+                can read. The other transports also accept pairs of names and whole tensors, as in a
+                checkpoint; another thread reads the pairs, one bucket at a time.
             version: the name of the weights, such as `"8"`; see `Rollout.weight_versions`.
-            via: how the weights travel. `"disk"`: every engine loads the folder. A model is saved to a
-                temporary folder, which only engines on this machine can read; for others, save it to a
-                shared folder and give the path. `"tensor"`: the values travel in the requests, to engines on
-                any machine, 128 MiB at a time, and once for each tensor-parallel rank. `"distributed"`: this
-                process broadcasts the values over a process group of torch, which it makes with all engines
-                for the push, beside groups of its own. CUDA tensors go over NCCL, others over gloo. If one
-                engine fails, the weights of all are unknown. Engines with `--dp-size` or `--pp-size` above 1
-                take `"disk"` alone.
-            pause: what becomes of requests in flight. `"retract"`: they continue with the new weights, and
-                their KV cache is computed anew; SGLang before 0.5.21 refuses it while there are any.
-                `"abort"`: they end, see `on_abort`. `"in_place"`: they continue with the KV cache of the
-                old weights, which is not flushed.
+            via: the transport of the weights. `"disk"`: every engine loads the folder. A model is saved to a
+                temporary folder, which only engines on this machine can read; for other engines, save it to
+                a shared folder and give the path. `"tensor"`: the values travel in the requests, to engines
+                on any machine, 128 MiB at a time, and once for each tensor-parallel rank. `"distributed"`:
+                this process broadcasts the values over a torch process group, which it forms with all engines
+                for this push, separate from its existing groups. CUDA tensors use NCCL, and other tensors use
+                gloo. If one engine fails, the weights of all engines are unknown. Engines with `--dp-size` or
+                `--pp-size` above 1 accept only `"disk"`.
+            pause: how to treat requests in flight. `"retract"`: they continue with the new weights, and the
+                engine recomputes their KV cache. On SGLang before 0.5.21, requests in flight make this fail.
+                `"abort"`: they are aborted, and their `on_abort` decides what follows. `"in_place"`: they
+                continue with the KV cache of the old weights, which is not flushed.
             timeout_s: how long an engine may take for one step.
 
         Raises:
             InvalidInputError: an argument is wrong, or a URL is not an engine's; nothing was sent.
-            WeightPushError: the weights did not reach every engine. `weight_versions` and the message name
-                the weights of each.
-            SglangToppError: an engine could not be paused, or its cache not flushed; no weights were sent.
+            WeightPushError: the push failed after the client had begun to send weights. Its `weight_versions`
+                and its message name the weights of each engine.
+            SglangToppError: an engine could not be paused, or its cache could not be flushed; no weights were
+                sent.
         """
         if not isinstance(version, str) or not version or not version.isprintable():
             raise InvalidInputError(f"version: got {describe(version)}, expected printable text")
@@ -560,8 +571,8 @@ class AsyncRolloutClient:
         """Return the server's description of itself: a sidecar's `/info`, or SGLang's `/server_info`.
 
         Args:
-            base_url: which server to ask. By default, a client of one server asks that server, and a client
-                of several servers returns the answers of all, by base URL.
+            base_url: the server to ask. By default, a client that was created with one URL asks that server.
+                A client that was created with a list of URLs asks all, and returns the answers by base URL.
         """
         if base_url is None and not isinstance(self._base_url, str):
             return await self._runner.infos()
@@ -569,12 +580,13 @@ class AsyncRolloutClient:
         return info
 
     async def check_servers(self) -> None:
-        """Check that every server returns all that this client requests, for example at the start of a run.
+        """Check that no server or gateway drops a field that this client needs. Call it when a run starts.
 
-        Some gateways drop fields that they do not know. Each engine or gateway generates four tokens, and
-        the answers show that the request's fields arrived and that the answer's fields came back. A field
-        that the engine's release refuses has arrived. Behind a gateway, the requests reach some of the
-        engines. A sidecar checks its engine itself, and is asked whether it is ready.
+        Some gateways silently drop fields that they do not know. The client therefore asks each engine or
+        gateway for four tokens, and checks in the answers that every request field arrived and that every
+        answer field came back. A field that the engine's release refuses passes the check, because it has
+        arrived. A gateway may send these requests to only some of its engines. A sidecar checks its own
+        engine, so the client only asks the sidecar whether it is ready.
 
         Raises:
             WireError: a field was lost on the way. `field` and the message name it.
@@ -586,7 +598,7 @@ class AsyncRolloutClient:
     async def close(self) -> None:
         """Stop all requests on this event loop, and close its connections. The client stays usable.
 
-        This method waits up to three seconds until the engine has received the aborts.
+        This method waits up to three seconds for the engines to receive the aborts.
         """
         await self._runner.close()
 
@@ -648,7 +660,7 @@ def _server_urls(name: str, urls: Any) -> list[str]:
     """Return one URL per server.
 
     Raises:
-        InvalidInputError: there is none, one is given twice, or one is not an http(s) address.
+        InvalidInputError: no URL is given, a URL is given twice, or a URL is not an http(s) address.
     """
     if isinstance(urls, str | bytes) or not isinstance(urls, Sequence):
         urls = [urls]

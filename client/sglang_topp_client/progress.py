@@ -1,4 +1,4 @@
-"""Progress: a progress line on stderr for long batches."""
+"""Progress: count finished samples, and show a progress line on stderr during long batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _EVERY_S = 0.2
 
 
 class Progress:
-    """Count finished samples, and rewrite one line on stderr if stderr is a terminal.
+    """A counter of finished samples that shows one progress line on stderr, if stderr is a terminal.
 
     Args:
-        total: how many samples will finish.
-        show: True shows the line for every batch, and False for no batch. None shows it for a batch that
-            takes over two seconds, unless the program logs, because the line would mix with the log.
-        of: the plural noun for samples in the line.
+        total: the number of samples in the batch.
+        show: True always shows the line, and False never does. None shows it once the batch has taken two
+            seconds, but not if the program has set up logging, because the line would mix with the log.
+        of: the plural noun for the samples in the line.
     """
 
     def __init__(self, total: int, show: bool | None, *, of: str = "rollouts") -> None:
@@ -58,13 +58,13 @@ class Progress:
             )
             sys.stderr.flush()
         except Exception:
-            # The terminal is gone. Samples must not be lost for that.
+            # The terminal may be closed. A failed progress line must not end the batch.
             self._is_on = False
         self._has_written = True
 
 
 def _is_terminal() -> bool:
-    """Return whether stderr is a terminal. A program may have replaced stderr with another object."""
+    """Return whether stderr is a terminal. The program may have replaced it with an object of any type."""
     try:
         return sys.stderr.isatty()
     except Exception:

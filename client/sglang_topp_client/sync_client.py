@@ -1,7 +1,8 @@
 """RolloutClient: the synchronous client, which runs `AsyncRolloutClient` in a background thread.
 
 The thread has its own event loop (`transport/loop_thread.py`). The client therefore works in any number of
-threads and inside a running loop, such as a notebook's. Retries, aborts, and decoding are implemented once.
+threads and inside a running loop, such as a notebook's. All retries, aborts, and decoding remain in the
+asynchronous client.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _T = TypeVar("_T")
 class RolloutClient:
     """A synchronous client with the arguments, results, and errors of `AsyncRolloutClient`.
 
-    Threads may share a client. It pickles as its configuration. An interrupt (Ctrl-C) during a call aborts
-    the request in the engine.
+    Several threads may share a client. Pickling a client copies only its configuration. An interrupt (Ctrl-C)
+    during a call aborts the request in the engine.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class RolloutClient:
         request_id: str | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """See `AsyncRolloutClient.generate`."""
+        """Generate samples for every prompt, and return all of them; see `AsyncRolloutClient.generate`."""
         return self._thread.run(
             self._client.generate(
                 prompts,
@@ -145,7 +146,10 @@ class RolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> Iterator[Rollout]:
-        """See `AsyncRolloutClient.stream`. Leaving the loop over the samples aborts the rest."""
+        """Yield each sample as it finishes; see `AsyncRolloutClient.stream`.
+
+        Leaving the loop early aborts the remaining samples.
+        """
         return self._iterate(
             self._client.stream(
                 prompts,
@@ -202,7 +206,7 @@ class RolloutClient:
         request_id: str | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """See `AsyncRolloutClient.resume`."""
+        """Continue rollouts that were cut short or extended; see `AsyncRolloutClient.resume`."""
         return self._thread.run(
             self._client.resume(
                 rollouts,
@@ -257,7 +261,7 @@ class RolloutClient:
         request_id: str | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """See `AsyncRolloutClient.score`."""
+        """Return log-probs and candidate sets of existing sequences; see `AsyncRolloutClient.score`."""
         return self._thread.run(
             self._client.score(
                 sequences,
@@ -282,7 +286,10 @@ class RolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> Iterator[Score]:
-        """See `AsyncRolloutClient.stream_scores`. Leaving the loop over the scores aborts the rest."""
+        """Yield each score as it arrives; see `AsyncRolloutClient.stream_scores`.
+
+        Leaving the loop early aborts the remaining scores.
+        """
         return self._iterate(
             self._client.stream_scores(
                 sequences,
@@ -303,16 +310,17 @@ class RolloutClient:
             while (result := self._thread.run(following())) is not None:
                 yield result
         finally:
-            # Otherwise the event loop closes the generator when the loop ends or collects it.
+            # Abort the remaining samples now. If this thread cannot wait, the event loop closes the
+            # generator later: when the garbage collector finds it, or when the loop ends.
             if self._thread.can_wait:
                 self._thread.run(results.aclose())
 
     def abort(self, request_id: str) -> None:
-        """See `AsyncRolloutClient.abort`; call it from another thread."""
+        """Abort a request that another thread waits for; see `AsyncRolloutClient.abort`."""
         self._thread.run(self._client.abort(request_id))
 
     def abort_all(self) -> None:
-        """See `AsyncRolloutClient.abort_all`; call it from another thread."""
+        """Abort every request in the engines, from another thread; see `AsyncRolloutClient.abort_all`."""
         self._thread.run(self._client.abort_all())
 
     def push_weights(
@@ -324,17 +332,17 @@ class RolloutClient:
         pause: PauseMode = "retract",
         timeout_s: float = 600.0,
     ) -> None:
-        """See `AsyncRolloutClient.push_weights`."""
+        """Give every engine new weights; see `AsyncRolloutClient.push_weights`."""
         self._thread.run(
             self._client.push_weights(weights, version=version, via=via, pause=pause, timeout_s=timeout_s)
         )
 
     def server_info(self, base_url: str | None = None) -> dict[str, Any]:
-        """See `AsyncRolloutClient.server_info`."""
+        """Return the server's description of itself; see `AsyncRolloutClient.server_info`."""
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:
-        """See `AsyncRolloutClient.check_servers`."""
+        """Check that no server or gateway drops a needed field; see `AsyncRolloutClient.check_servers`."""
         self._thread.run(self._client.check_servers())
 
     def close(self) -> None:

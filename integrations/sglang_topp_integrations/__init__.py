@@ -1,1 +1,1 @@
-"""Adapters for training frameworks, one module each. Import the module of your framework."""
+"""Adapters that add replay to training frameworks, one module each. Import the module of your framework."""

@@ -1,4 +1,4 @@
-"""TRL: GRPO on SGLang's rollouts, with the policy scored over their candidate sets.
+"""Adapter for TRL: train with GRPO on SGLang's rollouts, and score the policy over their candidate sets.
 
 ::
 
@@ -7,7 +7,8 @@
 
     trainer = Trainer(model=path, rollout_func=SGLangRollouts(client), ...)
 
-Shape legend: B rows of a batch, C width of the padded completions, T completion tokens that are scored.
+Shape legend: B is the rows of a batch, C the width of the padded completions, and T the scored completion
+tokens.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ from sglang_topp_client import Rollout, RolloutClient
 __all__ = ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"]
 
 SUPPORTED_TRL = ("1.16.0",)
-"""The TRL releases that the tests run. The names that `ReplayMixin` overrides are private and move."""
+"""The TRL releases that the tests cover. `ReplayMixin` overrides private methods, which may change."""
 
-# They end a sample or forbid tokens, which the sets show. Others would change log-probs that nothing records.
+# These parameters end a sample or forbid tokens, and the candidate sets reflect that. Other parameters would
+# change log-probs in ways that a rollout does not record.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
 
 def rollout_fields(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """Return what a `rollout_func` returns to TRL: one entry per rollout, in order.
+    """Convert rollouts to the dict that a `rollout_func` returns to TRL: lists with one entry per rollout.
 
     Tokens that `Rollout.extend` appended get `env_mask` 0, so they have no loss.
 
@@ -67,9 +69,9 @@ class SGLangRollouts:
     each generation, and every process samples its own prompts.
 
     Args:
-        client: its `engine_url` names every engine behind `base_url`.
-        sampling_params: more of SGLang's sampling parameters, out of `ignore_eos`, `min_new_tokens`, `stop`,
-            `stop_regex`, and the grammars `json_schema`, `regex`, and `ebnf`.
+        client: a client whose `engine_url` names every engine behind its `base_url`.
+        sampling_params: further sampling parameters of SGLang. Accepted are `ignore_eos`, `min_new_tokens`,
+            `stop`, `stop_regex`, and the grammars `json_schema`, `regex`, and `ebnf`.
 
     Raises:
         InvalidInputError: a sampling parameter belongs to `GRPOConfig`, or cannot be replayed.
@@ -92,7 +94,7 @@ class SGLangRollouts:
         Raises:
             InvalidInputError: a prompt has an image.
             WireError: an engine sampled with other weights than those of the last push.
-            SglangToppError: the push failed, or the client's `generate`.
+            SglangToppError: the push or the client's `generate` failed.
         """
         version = self._push_weights(trainer)
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
@@ -122,7 +124,7 @@ class SGLangRollouts:
         return rollout_fields(rollouts)
 
     def generate(self, prompt_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[Rollout]:
-        """Return one rollout with sets for each prompt, in order. Override it to let tools answer.
+        """Return one rollout with sets for each prompt, in order. Override this method to call tools.
 
         An override may call `Rollout.extend` and `client.resume` with the same `sampling_params`.
         """
@@ -134,9 +136,11 @@ class SGLangRollouts:
         )
 
     def _push_weights(self, trainer: Any) -> str:
-        """Push the weights, and return their version on every process."""
+        """Push the weights from the main process, and return their version on every process."""
         accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
-        # Each `train` counts steps from 0 again, so only the batches of an evaluation share a push.
+        # The batches of an evaluation share one push, because the step stays the same. In training, every
+        # generation pushes: each call of `train` counts steps from 0 again, so equal steps do not mean equal
+        # weights.
         if accelerator.is_main_process and (trainer.model.training or step != self._pushed_step):
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
@@ -144,29 +148,29 @@ class SGLangRollouts:
                 self.client.push_weights(accelerator.unwrap_model(trainer.model), version=self._version)
                 self._pushed_step = step
             except Exception as error:
-                failure = error  # the other processes wait for it
+                failure = error  # raise it after the broadcast, for which the other processes wait
         failure, self._version = broadcast_object_list([failure, self._version])
         if failure is not None:
             raise failure
         return self._version
 
 
-_Next: Any = object  # GRPOTrainer, for the type checker
+_Next: Any = object  # stands for GRPOTrainer; `Any` lets the type checker accept its attributes
 
 
 class ReplayMixin(_Next):  # type: ignore[misc]
-    """GRPO over candidate sets; goes before `trl.GRPOTrainer` in the bases of a class.
+    """A mixin that lets GRPO score over candidate sets. Name it before `trl.GRPOTrainer` in the bases.
 
     - The policy and the reference are scored over the sets of the rollout: log-probs, entropy, and KL.
     - The old log-probs are the rollout's (`Rollout.masked_logprobs`), so importance ratios compare the
       trainer with the engine from the first step on.
     - The trainer logs `replay/ratio_mean` and the other metrics of `sglang_topp.replay.ReplayMetrics`.
 
-    `rollout_func` is a `SGLangRollouts`, or returns `rollout_fields(rollouts)`.
+    The trainer's `rollout_func` is a `SGLangRollouts`, or a function that returns `rollout_fields(rollouts)`.
 
     Raises:
         InvalidInputError: TRL's release is not in `SUPPORTED_TRL`, or an option is refused. The message names
-            the option and the reason. Nothing has been generated then.
+            the option and the reason. The constructor raises it before anything is generated.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -196,9 +200,9 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         return prompt_ids, completion_ids, env_mask, completions, old_logprobs, extra_fields, *images
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._rows = None  # the sets of all rows, which the reference is scored over
+        self._rows = None  # so that the reference is scored over `self._sets`, the sets of all rows
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        # TRL shuffles and splits a list like the rows of its tensors.
+        # TRL shuffles and splits a list in step with the rows of its tensors.
         output["candidate_sets"] = self._sets
         output["old_per_token_logps"] = output["sampling_per_token_logps"]
         return output
@@ -207,7 +211,7 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         if (rows := inputs.get("candidate_rows")) is None:
             rows = _ScoredRows(inputs["candidate_sets"], inputs["completion_ids"], inputs["completion_mask"])
         if self.num_iterations > 1:
-            inputs["candidate_rows"] = rows  # otherwise each micro-batch is scored once
+            inputs["candidate_rows"] = rows  # a cache: TRL scores each micro-batch several times
         self._rows = rows
         loss: Tensor = super()._compute_loss(model, inputs)
         return loss
@@ -222,9 +226,9 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Score completions over their sets: log-probs [B, C], entropies [B, C] if asked for, and None."""
+        """Score completions over their sets. Return log-probs [B, C], entropies [B, C] or None, and None."""
         if model is self.model and not compute_entropy:
-            return None, None, None  # for TRL's old log-probs; the rollout's take their place
+            return None, None, None  # TRL asks for old log-probs; the rollout's replace them
         step = batch_size or len(input_ids)
         scores = []
         for start in range(0, len(input_ids), step):
@@ -253,9 +257,9 @@ class ReplayMixin(_Next):  # type: ignore[misc]
 
 
 class _ScoredRows:
-    """The completion tokens of a batch that are scored, and their sets.
+    """The completion tokens of a batch that are scored, and their candidate sets.
 
-    Not a dataclass: FSDP rebuilds those field by field before a forward.
+    The class is not a dataclass, because FSDP rebuilds dataclass arguments field by field before a forward.
     """
 
     def __init__(
@@ -264,19 +268,19 @@ class _ScoredRows:
         self.is_scored = completion_mask.bool()
         """bool [B, C]: all tokens of a completion, or none if TRL masks it because it is truncated."""
         self.targets = completion_ids[self.is_scored]
-        """int64 [T]"""
+        """int64 [T]: the scored token ids."""
         kept = self.is_scored.any(1).tolist()
         self.sets = CandidateSets.concat([each for each, is_kept in zip(sets, kept, strict=True) if is_kept])
-        # Raises if a set is that of another token.
+        # Raises if a set belongs to another token than its target.
         self.old_logprobs = replayed_old_logprobs(self.sets, output_ids=self.targets)
-        """float32 [T], on the CPU"""
+        """float32 [T] on the CPU: the rollout's log-probs of the targets over their sets."""
         self.tensors = self.sets.to_torch(completion_ids.device)
 
 
 def _add_candidate_head(model: Any, temperature: float) -> None:
     """Let `model(..., candidate_rows=rows)` return log-probs and entropies over the sets.
 
-    The model's `forward` gets a branch, so the hooks of DDP and FSDP run around it.
+    The new code is a branch of the model's own `forward`, so that the hooks of DDP and FSDP run around it.
     """
     other_forward = model.forward
     config = model.config.get_text_config()
@@ -322,7 +326,7 @@ def _whole(parameter: Any) -> Any:
 
 
 def _logit_scale(config: Any) -> float:
-    """Return the number that a transformers model multiplies its logits by, before a soft cap."""
+    """Return the factor by which a transformers model multiplies its logits, before a soft cap."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if (scale := getattr(config, name, None)) is not None:
             return float(scale)
@@ -334,11 +338,11 @@ def _logit_scale(config: Any) -> float:
 def _checked_sets(
     sets: Any, completion_ids: Sequence[Sequence[int]], env_mask: Sequence[Sequence[int]] | None
 ) -> list[CandidateSets]:
-    """Return the sets of a `rollout_func`'s answer, one value per completion.
+    """Check the sets of a `rollout_func`'s answer, and return one CandidateSets per completion.
 
     Raises:
-        MissingCandidateSetsError: there are none.
-        InvalidInputError: they are not those of the completions, or a token with a loss has none.
+        MissingCandidateSetsError: the answer has no sets.
+        InvalidInputError: the sets do not belong to the completions, or a token with a loss has an empty set.
     """
     if sets is None or any(each is None for each in sets):
         raise MissingCandidateSetsError(
@@ -357,7 +361,7 @@ def _checked_sets(
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise InvalidInputError for an argument of `GRPOTrainer` that cannot be replayed."""
+    """Raise InvalidInputError for an argument of `GRPOTrainer` that replay does not support."""
     if trl.__version__ not in SUPPORTED_TRL:
         raise InvalidInputError(
             f"trl: got release {trl.__version__}, expected {' or '.join(SUPPORTED_TRL)}; ReplayMixin"
@@ -392,7 +396,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise InvalidInputError for a model or a dataset that cannot be replayed."""
+    """Raise InvalidInputError for a model or a dataset that replay does not support."""
     for name, is_enabled in (("deepspeed", trainer.is_deepspeed_enabled), ("fsdp", trainer.is_fsdp_enabled)):
         if is_enabled:
             raise InvalidInputError(f"{name}: got a sharded model, expected one process or DDP: not tested")

@@ -1,4 +1,8 @@
-"""Load the plugin as SGLang would and report every seam, for `sglang-topp doctor`."""
+"""Build the report of `sglang-topp doctor`: whether the patch set fits the installed SGLang, and why not.
+
+The report loads the plugin as SGLang would. It has an entry for each seam: each SGLang function that the
+patch set wraps or calls.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ __all__ = ["report"]
 
 
 def report() -> tuple[bool, list[str]]:
-    """Return whether the patch set holds, and a report with one line per seam."""
+    """Return whether candidate sets can be served with the installed SGLang, and the lines of the report."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -1,4 +1,4 @@
-"""Define the exception that ends an HTTP call with a status."""
+"""The exception that ends an HTTP call with an error status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ __all__ = ["CallEndedError"]
 class CallEndedError(ValueError):
     """An HTTP call that ends with an error.
 
-    SGLang answers a ValueError with the status that it carries, or, in a stream, with an event that holds it.
+    SGLang turns a ValueError into an error response with the exception's `status_code`. In a stream, SGLang
+    sends an error event with that code.
 
     Attributes:
         status_code: the HTTP status.

@@ -1,7 +1,8 @@
-"""Check the seams and install the hooks: the entry point of the group `sglang.srt.plugins`.
+"""Plugin entry point (group `sglang.srt.plugins`): check the running SGLang and install the hooks into it.
 
-SGLang calls `register` in the launcher and in every process that it starts, before they serve. If a seam does
-not hold, only the hooks that refuse and report are installed.
+SGLang calls `register` in the launcher and in every process that it starts, before the process serves.
+`register` checks every seam: each SGLang function that the patch set wraps or calls. If a seam is missing or
+changed, only the hooks that refuse requests and report problems are installed.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ __all__ = ["ProcessState", "register"]
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The mutable state of one process. `Hook.state` names the field that a hook gets.
+    """The mutable state of one process.
+
+    `Hook.state` names the field that a hook receives as its first argument.
 
     Attributes:
-        in_flight: counts the candidates that the process holds; a part of `http` and `scheduler`.
-        http: for the hooks of an HTTP process.
-        prefill_server: keeps sets for decode servers; a part of `http`.
-        scheduler: for the hooks of a scheduler process.
-        prefix_cache: the weights of the scheduler's cached KV; a part of `scheduler`.
+        in_flight: counts the candidates that the process holds. `http` and `scheduler` share it.
+        http: the state for the hooks of an HTTP process.
+        prefill_server: keeps sets until decode servers fetch them; a part of `http`.
+        scheduler: the state for the hooks of a scheduler process.
+        prefix_cache: tracks the weights behind the scheduler's cached KV; a part of `scheduler`.
     """
 
     in_flight: InFlight
@@ -51,7 +54,7 @@ class ProcessState:
 
 
 def register() -> None:
-    """Check every seam and register the hooks. SGLang installs them after this returns."""
+    """Check every seam and register the hooks. SGLang installs registered hooks after this returns."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     worker_app.install()

@@ -1,8 +1,8 @@
 """Decide whether this server can serve exact candidate sets, and give the reasons if it cannot.
 
 The reasons come from the patch set itself (`compat.seam_check`), the server's arguments, and the environment.
-The HTTP process adds a reason if its routes are not guarded (`http.process_state`), and a request can add its
-own (`request_problem`).
+The HTTP process adds a reason if its routes could ignore a request for sets (`http.process_state`). Some
+reasons depend on the request (`request_problem`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
-# We have read the filters of these backends. SGLang captures their result for its own mask.
+# We have read how these backends filter tokens. SGLang captures the result for its own sampling mask.
 _SAMPLING_BACKENDS = ("flashinfer", "pytorch")
 
 
@@ -40,9 +40,9 @@ def server_problems(server_args: Any) -> tuple[str, ...]:
 
 
 def request_problem(temperature: Any) -> str:
-    """Return why a request at this temperature cannot have exact sets here, or nothing.
+    """Return why a request at this temperature cannot have exact sets here, or an empty string.
 
-    Values that are no numbers are left to SGLang.
+    The temperature matters if SGLang reports the log-probs from before it applies the temperature.
     """
     if temperature not in (None, 0, 1) and _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return f"temperature: got {temperature!r}, expected 1: {_ORIGINAL_LOGPROB}"
@@ -50,9 +50,9 @@ def request_problem(temperature: Any) -> str:
 
 
 def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
-    """Return why a request is not drawn from the nucleus of its `top_p`, or nothing.
+    """Return why the sampler does not draw from the nucleus of `top_p` alone, or an empty string.
 
-    Values that are no numbers are left to SGLang.
+    A temperature that is not a number is left to SGLang.
     """
     if isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW:
         return f"temperature: got {temperature!r}, expected more than 0: {_NUCLEUS_ONLY}"
@@ -63,8 +63,8 @@ def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
     return ""
 
 
-_GREEDY_BELOW = 1e-6  # SGLang replaces such a temperature by a top_k of 1
-_NO_TOP_K = (-1, 1 << 30)  # what callers write, and what SGLang makes of it
+_GREEDY_BELOW = 1e-6  # below this temperature, SGLang uses a top_k of 1 instead
+_NO_TOP_K = (-1, 1 << 30)  # no top_k, as callers write it and as SGLang stores it
 _NUCLEUS_ONLY = f"{NUCLEUS} returns the nucleus of top_p alone"
 
 
@@ -102,14 +102,14 @@ def source_problems() -> tuple[str, ...]:
 
 
 def environment_problems() -> tuple[str, ...]:
-    """Return why this process's environment rules candidate sets out; empty if it does not."""
+    """Return every reason why this process's environment rules out candidate sets; empty if there is none."""
     return tuple(f"{name}: {reason}; unset it" for name, reason in _ENVIRONMENT.items() if _is_set(name))
 
 
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
-    # SGLang reads it where it computes a prompt's logits (0.5.21 to 0.5.23) and in `eagle_sample` (0.5.19).
-    # Our sets are read after the pass, when another graph may have overwritten that memory.
+    # SGLang reads this flag where it computes a prompt's logits (0.5.21 to 0.5.23) and in `eagle_sample`
+    # (0.5.19). The sets are read after the pass, when another CUDA graph may have overwritten that memory.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),
@@ -117,14 +117,14 @@ _ENVIRONMENT = {
 
 
 def environment_notes() -> tuple[str, ...]:
-    """Return what this process's environment rules out for some requests."""
+    """Return why this process's environment makes the server refuse some requests for sets."""
     if _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return (f"requests at a temperature other than 1 are refused: {_ORIGINAL_LOGPROB}",)
     return ()
 
 
 def _mode_problems(server_args: Any) -> tuple[str, ...]:
-    """Return why these server arguments and this environment rule candidate sets out."""
+    """Return every reason why the server arguments or the environment rule out candidate sets."""
     reasons = {
         "diffusion decoding (--dllm-algorithm): tokens are not drawn one by one": (
             getattr(server_args, "dllm_algorithm", None)
@@ -152,7 +152,7 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
 
 
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the reasons of servers that verify drafts, and whether each applies."""
+    """Return the reasons against speculative decoding, each mapped to whether it applies."""
     algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
     if not algorithm:
         return {}
@@ -195,7 +195,7 @@ def _has_unknown_kernel() -> bool:
 
 
 def verification_problem(server_args: Any, top_k: int) -> str:
-    """Return why verification does not sample a request with this `top_k`, or nothing."""
+    """Return why speculative verification does not sample at this `top_k`, or an empty string."""
     algorithm = getattr(server_args, "speculative_algorithm", None)
     if not algorithm or top_k == 1:
         return ""
@@ -210,7 +210,7 @@ def verification_problem(server_args: Any, top_k: int) -> str:
 
 
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the reasons of servers that only prefill or only decode, and whether each applies."""
+    """Return the reasons against a prefill or decode server, each mapped to whether it applies."""
     role = getattr(server_args, "disaggregation_mode", "null")
     if role in (None, "null"):
         return {}
@@ -230,5 +230,5 @@ def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
 
 
 def _is_set(name: str) -> bool:
-    """Return whether a flag of the environment is set, as SGLang reads it."""
+    """Return whether an environment variable has a value that SGLang reads as true."""
     return os.environ.get(name, "").strip().lower() in _TRUE

@@ -1,8 +1,9 @@
-"""Messages from the scheduler to the HTTP process, sent in SGLang's `customized_info`.
+"""Define the messages that carry candidate sets from the scheduler to the HTTP process.
 
-There is one `Entry` per generated token, and one span per scored prompt row. Sets are bytes: they pickle
-fast, and hold no reference to a batch's memory. This is not the HTTP contract: both processes run the same
-version of this package.
+The messages travel in SGLang's `customized_info`: one `Entry` per generated token, and one `Span` per scored
+prompt row. A span holds bytes, which pickle fast and keep no batch's memory alive. The format may change in
+any version, because both processes run the same version of this package. This module also names the request
+fields that ask for sets.
 """
 
 from __future__ import annotations
@@ -41,56 +42,58 @@ THRESHOLD = "top_logprobs_p"
 SOURCE = "top_logprobs_source"
 BASE64 = "return_logprobs_in_base64"
 NUCLEUS = "return_top_p_token_ids"
-"""slime's field: the sets of p = `top_p`, in slime's form (`http.slime_fields`)."""
+"""slime's request field. It asks for sets at p = `top_p`, in slime's format (`http.slime_fields`)."""
 
 FIELDS = (THRESHOLD, SOURCE, BASE64, NUCLEUS)
-"""The request's fields, also inside `custom_params`."""
+"""The request fields of the patch set. A caller may also put them into `custom_params`."""
 
 DISTRIBUTION, SAMPLER = "distribution", "sampler"
-"""The values of `SOURCE`; the first is the default."""
+"""The values of the field `SOURCE`. `DISTRIBUTION` is the default."""
 
 
 def asking_field(get: Callable[[str], Any]) -> str:
-    """Return the field that asks for sets, or an empty string.
+    """Return the name of the field that asks for sets, or an empty string if none does.
 
     Args:
         get: returns a field's value, or None if the request lacks it.
     """
     if get(NUCLEUS):
-        return NUCLEUS  # before the threshold that it stands for
+        return NUCLEUS  # first, because such a request has a threshold too
     if get(THRESHOLD):
         return THRESHOLD
     return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""
 
 
 def from_sampler(get: Callable[[str], Any]) -> bool:
-    """Return whether a checked request asks for what the sampler could draw."""
+    """Return whether a request, already checked, asks for the tokens that the sampler could draw."""
     return bool(get(SOURCE) == SAMPLER)
 
 
 def custom_params(req: Any) -> dict[str, Any]:
-    """Return the custom parameters of a scheduler's request; empty if they are not a dictionary."""
+    """Return the custom parameters of SGLang's `Req`; empty if they are not a dictionary."""
     custom = req.sampling_params.custom_params
     return custom if isinstance(custom, dict) else {}
 
 
 KEY = "sglang_topp"
-"""The key of the generated tokens' entries, one per token."""
+"""The key in `customized_info` of the generated tokens' entries, one per token."""
 
 PROMPT_KEY = "sglang_topp_prompt"
-"""The key of the prompt's rows, which SGLang sends once per request.
+"""The key in `customized_info` of the prompt's rows, which SGLang sends once per request.
 
-The first value is an `Entry` that names the weights of all rows. One span per scored row follows. A refused
-request has only entries that tell why."""
+The list begins with an `Entry` that names the weights behind all rows. One span per scored row follows. If
+the scheduler refused the request, the list has only entries that give the reason."""
 
 AT_END = "sglang_topp_at_end"
-"""An attribute of a request in the HTTP process whose sets are written once, when it has ended."""
+"""The attribute that marks a request in the HTTP process whose sets are written once, at the end."""
 
 SETS = "sglang_topp_sets"
-"""The key of those sets and their tokens in `meta_info`; None for a sample that did not ask for sets."""
+"""The key in `meta_info` of the sets that are written at the end (`AT_END`), and of their tokens.
+
+The value is None for a sample that did not ask for sets."""
 
 Span: TypeAlias = tuple[bytes, bytes]
-"""One position's int32 token ids and float32 log-probs."""
+"""One position's set, as the bytes of its int32 token ids and of its float32 log-probs."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,12 @@ class Entry:
     """The set of one generated token, or the reason why it is missing.
 
     Attributes:
-        candidates: the set. None if it is missing, and in the entry before a prompt's rows.
+        candidates: the set. None if the set is missing, and in the entry that precedes a prompt's rows.
         problem: why the set is missing.
-        status: the HTTP status of the error that follows. Any but 500 refuses the request: the scheduler
-            takes no more sets for it.
-        weight_version: the weights that drew the token.
-        handed_over: whether another server drew the token and has its set (`disaggregation`).
+        status: the HTTP status of the error that a missing set causes. A status other than 500 means that the
+            scheduler refused the request and takes no more sets for it.
+        weight_version: the version of the weights that drew the token.
+        handed_over: whether a prefill server drew the token and has its set (`disaggregation`).
     """
 
     candidates: Span | None
@@ -129,12 +132,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Positions:
-    """The sets of some positions, flat.
+    """The sets of several positions in flat arrays; n is the number of candidates in all sets.
 
     Attributes:
-        token_ids: int32 [n].
-        logprobs: float32 [n].
-        lengths: each position's set size, -1 for a position without a distribution.
+        token_ids: int32 [n], position after position.
+        logprobs: float32 [n], in the order of `token_ids`.
+        lengths: the size of each position's set; -1 for a position without a distribution.
     """
 
     token_ids: NDArray[np.int32]
@@ -148,7 +151,7 @@ def span(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Span:
 
 
 def join(spans: Iterable[Span | None]) -> Positions:
-    """Return the positions of `spans` in their order."""
+    """Return the sets of `spans` in flat arrays. None stands for a position without a distribution."""
     spans = list(spans)
     present = [each for each in spans if each is not None]
     return Positions(

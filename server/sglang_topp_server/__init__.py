@@ -1,3 +1,3 @@
-"""The FastAPI sidecar and the `sglang-topp` command."""
+"""The sidecar (an HTTP server in front of SGLang) and the `sglang-topp` command."""
 
 __all__: list[str] = []

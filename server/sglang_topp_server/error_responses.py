@@ -1,7 +1,7 @@
 """Map exceptions to HTTP errors: a status, and the body ``{"error": {"type", "message", ...}}``.
 
 `type` is the exception's class in `sglang_topp.errors`, so that the client can raise the same class. The
-message states the cause. If the engine refused the request, it quotes the engine.
+message states the cause. If the engine refused the request, the message quotes the engine.
 
 =====  ========================================================================================
 400    `InvalidInputError`, `BadRequestError`: the sidecar or the engine refuses the request
@@ -42,7 +42,7 @@ from sglang_topp_client.codecs.error_json import error_to_json
 
 __all__ = ["as_sglang_topp_error", "error_body", "error_headers", "from_engine_error", "http_status"]
 
-# None is the status of an error that the engine reports inside its stream.
+# Statuses that blame the request. None is the status of an error that the engine reports inside its stream.
 _ABOUT_THE_REQUEST = (None, 400, 413, 422)
 
 
@@ -71,7 +71,7 @@ def from_engine_error(error: SglangToppError) -> SglangToppError:
 
 
 def as_sglang_topp_error(error: BaseException) -> SglangToppError:
-    """Return the error itself, or a ServerError with status 500 that names an unexpected one."""
+    """Return a SglangToppError unchanged, and any other exception as a ServerError with status 500."""
     if isinstance(error, SglangToppError):
         return error
     return ServerError(f"the sidecar failed: {type(error).__name__}: {error}", status=500)
@@ -108,7 +108,7 @@ def error_headers(error: SglangToppError) -> dict[str, str]:
 
 
 def error_body(error: SglangToppError) -> dict[str, Any]:
-    """Return the body of an error response, or the message in a stream; `status` is the HTTP status."""
+    """Return the body of an error response, or an error message in a stream, with the HTTP status."""
     answer = error_to_json(error)
     answer["error"]["status"] = http_status(error)
     return answer

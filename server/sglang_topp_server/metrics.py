@@ -59,18 +59,18 @@ class Metrics:
     """The sidecar's metrics. In `/metrics`, their names have the prefix `sglang_topp_`.
 
     Attributes:
-        requests: requests by outcome: `ok`, `partial` (a stream with failed prompts), `failed`, `rejected`
-            (never sent to the engine), `aborted` (the caller disconnected, or left its answer unread for
-            `max_stall_s`), `slow` (a body below the minimum rate: 408).
-        errors: error responses and error messages in streams, by `type` and `status`.
-        in_flight: requests between the last byte of their body and the last byte of their answer.
+        requests: number of requests by outcome: `ok`, `partial` (a stream with failed prompts), `failed`,
+            `rejected` (never sent to the engine), `aborted` (the caller disconnected, or left its answer
+            unread for `max_stall_s`), `slow` (a body below the minimum rate: 408).
+        errors: number of error responses and of error messages in streams, by `type` and `status`.
+        in_flight: number of requests between the last byte of their body and the last byte of their answer.
         held_bytes: bytes of finished samples that wait for their callers.
         request_seconds: seconds from a request's headers to the last byte of its answer. Requests that get a
             401 or a 429 are not counted.
-        samples: finished samples.
-        scores: scored sequences.
-        tokens: tokens of samples and scores, by kind: `prompt` (for a score, the whole sequence), `cached`
-            and `scored` (parts of `prompt`), `completion`.
+        samples: number of finished samples.
+        scores: number of scored sequences.
+        tokens: number of tokens of samples and scores, by kind: `prompt` (for a score, the whole sequence),
+            `cached` and `scored` (parts of `prompt`), `completion`.
         candidates: sizes of candidate sets, one per generated or scored token.
         engine_ready: 1 while the engine answers and is patched.
     """

@@ -1,4 +1,4 @@
-"""`BatchCandidateSets`: the candidate sets of a batch, one row per sample, without loops over tokens.
+"""`BatchCandidateSets`: the candidate sets of a batch in one value, with one row per sample.
 
 Shape legend: B rows, T positions of all rows, n candidates in all, W columns of a padded field.
 """
@@ -24,7 +24,7 @@ __all__ = ["BatchCandidateSets", "cut", "row_index"]
 class BatchCandidateSets:
     """The candidate sets of B rows as one CSR value with row offsets.
 
-    Row `i` is `sets[row_offsets[i]:row_offsets[i + 1]]`, its positions in order.
+    The positions of row `i` are `sets[row_offsets[i]:row_offsets[i + 1]]`.
 
     Args:
         sets: T positions, row after row.
@@ -86,7 +86,7 @@ class BatchCandidateSets:
             return NotImplemented
         return np.array_equal(self.row_offsets, other.row_offsets) and self.sets == other.sets
 
-    __hash__ = None  # type: ignore[assignment]  # equal by content of large arrays: not a dict key
+    __hash__ = None  # type: ignore[assignment]  # hashing would have to read all of the large arrays
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -95,7 +95,7 @@ class BatchCandidateSets:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays, which a transfer to another process sends."""
+        """The total size of all arrays in bytes, which a transfer to another process sends."""
         sets = self.sets
         arrays = (*sets._arrays(), self.row_offsets)
         return sum(array.nbytes for array in arrays if array is not None)
@@ -105,7 +105,7 @@ class BatchCandidateSets:
     @overload
     def __getitem__(self, index: slice) -> BatchCandidateSets: ...
     def __getitem__(self, index: int | slice) -> CandidateSets | BatchCandidateSets:
-        """Return `batch[i]`, the CandidateSets of a row, or `batch[a:b]`; both share the arrays."""
+        """Return the CandidateSets of row `i` for `batch[i]`, or the rows `batch[a:b]`. Nothing is copied."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
@@ -117,17 +117,17 @@ class BatchCandidateSets:
         return self.sets[self.row_offsets[i] : self.row_offsets[i + 1]]
 
     def __iter__(self) -> Iterator[CandidateSets]:
-        """Yield the rows `rows[0]`, `rows[1]`, …"""
+        """Yield the CandidateSets of each row."""
         return (self[i] for i in range(len(self)))
 
     def take(self, rows: ArrayLike) -> BatchCandidateSets:
-        """Return the rows of these indices, in this order. An index may occur more than once.
+        """Return the given rows, in the given order. A row may occur more than once.
 
         Args:
             rows: integers [any], from 0 to B - 1.
 
         Raises:
-            InvalidInputError: not integers, or out of range.
+            InvalidInputError: `rows` are not integers, or a row is out of range.
         """
         index, sets = row_index(rows, len(self)), self.sets
         candidates = sets.offsets[self.row_offsets]  # where each row's candidates begin
@@ -147,9 +147,9 @@ class BatchCandidateSets:
         `[row, column]` of the field. Candidates are neither copied nor changed.
 
         Args:
-            into: integers [B], the row of the field for each row.
-            starts: integers [B], the first column for each row. Places must ascend in the order of the rows
-                and must not overlap. `take` reorders rows.
+            into: integers [B], the field's row that receives each row.
+            starts: integers [B], the first column of each row in the field. The rows must come in ascending
+                order of their places, which must not overlap. `take` reorders rows.
             shape: (N, W).
 
         Raises:
@@ -187,7 +187,7 @@ def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
     """Return `rows` as int64 [k], checked against `num_rows`.
 
     Raises:
-        InvalidInputError: not 1-D integers, or an index outside 0 to num_rows - 1.
+        InvalidInputError: `rows` are not 1-D integers, or an index is outside 0 to num_rows - 1.
     """
     index = as_integers("rows", rows, "integers [any]")
     if index.size and (index.min() < 0 or index.max() >= num_rows):

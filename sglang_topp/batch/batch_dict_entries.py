@@ -1,4 +1,4 @@
-"""Read the entries of a batch dict or TensorDict: its tensors, some of their rows, and their bit patterns.
+"""Read a batch dict or TensorDict: its entries by name, selected rows of an entry, and raw bit patterns.
 
 Shape legend: B rows, W columns, rest: any further dimensions.
 """
@@ -34,12 +34,15 @@ __all__ = [
     "with_columns",
 ]
 
-# Elements are compared and moved as bit patterns: -0.0 is not 0.0, and a NaN equals itself.
+# Elements are compared and copied as bit patterns, so -0.0 differs from 0.0, and a NaN equals itself.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def entries_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch's entries by name. A TensorDict's non-tensors stay in their wrappers."""
+    """Return the batch's entries by name.
+
+    Non-tensors in a TensorDict keep their `NonTensorData` wrappers, except for BatchCandidateSets.
+    """
     if not is_tensordict(batch):
         return dict(batch)
     from tensordict import NonTensorData
@@ -70,7 +73,7 @@ def count_rows(entries: Mapping[str, Any]) -> int:
 
 
 def _rows_come_second(entries: Mapping[str, Any], name: str, num_rows: int) -> str:
-    """Return advice for a tensor like `position_ids` [3, B, W], whose second dimension is the rows."""
+    """Return a hint for a tensor whose second dimension counts the rows, such as `position_ids` [3, B, W]."""
     value = entries[name]
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == num_rows:
         return f"; if the rows of {name} are dimension 1, pass {name}.transpose(0, 1)"
@@ -86,7 +89,7 @@ def is_padded(name: str, value: Any) -> bool:
     """Return whether `value` is a padded tensor with rows, on any device.
 
     Raises:
-        InvalidInputError: it is a tensor of another layout, which cannot be cut by rows.
+        InvalidInputError: `value` is a tensor of another layout, which cannot be cut by rows.
     """
     if not isinstance(value, torch.Tensor) or not value.ndim or is_jagged(value):
         return False
@@ -105,7 +108,10 @@ def is_plain(name: str, value: Any) -> bool:
 
 
 def with_columns(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield an entry's padded tensors of two or more dimensions. An inner TensorDict's are `name.inner`."""
+    """Yield the name and tensor of each padded tensor in an entry that has two or more dimensions.
+
+    Tensors of an inner TensorDict are named `name.inner`.
+    """
     if isinstance(value, torch.Tensor):
         if value.ndim > 1 and not is_jagged(value):
             yield name, value
@@ -135,8 +141,8 @@ def take_rows(value: Any, rows: NDArray[np.int64]) -> Any:
 
 
 def _take_jagged(value: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
-    """Return these rows of a jagged tensor as a new one, whose pickle holds no other rows."""
-    # torch chooses another ragged dimension for a list of rows that have one length.
+    """Return these rows of a jagged tensor as a new tensor, so that its pickle does not hold other rows."""
+    # Pass on the ragged dimension. From a list of rows of equal lengths, torch would choose another one.
     ragged = next(dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt))
     held = value.unbind()
     parts = [held[i] for i in rows.tolist()]
@@ -174,7 +180,7 @@ def mask_of(entries: Mapping[str, Any], name: str) -> NDArray[Any]:
     mask = padded_field(entries, name)
     if mask.ndim != 2:
         raise InvalidInputError(f"{name}: got shape {list(mask.shape)}, expected a mask [rows, columns]")
-    # NumPy has no bfloat16. Without the sign, only the bits of 0.0 and -0.0 are all 0.
+    # Look at the bits, because NumPy has no bfloat16. The shift drops the sign bit, so -0.0 counts as 0.
     return as_bits(mask) << 1 if mask.dtype.is_floating_point else as_bits(mask)
 
 
@@ -197,7 +203,7 @@ def bits_of(entries: Mapping[str, Any], name: str, layout: CompressedMask, colum
 
 
 def as_bits(tensor: torch.Tensor) -> NDArray[Any]:
-    tensor = tensor.detach().resolve_conj().resolve_neg()  # those flags are no part of the bits
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # a bit view would ignore these flags
     bits: NDArray[Any] = tensor.view(_BITS[tensor.itemsize]).numpy()
     return bits
 
@@ -214,6 +220,6 @@ def pad_bits(name: str, dtype: torch.dtype, pad: float) -> int:
 
 
 def is_tensordict(value: Any) -> bool:
-    # A caller with a TensorDict has imported tensordict. Do not import it for the others.
+    # A caller that has a TensorDict has already imported tensordict. Other callers do not need the import.
     module = sys.modules.get("tensordict")
     return module is not None and bool(module.is_tensor_collection(value))

@@ -1,4 +1,4 @@
-"""Pack samples into bins of a token budget, and distribute the bins evenly over data-parallel ranks.
+"""Pack samples into bins that keep a token budget, and distribute the bins evenly over data-parallel ranks.
 
 Shape legend: n samples, each with a footprint (the tokens that it costs, including padding).
 """
@@ -24,7 +24,7 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
         capacity: the largest sum of a bin's footprints.
 
     Returns:
-        The bins, as indices of samples. At most 11/9 of the fewest possible bins, plus 6/9.
+        The bins, as indices of samples. If the fewest possible bins are k, there are at most 11/9 k + 6/9.
 
     Raises:
         InvalidInputError: a footprint is negative or above `capacity`. The message names the sample.
@@ -51,17 +51,17 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
 def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[list[list[int]]]:
     """Pack samples into bins of about equal size, with the same number of bins for every rank.
 
-    The number of bins is that of first-fit decreasing, rounded up to a multiple of `ranks`. Samples are then
-    spread over these bins, from the largest on, each into the emptiest bin. If the budget is so tight that
-    this overfills a bin, first-fit's own bins are used, and the fullest are split until there are enough. A
-    bin is empty only if there are fewer samples than bins. The bins are dealt to the ranks, the fullest
-    first, each to the rank with the fewest tokens that still needs a bin.
+    The number of bins is that of first-fit decreasing, rounded up to a multiple of `ranks`. Each sample, from
+    the largest to the smallest, then goes into the emptiest bin. If the budget is so tight that this
+    overfills a bin, the bins of first-fit decreasing are used instead, and the fullest are split until there
+    are enough. A bin is empty only if there are fewer samples than bins. The bins are dealt to the ranks, the
+    fullest first. Each bin goes to the rank with the fewest tokens among those that still need a bin.
 
     Returns:
         The bins of every rank, the fullest first. Bin k runs on all ranks at the same time.
 
     Raises:
-        InvalidInputError: as `first_fit_decreasing`, or `ranks` is below 1.
+        InvalidInputError: a footprint is negative or above `capacity`, or `ranks` is below 1.
     """
     if ranks < 1:
         raise InvalidInputError(f"ranks: got {ranks}, expected 1 or more")
@@ -86,7 +86,7 @@ def _load(members: list[int], sizes: list[int]) -> int:
 
 
 def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[int]]:
-    """Spread `members` over `count` bins, from the largest on, each into the emptiest bin."""
+    """Put each of `members`, from the largest to the smallest, into the emptiest of `count` bins."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, at) for at in range(count)]
     for i in sorted(members, key=lambda i: (-sizes[i], i)):
@@ -97,9 +97,9 @@ def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[i
 
 
 def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Split the fullest bins that have two samples or more in two, until there are `count` bins.
+    """Split the fullest bin with two samples or more into two bins, until there are `count` bins.
 
-    Such a bin always exists: if every sample had its own bin, no bin would be overfull.
+    Such a bin always exists here: if every sample had a bin of its own, spreading could not overfill a bin.
     """
     out = list(bins)
     fullest = [(-_load(members, sizes), at) for at, members in enumerate(out) if len(members) > 1]

@@ -45,12 +45,12 @@ __all__ = ["RLBatch", "SFTBatch", "collate_rl", "collate_rollouts", "collate_sft
 class RLBatch(TypedDict):
     """The batch that `collate_rl` returns: CPU tensors. S = max (P_i + R_i), R = max R_i.
 
-    Further `fields` have their own names: int64 or float32 [B, R].
-    `log_probs[:, -R - 1 : -1]` of a model run over `sequences` lines up with every [B, R] field.
+    Each of the caller's `fields` is an entry under its own name, int64 or float32 [B, R]. If a model computes
+    log-probs over `sequences`, their slice `[:, -R - 1 : -1]` lines up with every [B, R] field.
     """
 
     sequences: torch.Tensor
-    """int64 [B, S], `pad_token_id` before every prompt."""
+    """int64 [B, S], prompt and response, with `pad_token_id` before the prompt."""
     attention_mask: torch.Tensor
     """int64 [B, S], 1 on prompt and response."""
     response_mask: torch.Tensor
@@ -69,12 +69,12 @@ class SFTBatch(TypedDict):
     """The batch that `collate_sft` returns: CPU tensors."""
 
     sequences: torch.Tensor
-    """int64 [B, S], `pad_token_id` first."""
+    """int64 [B, S], the token ids, with `pad_token_id` before them."""
     attention_mask: torch.Tensor
-    """int64 [B, S]."""
+    """int64 [B, S], 0 on padding and 1 elsewhere."""
     loss_mask: torch.Tensor
-    """Over the last `num_actions` tokens: int64 [B, A], each 0 or 1. With `normalize_loss_mask`, float32,
-    divided by its sum over the batch."""
+    """int64 [B, A], 0 or 1 for each of the last `num_actions` tokens. With `normalize_loss_mask`, float32
+    [B, A], divided by its sum over the batch."""
 
 
 def collate_rl(
@@ -89,7 +89,7 @@ def collate_rl(
     pad_token_id: int,
     max_seq_len: int | None = None,
 ) -> RLBatch:
-    """Collate rollouts. The result is bit-identical to `reference.collate_rl`.
+    """Collate rollouts, given as rows. The result equals that of `reference_layouts.collate_rl` bit for bit.
 
     Args:
         prompts: B rows of token ids, none empty. Here and below, a row is a list, a 1-D array, or a 1-D
@@ -98,7 +98,7 @@ def collate_rl(
         rewards: B rows of R_i numbers, one per token. They are rounded to float32; numbers that are too large
             become infinite.
         loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
-        logprobs: as `rewards`, or None.
+        logprobs: B rows of R_i numbers, rounded as `rewards` are, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
         fields: further fields by name, such as another model's log-probs: B rows of R_i values each. Arrays
             and tensors of integers become int64. Other rows, and all lists, become float32, as `rewards` do.
@@ -129,7 +129,7 @@ def collate_rollouts(
     pad_token_id: int,
     max_seq_len: int | None = None,
 ) -> RLBatch:
-    """Collate rollouts of a client in one call. The batch is that of `collate_rl`.
+    """Collate the `Rollout` objects of a client. The batch is that of `collate_rl`.
 
     `logprobs` are the denominators of importance ratios under replay: the log-probs over the rollouts' own
     candidate sets, or over the whole vocabulary if the rollouts have no sets. Tokens that `Rollout.extend`
@@ -147,8 +147,8 @@ def collate_rollouts(
         max_seq_len: warn if some sequence is longer. Nothing is truncated.
 
     Raises:
-        InvalidInputError: as `collate_rl`; there are no rollouts; some have candidate sets and others have
-            none; or the rollouts' sets have no log-probs.
+        InvalidInputError: for the reasons of `collate_rl`; or there are no rollouts, some have candidate sets
+            and others have none, or the rollouts' sets have no log-probs.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
@@ -208,7 +208,7 @@ def collate_sft(
     normalize_loss_mask: bool = False,
     pad_token_id: int,
 ) -> SFTBatch:
-    """Collate supervised examples. The result is bit-identical to `reference.collate_sft`.
+    """Collate supervised examples. The result equals that of `reference_layouts.collate_sft` bit for bit.
 
     Args:
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.

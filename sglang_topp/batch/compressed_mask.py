@@ -1,4 +1,4 @@
-"""`CompressedMask`: a [B, W] mask stored as runs or bits; it gathers and scatters the elements that it keeps.
+"""`CompressedMask`: a [B, W] mask stored as runs or bits, which gathers and scatters the elements it keeps.
 
 Shape legend: B rows, W columns, n kept elements in all, rest: any further dimensions of a field.
 """
@@ -17,7 +17,7 @@ from sglang_topp.candidates.csr_operations import offsets_of
 
 __all__ = ["CompressedMask", "blocks"]
 
-_BLOCK_BYTES = 1 << 20  # work on pieces that stay in a core's cache
+_BLOCK_BYTES = 1 << 20  # blocks of rows of this size stay in a core's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +29,14 @@ class CompressedMask:
 
     Args:
         width: W.
-        offsets: int64 [B + 1]. Row i's values are `values[offsets[i]:offsets[i + 1]]`, in column order.
+        offsets: int64 [B + 1]. The kept elements of row i are `values[offsets[i]:offsets[i + 1]]`, in column
+            order, if `gather` returned `values`.
         runs: int32 [runs, 2], the first column of each run and the column after its last, row after row. None
-            in the form of bits.
-        run_offsets: int64 [B + 1] into `runs`. None in the form of bits.
-        bits: uint8 [B, ceil(W / 8)], column c in bit `c % 8` of byte `c // 8`. None in the form of runs.
+            if the mask is stored as bits.
+        run_offsets: int64 [B + 1]. Row i's runs are `runs[run_offsets[i]:run_offsets[i + 1]]`. None if the
+            mask is stored as bits.
+        bits: uint8 [B, ceil(W / 8)], column c in bit `c % 8` of byte `c // 8`. None if the mask is stored as
+            runs.
     """
 
     width: int
@@ -68,7 +71,7 @@ class CompressedMask:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays."""
+        """The total size of all arrays in bytes."""
         arrays = (self.offsets, self.runs, self.run_offsets, self.bits)
         return sum(array.nbytes for array in arrays if array is not None)
 
@@ -88,8 +91,8 @@ class CompressedMask:
     ) -> NDArray[Any]:
         """Return [n, *rest]: the kept elements of `field` [B, W, *rest], row after row.
 
-        `look` is called with every block of rows before it is gathered. Gathering is bound by memory, so this
-        reads the field only once.
+        `look` is called with each block of rows just before the block is gathered. So the caller can inspect
+        the whole field, and it is still read from memory only once.
         """
         values = np.empty((self.offsets[-1], *field.shape[2:]), field.dtype)
         flat = field.reshape(len(self) * self.width, *field.shape[2:])
@@ -128,7 +131,10 @@ class CompressedMask:
         return CompressedMask(self.width, offsets, cut(self.runs, self.run_offsets, rows), run_offsets, None)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """Yield every run as a span of the flattened [B * W] field. There is at most one per 64 elements."""
+        """Yield every run as a span of the flattened [B * W] field.
+
+        There is at most one run per 64 elements. With more, the mask is stored as bits.
+        """
         assert self.runs is not None
         assert self.run_offsets is not None
         base = np.repeat(np.arange(len(self)) * self.width, np.diff(self.run_offsets))
@@ -137,13 +143,13 @@ class CompressedMask:
 
 
 def blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that cover `num_rows`, each of about a cache's size."""
+    """Yield ranges of rows that cover `num_rows`, each of about the size of a core's cache."""
     step = max(1, _BLOCK_BYTES // max(1, row_bytes))
     return ((low, min(low + step, num_rows)) for low in range(0, num_rows, step))
 
 
 def _nonzero(sparse: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Compute `np.flatnonzero` four times as fast for sparse arrays, by skipping words of zeros."""
+    """Compute `np.flatnonzero` four times as fast for sparse arrays, by skipping 8-byte words of zeros."""
     words = np.zeros(-(-len(sparse) // 8), np.uint64)
     padded = words.view(np.uint8)
     padded[: len(sparse)] = sparse

@@ -19,7 +19,10 @@ _SAMPLE = 4096  # most float arrays cannot be narrowed, and the first few values
 
 
 def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Return `bits`, bit patterns of `dtype` as signed integers, in a narrower dtype if that is lossless."""
+    """Return an array in a narrower dtype if that is lossless, and unchanged otherwise.
+
+    The array is given as `bits`, the bit patterns of its `dtype` as signed integers.
+    """
     if not bits.size:
         return bits
     if dtype in _FLOATS:

@@ -1,7 +1,8 @@
 """Encode loss masks for transfers between processes, with one bit or one byte per token.
 
-A pickled list of ints costs two bytes per token, and a pointer to an object in the receiving process. A mask
-of bits costs one bit. An int8 mask costs one byte, and the receiver reads it without a copy.
+A pickled list of ints costs two bytes per token, and one pointer per token in the receiving process. A mask
+of bits costs one bit per token. An int8 mask costs one byte per token, and the receiver reads it without a
+copy.
 
 Shape legend: L tokens of one sample.
 """
@@ -21,21 +22,21 @@ from sglang_topp.errors import InvalidInputError
 
 __all__ = ["PackedLossMask", "mask_rows", "pack_loss_mask", "unpack_loss_masks"]
 
-# Bit k of a byte, lowest first, is token 8 * byte + k.
+# Bit k of byte b, counted from the lowest bit, holds the mask of token 8 * b + k.
 _BIT_ORDER: Literal["little"] = "little"
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLossMask:
-    """The immutable loss mask of one sample. `pack_loss_mask` makes it.
+    """The immutable loss mask of one sample, in compact form. `pack_loss_mask` creates it.
 
     Args:
         data: either uint8 [ceil(L / 8)], with token t in bit `t % 8` of byte `t // 8` and unused bits 0, or
             int8 [L], with one byte per token.
         length: L.
 
-    `len` and iteration behave as for a list of ints, so the built-in `sum` is correct. (Over an int8 array it
-    is not, because NumPy 2 wraps it at 127.)
+    `len` and iteration behave as for a list of ints, so the built-in `sum` is correct. (Over an int8 array,
+    the built-in `sum` is wrong, because NumPy 2 wraps around after 127.)
     """
 
     data: NDArray[np.uint8] | NDArray[np.int8]
@@ -66,11 +67,11 @@ class PackedLossMask:
             return NotImplemented
         return np.array_equal(self.to_numpy(), other.to_numpy())
 
-    __hash__ = None  # type: ignore[assignment]  # equal by content of an array: not a dict key
+    __hash__ = None  # type: ignore[assignment]  # hashing would have to read the whole array
 
     @property
     def nbytes(self) -> int:
-        """The bytes of `data`."""
+        """The size of `data` in bytes."""
         return self.data.nbytes
 
     def sum(self) -> int:
@@ -89,18 +90,18 @@ class PackedLossMask:
     def to_tensor(
         self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return `dtype` [L] on `device`. `data` is transferred, and bits are unpacked on the device."""
+        """Return the mask as `dtype` [L] on `device`. Only `data` is transferred. The device unpacks bits."""
         return unpack_loss_masks([self], device, dtype)[0]
 
 
 def pack_loss_mask(
     mask: Any, *, form: Literal["bits", "int8"] = "bits", length: int | None = None
 ) -> PackedLossMask:
-    """Pack the loss mask of one sample. The sample's own mask is copied and not changed.
+    """Pack the loss mask of one sample. The given mask is copied, and not changed.
 
     Args:
         mask: [L], a list of ints or bools, a 1-D array, or a 1-D tensor on any device. Every value is 0 or 1.
-        form: `bits` is the smallest (L / 8 bytes). `int8` (L bytes) is read without a copy.
+        form: `bits` is smaller (L / 8 bytes). `int8` (L bytes) can be read without a copy.
         length: the expected L, such as the response's length. Another length is an error.
 
     Raises:
@@ -121,7 +122,7 @@ def unpack_loss_masks(
 ) -> list[torch.Tensor]:
     """Unpack the masks of many samples to a device: `out[i]` is `dtype` [L_i], a view of one buffer.
 
-    The packed bytes of all masks are one transfer, and the bits are unpacked on the device.
+    The packed bytes of all masks are sent in one transfer, and the device unpacks the bits.
     """
     if not masks:
         return []
@@ -164,7 +165,10 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
 
 
 def _bytes(mask: Any) -> NDArray[np.uint8]:
-    """Return uint8 [L] with 0 for 0 and 1 for 1. Any other value raises, or becomes a number above 1."""
+    """Return the mask as uint8 [L]. Values other than 0 and 1 raise, or become numbers above 1.
+
+    `mask_rows` rejects numbers above 1.
+    """
     if isinstance(mask, PackedLossMask):
         return mask.to_numpy().view(np.uint8)
     if isinstance(mask, list | tuple):

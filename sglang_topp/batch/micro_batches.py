@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches by a token budget, balanced over ranks, and rejoin their results.
+"""Split a batch into micro-batches within a token budget, balanced over ranks, and rejoin their results.
 
 Shape legend: B rows of a batch.
 """
@@ -59,7 +59,7 @@ class MicroBatches:
             results: `results[rank][k]` is [rows, ...], the results of the rows of that micro-batch.
 
         Returns:
-            [B, ...].
+            [B, ...], one result per row of the batch.
 
         Raises:
             InvalidInputError: a result is missing, or its number of rows is not that of its micro-batch.
@@ -87,7 +87,7 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
     """Split B rows into micro-batches of at most `max_tokens` tokens.
 
     Rows are packed by first-fit decreasing (`bin_packing`). Every rank gets the same number of micro-batches,
-    as collectives need, with about the same number of tokens.
+    because collective operations need it, and about the same number of tokens.
 
     Args:
         lengths: integers [B], the tokens that each row costs. This is the row's own length if padding is
@@ -96,7 +96,7 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
         ranks: the number of data-parallel ranks.
 
     Raises:
-        InvalidInputError: no rows, a row longer than `max_tokens`, or `ranks` below 1.
+        InvalidInputError: there are no rows, a row is longer than `max_tokens`, or `ranks` is below 1.
     """
     tokens = as_integers("lengths", lengths, "integers, one per row")
     if not len(tokens):

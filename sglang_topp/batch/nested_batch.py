@@ -1,8 +1,8 @@
 """`NestedBatch`: the fields of a batch as nested (jagged) tensors, to send them without the padding.
 
-The elements of a row whose mask is 1 are its values. Elements whose mask is 0 are padding, and are not sent
-if they equal the field's pad value. Other elements under a mask of 0 are sent too, so the padded field is
-restored exactly. A field that is declared `droppable` loses them.
+Elements under a mask of 1 are always sent. Elements under a mask of 0 that equal the field's pad value are
+not sent. If they have another value, they are sent too, so that the padded field is restored exactly. In a
+field that is declared `droppable`, all elements under a mask of 0 are lost.
 
 Shape legend: B rows, W columns, n values of one field over all rows, rest: any further dimensions.
 """
@@ -48,8 +48,8 @@ class NestedFieldSpec:
         mask: the name of the [B, W] field whose non-zero elements mark the columns to keep.
         pad: the field's value in columns that are not kept.
         droppable: elements under a mask of 0 may be lost. They are restored as `pad`.
-        columns: the dimension of the field that the mask's columns are: 2 for the `position_ids` [B, 3, W]
-            of models with several position ids per token.
+        columns: the field's dimension that matches the mask's columns. For example, this is 2 for the
+            `position_ids` [B, 3, W] of models with several position ids per token.
     """
 
     mask: str
@@ -69,22 +69,25 @@ class _Field:
     pad: int = 0
     """The pad value's bit pattern."""
     columns: int = 1
-    """The dimension of the tensor that W is. `values` are [n, *rest], without it."""
+    """The dimension of the tensor that has size W. `values` are [n, *rest], without this dimension."""
 
 
 @dataclass(frozen=True, eq=False)
 class NestedBatch:
-    """A batch with padded fields as values and offsets. `nest_batch` makes it and `unnest_batch` undoes it.
+    """A batch whose padded fields are stored as values and offsets.
 
-    The batch is immutable and picklable. `batch[a:b]`, `take`, and `chunk` select rows. Other tensors are not
-    copied, and pickle protocol 5 transfers them without a copy.
+    `nest_batch` creates it, and `unnest_batch` restores the padded batch. The batch is immutable and
+    picklable. `batch[a:b]`, `take`, and `chunk` select rows. Tensors that are not nested are not copied, and
+    pickle protocol 5 transfers them without a copy.
+
+    `dense` and `outside` describe the whole batch, also after rows were selected.
 
     Attributes:
         num_rows: B.
-        dense: the tensors with columns that were not compressed, in the whole batch: name to a text with
-            shape, dtype, and bytes. A tensor in an inner TensorDict has the name `name.inner`.
-        outside: the fields with values other than `pad` under a mask of 0, in the whole batch: name to the
-            number of columns that are sent for them. If they are many and not needed, set `droppable`.
+        dense: the tensors of two or more dimensions that were not compressed. Maps each name to a text with
+            shape, dtype, and size in bytes. A tensor in an inner TensorDict has the name `name.inner`.
+        outside: the fields with values other than `pad` under a mask of 0. Maps each name to the number of
+            columns that are sent for these values. If they are many and not needed, set `droppable`.
     """
 
     num_rows: int
@@ -108,7 +111,7 @@ class NestedBatch:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors, layouts, and candidate sets, as sent to another process."""
+        """The size of all tensors, layouts, and candidate sets in bytes, as sent to another process."""
         return (
             sum(field.values.nbytes for field in self._fields.values())
             + sum(layout.nbytes for layout in self._layouts)
@@ -116,7 +119,7 @@ class NestedBatch:
         )
 
     def __getitem__(self, rows: slice) -> NestedBatch:
-        """Return the range of rows `batch[a:b]`, which shares the arrays."""
+        """Return the rows `batch[a:b]`. The result shares the arrays."""
         return self.take(np.arange(self.num_rows)[rows])
 
     def chunk(self, parts: int) -> list[NestedBatch]:
@@ -126,10 +129,10 @@ class NestedBatch:
         return [self.take(rows) for rows in np.array_split(np.arange(self.num_rows), parts)]
 
     def take(self, rows: ArrayLike) -> NestedBatch:
-        """Return the rows of these indices, in this order. An index may occur more than once.
+        """Return the given rows, in the given order. A row may occur more than once.
 
         Raises:
-            InvalidInputError: not integers, or out of range.
+            InvalidInputError: `rows` are not integers, or a row is out of range.
         """
         index = row_index(rows, self.num_rows)
         fields = {}
@@ -173,13 +176,13 @@ class NestedBatch:
         """Put a worker's values into the padded layout of the nested field `like`, with 0 elsewhere.
 
         Args:
-            values: one value for each that `jagged(like)` holds, on any device: a jagged tensor
-                `[B, ragged, *rest]`, or its flat values `[n, *rest]`.
+            values: one value for each value of `jagged(like)`, on any device. Either a jagged tensor
+                `[B, ragged, *rest]`, or flat values `[n, *rest]`.
             like: the name of a nested field.
 
         Returns:
             `[B, W, *rest]` on the device of `values`, and differentiable in them. W is the width of the whole
-            batch, also in a part of it.
+            batch, even if this value holds only some of its rows.
 
         Raises:
             InvalidInputError: `like` is not a nested field, or the number of values differs. The message
@@ -230,8 +233,8 @@ def nest_batch(
     Args:
         batch: a dict or a `tensordict.TensorDict` of names to values. Entries with rows are tensors [B, ...]
             on any device (also jagged ones), BatchCandidateSets, and lists, tuples, and arrays of B entries.
-            Any other entry is one value for all rows. In a TensorDict, other non-tensors have rows only if
-            stacked.
+            Any other entry is one value for all rows. In a TensorDict, other non-tensor entries have rows
+            only if they are stacked.
         fields: the padded CPU tensors `[B, W, *rest]` to compress. A value is a `NestedFieldSpec`, or the
             name of the mask. Other entries are not changed.
         narrow: send integers and floats in a narrower dtype if it holds every value exactly.
@@ -239,8 +242,9 @@ def nest_batch(
 
     Raises:
         InvalidInputError: a field or its mask is missing, not a padded CPU tensor, or of another shape; the
-            pad value is none of the field's dtype; tensors differ in B; or, with `strict`, a tensor with two
-            or more dimensions is not in `fields` (the message gives its shape, dtype and bytes).
+            pad value cannot be represented in the field's dtype; tensors differ in B; or, with `strict`, a
+            tensor with two or more dimensions is not in `fields` (the message gives its shape, dtype, and
+            size).
     """
     specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
     entries = entries_of(batch)
@@ -254,7 +258,7 @@ def nest_batch(
         bits = bits_of(entries, name, layouts[index], spec.columns)
         dtype = entries[name].dtype
         pad = pad_bits(name, dtype, spec.pad)
-        # An integer mask is 0 wherever it keeps nothing, so the check for other values is not needed.
+        # An integer field that is its own mask is 0 wherever the mask is 0, so nothing needs to be checked.
         hides_zeros = name == spec.mask and pad == 0 and not dtype.is_floating_point
         if spec.droppable or hides_zeros:
             values = layouts[index].gather(bits)
@@ -330,14 +334,14 @@ def _padded(field: _Field, layout: CompressedMask | None) -> NDArray[Any]:
         return field.values if field.values.flags.writeable else field.values.copy()
     values = widened(field.values, field.dtype)
     shape = (len(layout), layout.width, *values.shape[1:])
-    # New memory is zero. Most of a batch is padding, which need not be written then.
+    # `np.zeros` gets memory that is already zero, so the padding, most of a batch, is not written.
     out = np.full(shape, field.pad, values.dtype) if field.pad else np.zeros(shape, values.dtype)
     layout.scatter(values, out)
     return out
 
 
 class _NonPads:
-    """Counts the elements that are not `pad`, a bit pattern."""
+    """Counts the elements that differ from the bit pattern `pad`."""
 
     def __init__(self, pad: int) -> None:
         self.pad = pad

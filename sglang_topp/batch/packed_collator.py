@@ -41,8 +41,9 @@ __all__ = ["PackedBatch", "PackedCollator"]
 class PackedBatch(TypedDict):
     """The batch that `PackedCollator` returns: CPU tensors of N rows and W columns, and lists of N entries.
 
-    Rank d of `dp_size` owns rows `d * N / dp_size` to `(d + 1) * N / dp_size`. Each row is a micro-batch.
-    Further `fields` of RL have their own names: int64 or float32 [N, W], placed as `rewards`.
+    Rank d of `dp_size` owns the rows from `d * N / dp_size` to `(d + 1) * N / dp_size - 1`. Each row is a
+    micro-batch. In an RL batch, each of the caller's `fields` is an entry under its own name, int64 or
+    float32 [N, W], placed as `rewards`.
     """
 
     sequences: torch.Tensor
@@ -50,32 +51,36 @@ class PackedBatch(TypedDict):
     attention_mask: torch.Tensor
     """int64 [N, W], 1 on tokens."""
     position_ids: torch.Tensor
-    """int64 [N, W], from 0 in every sample; 0 on padding."""
+    """int64 [N, W], counted from 0 in every sample; 0 on padding."""
     loss_mask: torch.Tensor
     """float32 [N, W], in the columns that predict the tokens. RL: 0 or 1. SFT: divided by its sum over the
     whole batch, so that the sum of the losses is their mean."""
     row_lengths: torch.Tensor
-    """int64 [N]: the number of columns to compute in each row. All W with pipeline parallelism."""
+    """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, always W."""
     cu_seqlens: list[torch.Tensor]
-    """int32 [samples + 1] for each row: the starts of its samples, including alignment, and the row's length.
-    A row without samples has one sequence."""
+    """int32 [samples + 1] for each row: the first column of each sample, and then the row's length. So each
+    span includes the sample's alignment. A row without samples has one sequence of padding."""
     seq_lengths: list[torch.Tensor]
-    """int32 [samples] for each row: the samples' tokens, without alignment."""
+    """int32 [samples] for each row: the number of tokens of each sample, without alignment."""
     samples: list[torch.Tensor]
-    """int64 [samples] for each row: which samples lie in it, in order."""
+    """int64 [samples] for each row: the indices of the row's samples, in order."""
     response_mask: NotRequired[torch.Tensor]
     """RL: int64 [N, W], 1 where a response token is predicted."""
     rewards: NotRequired[torch.Tensor]
-    """RL: float32 [N, W]."""
+    """RL: float32 [N, W], in the columns that predict the tokens."""
     logprobs: NotRequired[torch.Tensor]
-    """RL: float32 [N, W]. Only if log-probs were passed."""
+    """RL: float32 [N, W], in the columns that predict the tokens. Only if log-probs were passed."""
     candidates: NotRequired[BatchCandidateSets]
-    """RL: N rows of W positions. Positions without a sampled token are empty. Only if sets were passed."""
+    """RL: N rows of W positions. A position has a set if its column predicts a sampled token. Only if sets
+    were passed."""
 
 
 @dataclass(frozen=True)
 class _Packing:
-    """The place of every sample. `order` lists the samples row by row, `rows` and `starts` their places."""
+    """The place of every sample: sample `order[k]` starts in row `rows[k]` at column `starts[k]`.
+
+    `order` lists the samples row by row. `lengths` are the samples' numbers of tokens, by sample.
+    """
 
     order: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -86,7 +91,7 @@ class _Packing:
     row_lengths: NDArray[np.int64]
 
     def gaps(self) -> NDArray[np.int64]:
-        """Return the indices of the flattened field that no sample covers. Packed rows have few."""
+        """Return the indices of the flattened [N, W] field that no sample covers. Packed rows have few."""
         first = self.rows * self.width + self.starts
         stop = first + self.lengths[self.order]
         sizes = np.append(first[1:], self.num_rows * self.width) - stop
@@ -94,7 +99,10 @@ class _Packing:
         return np.repeat(stop - before, sizes) + np.arange(sizes.sum())
 
     def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-        """Return (sample, first, stop) in the flattened field, for `lengths` columns from `skip` on."""
+        """Return `(sample, first, stop)` for every sample, as indices of the flattened [N, W] field.
+
+        The span of sample i starts `skip[i]` columns after the sample's start, and has `lengths[i]` columns.
+        """
         first = self.rows * self.width + self.starts + skip[self.order]
         stop = first + lengths[self.order]
         return list(zip(self.order.tolist(), first.tolist(), stop.tolist(), strict=True))
@@ -102,7 +110,7 @@ class _Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedCollator:
-    """Packs samples into rows of a token budget, by first-fit decreasing on aligned lengths.
+    """Packs samples into rows of at most `max_tokens` columns, by first-fit decreasing on aligned lengths.
 
     Args:
         max_tokens: the most columns of a row, including all alignment.
@@ -111,12 +119,14 @@ class PackedCollator:
         tp_size: tensor-parallel ranks (sequence parallelism). Every sample is aligned to it.
         cp_size: context-parallel ranks. Above 1, every sample is aligned to `2 * cp_size * tp_size`, because
             each rank takes two zigzag chunks.
-        pp_size: pipeline stages. Above 1, all rows are computed at one width.
-        fp8_multiple: the row multiple of an FP8 GEMM on every rank: 16 with per-tensor scaling, 32 with
-            MXFP8, 128 with blocks, and 1 without FP8. Each row is aligned to it as a whole.
+        pp_size: pipeline stages. Above 1, all rows are computed at the same width.
+        fp8_multiple: the multiple that an FP8 GEMM requires of its rows on every rank: 16 with per-tensor
+            scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. Each row is aligned to it as a
+            whole.
 
     Raises:
-        InvalidInputError: not an integer, a size below 1, or `max_tokens` below one aligned row.
+        InvalidInputError: an argument is not an integer, a size is below 1, or `max_tokens` is too small for
+            one aligned row.
     """
 
     max_tokens: int
@@ -140,12 +150,12 @@ class PackedCollator:
 
     @property
     def sequence_multiple(self) -> int:
-        """The multiple to which every sample's columns are rounded up."""
+        """The multiple to which the number of columns of every sample is rounded up."""
         return self.tp_size * (2 * self.cp_size if self.cp_size > 1 else 1)
 
     @property
     def row_multiple(self) -> int:
-        """The multiple to which every row's columns are rounded up."""
+        """The multiple to which the number of columns of every row is rounded up."""
         return self.fp8_multiple * self.sequence_multiple
 
     def collate_sft(
@@ -156,8 +166,8 @@ class PackedCollator:
         A loss on the first token of a sample is dropped, because nothing predicts that token.
 
         Raises:
-            InvalidInputError: as `collate_sft`; a sample is empty, or longer than `max_tokens` once
-                aligned.
+            InvalidInputError: for the reasons of `collate_sft`; or a sample is empty, or longer than
+                `max_tokens` once aligned.
         """
         examples = read_examples(input_ids, num_actions, loss_masks)
         packing = self._pack("input_ids", examples.lengths)
@@ -189,7 +199,8 @@ class PackedCollator:
         """Pack rollouts. The arguments are those of `sglang_topp.batch.collate_rl`.
 
         Raises:
-            InvalidInputError: as `collate_rl`; a sample is empty, or longer than `max_tokens` once aligned.
+            InvalidInputError: for the reasons of `collate_rl`; or a sample is empty, or longer than
+                `max_tokens` once aligned.
         """
         samples = read_rollouts(
             prompts, responses, rewards, loss_masks, logprobs, candidates, fields, PackedBatch.__annotations__
@@ -204,11 +215,11 @@ class PackedCollator:
         candidates: Sequence[CandidateSets] | None = None,
         fields: Mapping[str, RaggedRows] | None = None,
     ) -> PackedBatch:
-        """Pack rollouts of a client. The arguments are those of `sglang_topp.batch.collate_rollouts`.
+        """Pack the `Rollout` objects of a client, with the arguments of `sglang_topp.batch.collate_rollouts`.
 
         Raises:
-            InvalidInputError: as `collate_rollouts`; a sample is empty, or longer than `max_tokens` once
-                aligned.
+            InvalidInputError: for the reasons of `collate_rollouts`; or a sample is empty, or longer than
+                `max_tokens` once aligned.
         """
         columns = rollout_columns(rollouts, rewards, candidates)
         samples = read_rollouts(**columns, fields=fields, own_names=PackedBatch.__annotations__)
@@ -271,7 +282,7 @@ class PackedCollator:
         order = np.concatenate([np.array(members, np.int64) for members in bins])
         rows = np.repeat(np.arange(len(bins)), counts)
         ends = np.cumsum(footprints[order])
-        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # of each row's first sample
+        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # columns of all earlier rows
         starts = ends - footprints[order] - before[rows]
         filled = np.bincount(rows, weights=footprints[order], minlength=len(bins)).astype(np.int64)
         row_lengths = _round_up(np.maximum(filled, 1), self.row_multiple)
@@ -283,7 +294,10 @@ class PackedCollator:
     def _common(
         self, packing: _Packing, spans: list[tuple[int, int, int]]
     ) -> tuple[PackedBatch, NDArray[np.int64]]:
-        """Return the fields common to all packed batches, and `sequences` flattened for the caller."""
+        """Return the fields that all packed batches have, and a flat view of `sequences`.
+
+        The caller writes the samples' tokens to this view.
+        """
         shape, gaps = (packing.num_rows, packing.width), packing.gaps()
         # Samples fill nearly all of a packed field, so writing only the gaps halves the memory traffic.
         sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)

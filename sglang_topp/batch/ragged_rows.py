@@ -38,7 +38,7 @@ RaggedRows: TypeAlias = Sequence[Any]
 
 _INTEGERS = frozenset("bhilqBHI")
 _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
-# The types of rows. A tuple, because a union type would be built again for every row.
+# The accepted types of rows. `isinstance` gets this tuple, because a union type would be built for every row.
 _HELD = (list, tuple, np.ndarray)
 # For each dtype of the batch: the accepted dtypes, their description, and the `struct` code.
 _TAKES = {
@@ -98,7 +98,7 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 
 
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
-    """Check that every sample's row has exactly its `expected` length, which is that of the field `of`.
+    """Check that every sample's row has its `expected` length, the length of its row in the field `of`.
 
     Raises:
         InvalidInputError: the number of samples or a row's length differs. The message names the sample.
@@ -114,10 +114,10 @@ def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: 
 
 
 def field_dtype(rows: RaggedRows) -> type[np.int64] | type[np.float32]:
-    """Return the dtype of a further field: int64 for arrays and tensors of integers, float32 for others.
+    """Return the dtype of a caller's own field: int64 for arrays and tensors of integers, else float32.
 
-    Lists are numbers, whatever they hold, so that a batch's dtype does not depend on its values. Empty rows
-    have no say, unless all rows are empty.
+    Lists always become float32, so that a batch's dtype does not depend on its values. Empty rows are
+    ignored. If all rows are empty, the dtype is float32.
     """
     dtypes = [getattr(row, "dtype", None) for row in rows if len(row)]
     return np.int64 if dtypes and all(map(_is_integer, dtypes)) else np.float32
@@ -150,7 +150,7 @@ def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
                 raise InvalidInputError(f"{name}[{i}]: got shape {row.shape}, expected one value per token")
             if row.dtype.char not in accepted and row.size:
                 raise InvalidInputError(f"{name}[{i}]: got dtype {row.dtype}, expected {expected}")
-    return out  # the other dtypes are those of empty arrays, as NumPy makes an empty list float64
+    return out  # only empty arrays have a dtype that is not accepted: NumPy makes an empty list float64
 
 
 def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
@@ -169,7 +169,7 @@ def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
         return
     code = _TAKES[line.dtype][2]
     try:
-        # Twice as fast as NumPy's conversion, which has to infer the type first.
+        # `struct` is twice as fast as NumPy's conversion, which has to infer the type first.
         struct.pack_into(f"{len(row)}{code}", line.data, 0, *row)
     except (struct.error, TypeError, OverflowError) as error:
         raise InvalidInputError(f"{name}[{sample}]: {error}") from None

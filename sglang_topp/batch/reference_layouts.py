@@ -1,7 +1,8 @@
 """Reference layouts: plain loops that define how collation, packing, and nesting arrange a batch.
 
-They are slow and simple enough to verify by reading. The tests compare the fast functions with them bit for
-bit, and the benchmarks use them as the baseline. Inputs are plain lists; rewards may also be tensors.
+These functions are slow, but simple enough to verify by reading. The tests compare the fast functions with
+them bit for bit, and the benchmarks use them as the baseline. Inputs are plain lists; rewards may also be
+tensors.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def collate_sft(
 
 
 def first_fit_decreasing(footprints: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put samples, from the largest to the smallest, into the first bin with room each."""
+    """Put each sample, from the largest to the smallest, into the first bin with room."""
     bins: list[list[int]] = []
     loads: list[int] = []
     for i in sorted(range(len(footprints)), key=lambda i: -footprints[i]):
@@ -111,7 +112,7 @@ def pack_sft(
     sequence_multiple: int = 1,
     row_multiple: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Return one row per bin. A token's loss is where the token is predicted, and all losses sum to 1."""
+    """Return one row per bin. Loss masks are in the columns that predict the tokens, and sum to 1."""
     full_masks = [
         [0] * (len(ids) - count) + mask
         for ids, count, mask in zip(input_ids, num_actions, loss_masks, strict=True)
@@ -135,7 +136,7 @@ def pack_rl(
     sequence_multiple: int = 1,
     row_multiple: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Return one row per bin. A value that scores a token is where the token is predicted."""
+    """Return one row per bin. A value that scores a token is in the column that predicts the token."""
     ids = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     batch = _pack(bins, ids, pad_token_id, sequence_multiple, row_multiple)
     width = batch["sequences"].shape[1]
@@ -208,7 +209,7 @@ def nest(field: torch.Tensor, mask: torch.Tensor, pad: float = 0) -> list[tuple[
 
 
 def unnest(rows: list[tuple[torch.Tensor, torch.Tensor]], width: int, pad: float = 0) -> torch.Tensor:
-    """Rebuild the padded field [B, width, ...]."""
+    """Rebuild the padded field [B, width, ...] from the result of `nest`."""
     values = rows[0][1]
     out = torch.full((len(rows), width, *values.shape[1:]), pad, dtype=values.dtype)
     for i, (columns, values) in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Turn rollouts into the columns that `collate_rl` takes.
+"""Convert `Rollout` objects to the arguments of `collate_rl`, which are lists with one row per rollout.
 
 Shape legend: B rollouts, R_i tokens of rollout i's response.
 """
@@ -24,11 +24,11 @@ class RolloutLike(Protocol):
 
     @property
     def prompt_ids(self) -> NDArray[np.int32]:
-        """int32 [P_i]."""
+        """int32 [P_i]: the prompt's tokens."""
 
     @property
     def output_ids(self) -> NDArray[np.int32]:
-        """int32 [R_i]: generated tokens, and the tokens of tools between them."""
+        """int32 [R_i]: the generated tokens, and tokens of tools between them."""
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
@@ -36,11 +36,11 @@ class RolloutLike(Protocol):
 
     @property
     def loss_mask(self) -> NDArray[np.int8]:
-        """int8 [R_i]: 1 for generated tokens, 0 for a tool's."""
+        """int8 [R_i]: 1 for generated tokens, 0 for tokens of tools."""
 
     @property
     def candidates(self) -> CandidateSets | None:
-        """R_i positions, or None if no sets were requested."""
+        """The candidate sets of the R_i positions, or None if no sets were requested."""
 
 
 class RolloutColumns(TypedDict):
@@ -57,7 +57,7 @@ class RolloutColumns(TypedDict):
 def rollout_columns(
     rollouts: Sequence[RolloutLike], rewards: Sequence[Any], candidates: Sequence[CandidateSets] | None
 ) -> RolloutColumns:
-    """Return the columns of these rollouts. The arguments and errors are those of `collate_rollouts`."""
+    """Return the arguments of `collate_rl`. The arguments and errors here are those of `collate_rollouts`."""
     if not len(rollouts):
         raise InvalidInputError("rollouts: got none, expected at least one")
     if (i := next((i for i, one in enumerate(rollouts) if not hasattr(one, "output_ids")), None)) is not None:

@@ -1,6 +1,6 @@
 """Validate RL and SFT samples before they are collated or packed.
 
-Shape legend: B samples, P_i, R_i and L_i tokens of sample i's prompt, response and whole sequence.
+Shape legend: B samples, P_i, R_i, and L_i tokens of sample i's prompt, response, and whole sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Examples", "Rollouts", "check_sets_match_responses", "read_examples"
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Validated RL samples in host memory. Row i of all fields but `prompts` has R_i values."""
+    """Validated RL samples in host memory. Row i has P_i values in `prompts`, and R_i in all other fields."""
 
     prompts: RaggedRows
     responses: RaggedRows
@@ -38,7 +38,7 @@ class Rollouts:
     logprobs: RaggedRows | None
     candidates: BatchCandidateSets | None
     fields: dict[str, RaggedRows]
-    """Further fields: arrays of integers, or numbers."""
+    """The caller's own fields, by name: rows of integers or of floats."""
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
 
@@ -66,7 +66,7 @@ def read_rollouts(
     """Check RL samples. The arguments and errors are those of `collate_rl`.
 
     Args:
-        own_names: the names of the batch's own fields, which no further field may have.
+        own_names: the names of the batch's standard fields, which `fields` must not use.
     """
     prompt_lengths, lengths = row_lengths("prompts", prompts), row_lengths("responses", responses)
     if len(lengths) != len(prompt_lengths):

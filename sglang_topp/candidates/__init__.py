@@ -1,4 +1,4 @@
-"""`CandidateSets`: the validated value type, in CSR arrays."""
+"""`CandidateSets`: an immutable, validated value type for candidate sets, stored as CSR arrays."""
 
 from sglang_topp.candidates.sets import NO_TOKEN, CandidateSets
 

@@ -25,7 +25,7 @@ __all__ = [
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
 
-# Entries per block.
+# Entries per block of `blocks_of`. The temporary arrays of a block this large fit in a core's cache.
 _AT_ONCE = 1 << 16
 
 
@@ -37,7 +37,7 @@ def offsets_of(sizes: Sequence[int] | NDArray[np.integer[Any]]) -> Int64Array:
 
 
 def rows_of(offsets: Int64Array) -> Int32Array:
-    """Return int32 [n]: the position of every entry. More than twice as fast as `np.repeat`."""
+    """Return int32 [n]: the position of every entry. This is more than twice as fast as `np.repeat`."""
     rows = np.zeros(offsets[-1], np.int32)
     filled = np.flatnonzero(np.diff(offsets))
     rows[offsets[filled]] = np.diff(filled, prepend=0)
@@ -45,12 +45,12 @@ def rows_of(offsets: Int64Array) -> Int32Array:
 
 
 def row_keys(rows: Int32Array, token_ids: Int32Array) -> Int64Array:
-    """Return int64 [n]: the position and the token id of every entry in one number."""
+    """Return int64 [n]: one key per entry. The high 32 bits hold the position, the low 32 the token id."""
     return rows.astype(np.int64) << 32 | token_ids
 
 
 def sorted_by_id(rows: Int32Array, token_ids: Int32Array) -> Int32Array:
-    """Return int32 [n]: the ids of each row, lowest first. `rows` ascend, and ids are 0 or more."""
+    """Return int32 [n]: the ids of each row, lowest first. `rows` must ascend, and ids must be at least 0."""
     return (np.sort(row_keys(rows, token_ids)) & 0x7FFFFFFF).astype(np.int32)
 
 
@@ -59,7 +59,7 @@ def sorted_by_logprob(
 ) -> tuple[Int32Array, NDArray[np.float32]]:
     """Return `(token_ids, logprobs)` with each row sorted: log-probs highest first, then ids lowest first.
 
-    `rows` ascend. Only unsorted rows are sorted, because engines return most rows in order.
+    `rows` must ascend. Only unsorted rows are sorted, because engines return most rows in order.
     """
     disorder = logprobs[1:] > logprobs[:-1]
     disorder |= (logprobs[1:] == logprobs[:-1]) & (token_ids[1:] < token_ids[:-1])
@@ -78,8 +78,8 @@ def sorted_by_logprob(
 def blocks_of(offsets: Int64Array) -> Iterator[slice]:
     """Yield slices that cover all positions, each with about as many entries as a core's cache holds.
 
-    Temporaries of one block are reused by the next. The first touch of new memory would cost more than the
-    computation on it.
+    Callers work block by block, so that each block reuses the memory of the previous block's temporary
+    arrays. The first access to new memory would take longer than the computation itself.
     """
     start = 0
     while start < len(offsets) - 1:

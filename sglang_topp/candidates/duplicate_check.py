@@ -1,4 +1,4 @@
-"""Check for duplicates: whether any row holds a value twice. Exact, and faster than sorting."""
+"""Check whether any row holds the same value twice, exactly, and faster than by sorting."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
     """Return whether no value occurs twice in the same row.
 
     Each entry hashes to a slot of a table, writes its index there, and reads the slot again. An entry that
-    reads another index lost the slot and is compared with the winner. The losers repeat this among
-    themselves with another hash. Equal entries always share a slot, so a duplicate is compared at the
-    latest when its twin wins.
+    reads another index has lost the slot, and is compared with the winner. The losers repeat this among
+    themselves with another hash. Equal entries share a slot in every round, so they are compared at the
+    latest in the round in which one of them wins.
 
     Args:
         values: int32 [n].

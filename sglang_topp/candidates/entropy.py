@@ -11,12 +11,14 @@ from sglang_topp.candidates.sets import CandidateSets
 
 __all__ = ["set_entropy"]
 
-# A sampled token may have no probability. It adds nothing, and minus infinity times 0 is not a number.
+# Log-probs are clamped here. A sampled token of probability 0 adds nothing, but `0 * -inf` would be NaN.
 _LEAST_LOGPROB = -1e4
 
 
 def set_entropy(sets: CandidateSets) -> NDArray[np.float64]:
-    """Return float64 [T], in nats: `-Σ r log r` over the set, with `r = q / kept mass`; 0 for an empty set.
+    """Return the entropy of each set, float64 [T] in nats; 0 for an empty set.
+
+    The entropy is `-Σ r log r` over the set, with `r = q / kept mass`.
 
     Raises:
         InvalidInputError: the sets have no log-probs.

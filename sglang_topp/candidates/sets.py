@@ -71,15 +71,15 @@ class CandidateSets:
         sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the span is
             empty.
 
-    Arrays that already have these dtypes are not copied, but kept as read-only views. The caller must not
-    write to them afterwards.
+    Arrays that already have these dtypes are not copied: the value keeps read-only views of them. The caller
+    must not write to the arrays afterwards.
 
     Raises:
         InvalidCandidateSetsError: the arrays break one of the rules above. The message names the array and
             the first invalid position.
 
     Example:
-        Two positions: token 3 was drawn from {5, 3}, and token 7 had no rival.
+        Two positions: token 3 was drawn from {5, 3}, and token 7 was the only candidate.
 
         >>> sets = CandidateSets([5, 3, 7], np.log([0.5, 0.3, 0.9]).astype(np.float32), [0, 2, 3], [3, 7])
         >>> sets
@@ -109,7 +109,7 @@ class CandidateSets:
 
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
         if logprobs is None and not len(token_ids):
-            logprobs = np.empty(0, np.float32)  # without candidates, no log-prob is unknown
+            logprobs = np.empty(0, np.float32)  # there are no candidates, so no log-prob is missing
         for name, array in (
             ("token_ids", token_ids),
             ("_logprobs", logprobs),
@@ -158,7 +158,7 @@ class CandidateSets:
     def __getitem__(self, index: int | slice) -> tuple[Int32Array, Float32Array | None] | CandidateSets:
         """Return `(token_ids int32 [K], logprobs float32 [K])` for `sets[t]`, CandidateSets for `sets[a:b]`.
 
-        If the log-probs are unknown, the pair contains None instead.
+        The second item of the pair is None if the log-probs are unknown.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
@@ -189,8 +189,8 @@ class CandidateSets:
     def logprob_sum(self) -> Float32Array:
         """float32 [T]: the natural log of the kept mass, `log Σ_{i in C_t} q[i]`, accumulated in float64.
 
-        It is 0 if the span is empty: nothing is masked there, so `logprob - logprob_sum` is the log-prob
-        itself. The sum of a set with one candidate is exactly that candidate's log-prob.
+        An empty span has 0: nothing is masked there, so `logprob - logprob_sum` is the log-prob itself. The
+        sum of a set with one candidate is exactly that candidate's log-prob.
         """
         return _read_only(self._log_mass.astype(np.float32))
 
@@ -204,7 +204,7 @@ class CandidateSets:
         """float32 [T]: the sampled token's log-prob within its set, `sampled_logprobs - logprob_sum`.
 
         This is the rollout's log-prob under the replayed distribution, the denominator of importance ratios.
-        It is exactly 0 if the set has one candidate or none.
+        A position with one candidate or none has exactly 0.
         """
         masked = self.sampled_logprobs - self.logprob_sum
         return _read_only(np.where(self.sizes > 1, masked, np.float32(0)))
@@ -225,13 +225,13 @@ class CandidateSets:
         """Check that every set keeps as much mass as the threshold rule keeps at `p`.
 
         The rule takes tokens, most likely first, until their mass reaches `p`. So a set's mass is at least
-        `min(p, row)`, where `row` is the mass of all log-probs of the position, as the engine rounded them.
-        `row` is 1 up to an error that depends on the engine's precision: 2e-3 in float32, and 1/30 in
-        bfloat16 (`--rl-on-policy-target`). A set is taken as bfloat16 if all of its log-probs are bfloat16
+        `min(p, row)`, where `row` is the mass of the whole vocabulary at this position, after the engine's
+        rounding. `row` is 1 up to an error that depends on the engine's precision: 2e-3 in float32, and 1/30
+        in bfloat16 (`--rl-on-policy-target`). A set counts as bfloat16 if all of its log-probs are bfloat16
         numbers. A mass below `min(p, 1 - error)` or above `1 + error` is wrong.
 
-        The engine applied the threshold to these same numbers. Both sides sum them in float64, only in
-        different orders. So the comparison with `p` allows for 1e-6 of `p`, and no more.
+        The engine applied the threshold to the same log-probs. Both sides sum them in float64, only in
+        different orders. So the comparison with `p` tolerates a relative difference of 1e-6, and no more.
 
         Args:
             p: the requested threshold, above 0 and at most 1.
@@ -248,7 +248,7 @@ class CandidateSets:
                     "logprobs", f"add up to a mass of {mass[t]:.9g} at position {t}, expected {expected}"
                 )
 
-    # -- making ------------------------------------------------------------------------------------
+    # -- building and converting -------------------------------------------------------------------
 
     @classmethod
     def empty(cls, num_positions: int) -> CandidateSets:
@@ -297,18 +297,18 @@ class CandidateSets:
         return None
 
     def without_logprobs(self) -> CandidateSets:
-        """Return the same candidates without log-probs, in the order of their ids."""
+        """Return the same candidates without log-probs. Each span is ordered by token id."""
         token_ids = sorted_by_id(rows_of(self.offsets), self.token_ids)
         return CandidateSets.unchecked(token_ids, None, self.offsets, self.sampled_ids)
 
     def take(self, positions: ArrayLike) -> CandidateSets:
-        """Return the sets of these positions, in this order. A position may occur more than once.
+        """Return the sets at `positions`, in that order. A position may occur more than once.
 
         Args:
             positions: integers [R], from 0 to T - 1.
 
         Raises:
-            InvalidInputError: not integers, or out of range.
+            InvalidInputError: `positions` are not integers, or a position is out of range.
         """
         index = np.asarray(positions)
         if index.ndim != 1 or (index.dtype.kind not in "iu" and index.size):
@@ -327,7 +327,7 @@ class CandidateSets:
         """Return the candidates that are in both values, with this value's log-probs if it has them.
 
         Both values must have the same sampled tokens, so a sampled token is always kept. `logprob_sum` of
-        the result is that of the smaller sets.
+        the result is the log of the mass that the shared candidates hold.
 
         Raises:
             InvalidInputError: the two values differ in positions, sampled tokens, or empty spans, or the
@@ -359,7 +359,7 @@ class CandidateSets:
     def to_lists(self) -> tuple[list[list[int]], list[list[float]] | None]:
         """Return `(token_ids, logprobs)` as nested lists, one inner list per position.
 
-        If the log-probs are unknown, their place contains None.
+        `logprobs` is None if the log-probs are unknown.
         """
         ids, bounds = self.token_ids.tolist(), self.offsets.tolist()
         spans = [slice(low, high) for low, high in pairwise(bounds)]
@@ -370,8 +370,9 @@ class CandidateSets:
         """Copy the arrays to tensors: `token_ids`, `logprobs`, `offsets`, and `sampled_ids`. Needs torch.
 
         A copy to a GPU is one asynchronous transfer from pinned memory. The tensors can be used on the
-        current stream at once. They have the dtypes of the arrays. `logprobs` is None if they are unknown.
-        `sglang_topp.replay` takes the result instead of the sets, to score over the same sets several times.
+        current stream at once. They have the dtypes of the arrays. `logprobs` is None if the log-probs are
+        unknown. To score over the same sets several times, pass the result to `sglang_topp.replay` instead
+        of the sets.
 
         Args:
             device: the tensors' device; torch's default device by default.
@@ -380,7 +381,7 @@ class CandidateSets:
 
         return to_torch(*self._arrays(), device=device)
 
-    # -- a value among values ----------------------------------------------------------------------
+    # -- comparing, printing, and pickling ---------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
         """Compare every entry of all four arrays. Sets with log-probs never equal sets without."""
@@ -394,7 +395,7 @@ class CandidateSets:
             and np.array_equal(self.sampled_ids, other.sampled_ids)
         )
 
-    __hash__ = None  # type: ignore[assignment]  # equality compares large arrays, so sets are no dict keys
+    __hash__ = None  # type: ignore[assignment]  # hashing would have to read all of the large arrays
 
     def __repr__(self) -> str:
         mean = len(self.token_ids) / len(self) if len(self) else 0.0
@@ -405,7 +406,7 @@ class CandidateSets:
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        # As plain arrays, so that pickle protocol 5 (Ray, multiprocessing) transfers them out of band.
+        # Pickle plain arrays, so that pickle protocol 5 (Ray, multiprocessing) transfers them out of band.
         return CandidateSets.unchecked, self._arrays()
 
     def _arrays(self) -> tuple[Int32Array, Float32Array | None, Int64Array, Int32Array]:
@@ -413,12 +414,12 @@ class CandidateSets:
 
 
 def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
-    """Return whether no nucleus of `p` has this mass, if the row's whole mass is 1 up to `error`."""
+    """Return whether no nucleus at `p` can have this mass, given a row whose mass is within `error` of 1."""
     return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
 
 
 def _error_of_mass(logprobs: Float32Array | None) -> float:
-    """Return how far a row's mass may be from 1, judged by the precision of some of its log-probs."""
+    """Return how far a row's mass may be from 1, given the precision of its candidates' log-probs."""
     is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
     return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR
 

@@ -20,19 +20,18 @@ __all__ = ["CandidateTensors", "to_torch"]
 
 @dataclass(frozen=True, eq=False)
 class CandidateTensors:
-    """The arrays of `CandidateSets` as tensors on one device; `CandidateSets.to_torch` makes it.
+    """The arrays of `CandidateSets` as tensors on one device. `CandidateSets.to_torch` creates them.
 
-    `sglang_topp.replay` scores over these sets without copying them again. It also keeps the index tensors
-    that it computes from them, about 60 bytes per candidate. So do not write to the tensors after the first
-    score.
+    `sglang_topp.replay` scores over these sets without copying them again. At the first score, replay also
+    stores index tensors here, about 60 bytes per candidate. So do not write to the tensors after that.
     """
 
     token_ids: Tensor
     """int32 [n]: the candidates' ids, position after position."""
     logprobs: Tensor | None
-    """float32 [n]: their natural log-probs, or None if the sets have none."""
+    """float32 [n]: the candidates' natural log-probs, or None if the sets have none."""
     offsets: Tensor
-    """int64 [T + 1]: where each position's candidates begin, and where the last ones end."""
+    """int64 [T + 1]: the candidates of position `t` are at `offsets[t]:offsets[t + 1]`."""
     sampled_ids: Tensor
     """int32 [T]: the sampled tokens."""
     _index_cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
@@ -47,7 +46,7 @@ class CandidateTensors:
         return self.token_ids.device
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Without the cache, which another process can compute again.
+        # Leave out the index cache. The process that unpickles the tensors can compute it again.
         return CandidateTensors, (self.token_ids, self.logprobs, self.offsets, self.sampled_ids)
 
 

@@ -41,18 +41,18 @@ MAX_LOGPROB = 1e-3
 """The largest valid log-prob: a float32 softmax may round to just above 0."""
 
 MASS_ERROR = 2e-3
-"""How far the probabilities of a whole row may sum from 1, if a float32 softmax computed the log-probs.
+"""How far the sum of a row's probabilities may be from 1, if a float32 softmax computed the log-probs.
 
-Nearly all of this error is in the softmax's own sum. On a CPU, each of 8 lanes adds V / 8 numbers, with a
-relative error of up to V / 8 * 2^-24. That is 1.1e-3 for a vocabulary of 151,936, which some rows reach, and
-2e-3 for 262,144.
+Nearly all of this error is in the softmax's own sum. On a CPU, each of 8 SIMD lanes adds V / 8 numbers, with
+a relative error of up to V / 8 * 2^-24. This bound is 1.1e-3 for a vocabulary of 151,936, where some rows
+reach it, and 2e-3 for 262,144.
 """
 
 BFLOAT16_MASS_ERROR = 1 / 30
-"""How far the probabilities of a row may sum from 1, if its log-probs were then rounded to bfloat16.
+"""How far the sum of a row's probabilities may be from 1, if its log-probs were rounded to bfloat16.
 
-Rounding moves log-probs between -16 and -8 by up to 1/32. It moves lower ones by more, but at most 2 % of a
-row's mass is there.
+Rounding moves log-probs between -16 and -8 by up to 1/32. It moves lower log-probs by more, but they hold at
+most 2 % of a row's mass.
 """
 
 LOWEST = np.finfo(np.float32).min
@@ -93,7 +93,7 @@ def check_arrays(
 
 
 def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
-    """Raise if an id occurs twice in a row. Messages number the rows from `first`."""
+    """Raise if the same row contains an id twice. Error messages number the rows from `first`."""
     if not all_distinct(ids, rows):
         keys = np.sort(row_keys(rows, ids), kind="stable")
         twice = int(keys[1:][keys[1:] == keys[:-1]][0])
@@ -111,7 +111,7 @@ def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | No
 
 
 def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
-    # Here and below, the array is searched for the position only after a cheap check has failed.
+    # In this and the next functions, a cheap check comes first. Only if it fails is the position searched.
     if len(ids) and ids.min() < 0:
         e = int((ids < 0).argmax())
         raise InvalidCandidateSetsError(
@@ -166,7 +166,7 @@ def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | No
 def _check_sampled(
     ids: Int32Array, rows: Int32Array, offsets: Int64Array, sampled: Int32Array, first: int
 ) -> NDArray[np.bool_]:
-    """Return bool [n], which entries are sampled tokens. Raise unless every span contains its own."""
+    """Return bool [n], which entries are sampled tokens. Raise if a filled span lacks its sampled token."""
     sizes = np.diff(offsets)
     # Ids are known to be distinct here, so a span contains its sampled token at most once.
     is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)
@@ -192,7 +192,7 @@ def _check_possible(
     is_sampled: NDArray[np.bool_],
     first: int,
 ) -> None:
-    """Check that only sampled tokens have probability zero, and only beside other candidates."""
+    """Check that only sampled tokens have probability 0, and that no set consists of such a token alone."""
     if not len(logprobs) or logprobs.min() > LOWEST:
         return
     if (stray := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
@@ -208,7 +208,7 @@ def _check_possible(
 
 
 def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:
-    """Return `values` as a 1-D array of `dtype`, without a copy if possible. Raise if one does not fit."""
+    """Return `values` as a 1-D array of `dtype`, not copied if possible. Raise if a value does not fit."""
     array = _as_array(name, values)
     if array.dtype == dtype:
         return array

@@ -1,1 +1,1 @@
-"""Rules of SGLang requests that the sidecar, the client, and the patch set share."""
+"""Rules for requests to SGLang that the sidecar, the client, and the patch set share."""

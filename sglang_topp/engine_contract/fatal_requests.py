@@ -1,12 +1,12 @@
-"""Refuse requests that SGLang accepts and does not survive.
+"""Refuse requests that SGLang accepts but that crash or block it.
 
 SGLang 0.5.23 accepts an id beyond the vocabulary, a number that overflows its tensor, and a bias that leaves
-no finite logit. Each of them ends the scheduler, for every caller. SGLang also tokenizes a long text on its
-event loop, where all other requests wait. Values that SGLang refuses by itself are not checked here. A
-comment at each check says what happens without it.
+no finite logit. Each of them crashes the scheduler, which ends the service for every caller. SGLang also
+tokenizes a long text on its event loop, where all other requests wait. Values that SGLang refuses by itself
+are not checked here. A comment at each check says what happens without it.
 
-This module does not import SGLang. The sidecar checks every request with it, and the patch set checks the
-requests for candidate sets.
+The sidecar checks every request with this module, and the patch set checks the requests for candidate sets.
+The sidecar may run where SGLang is not installed, so this module does not import it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_BIAS = 1e30
 # A logit divided by this penalty and by the smallest temperature stays finite in float32.
 _MIN_REPETITION_PENALTY = 1e-6
 
-# Characters of one stop string. SGLang itself refuses more than 32 stop strings.
+# The most characters of one stop string or stop pattern. SGLang itself refuses more than 32 stop strings.
 _MAX_STOP_CHARS = 1024
 _MAX_GRAMMAR_CHARS = 32768
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -40,8 +40,8 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 _MAX_DEPTH = 64
 
-# A long text has about 4 characters per token. A tokenizer's longest tokens are runs of blanks and dashes,
-# and their length would give a useless bound for a long context.
+# Characters per token in the bound on a text's length. A long text has about 4. A tokenizer's longest tokens
+# are runs of blanks and dashes, and their length would give a useless bound for a long context.
 _MAX_TOKEN_CHARS = 16
 
 
@@ -53,7 +53,7 @@ class Model:
         vocab_size: rows of the embedding and of the LM head, `vocab_size` in the model's configuration. It
             may include ids that the tokenizer does not use.
         context_length: the most tokens of prompt and answer together.
-        max_token_chars: characters of the tokenizer's longest token.
+        max_token_chars: the number of characters in the tokenizer's longest token.
     """
 
     vocab_size: int
@@ -73,14 +73,14 @@ class Model:
 
     @property
     def max_text_chars(self) -> int:
-        """The most characters of a prompt's text."""
+        """The most characters that a prompt's text may have."""
         return self.context_length * min(self.max_token_chars, _MAX_TOKEN_CHARS)
 
 
 def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     """Check that all `ids` are in the vocabulary.
 
-    An id beyond the vocabulary raises IndexError in the embedding and ends the scheduler.
+    An id beyond the vocabulary raises IndexError in the embedding and crashes the scheduler.
 
     Args:
         name: the field's name in the message.
@@ -92,7 +92,7 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     """
     try:
         array = np.asarray(ids)
-    except ValueError:  # a ragged nesting
+    except ValueError:  # nested lists of different lengths
         array = np.array(None)
     if array.ndim == 1 and array.dtype.kind in "iu":
         wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
@@ -110,7 +110,8 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
 def overlong_text(name: str, text: str, model: Model) -> str | None:
     """Return the error message for a prompt's text that is longer than `Model.max_text_chars`, or None.
 
-    SGLang tokenizes some megabytes per second on its event loop, before it checks the length.
+    SGLang tokenizes the text on its event loop, at some megabytes per second, before it checks the length.
+    All other requests wait meanwhile.
     """
     if len(text) <= model.max_text_chars:
         return None
@@ -123,8 +124,8 @@ def overlong_text(name: str, text: str, model: Model) -> str | None:
 def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
     """Return the error message for a stop string, pattern, or grammar that is too long, or None.
 
-    SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token. It
-    compiles a grammar in a scheduler thread that cannot be stopped, which may take minutes.
+    SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token. A
+    grammar is compiled in a scheduler thread that cannot be stopped. This may take minutes.
     """
     for key, kind in (("stop", "stop string"), ("stop_regex", "pattern")):
         for at, stop in enumerate(_texts(params.get(key))):
@@ -141,10 +142,10 @@ def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
 
 
 def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) -> None:
-    """Check one prompt's sampling parameters for values that SGLang accepts and does not survive.
+    """Check one prompt's sampling parameters for values that SGLang accepts but that crash or block it.
 
     Args:
-        name: the name of the parameters in the message.
+        name: the name of the parameters in error messages.
         params: the parameters by SGLang's names. Unknown names pass, because SGLang refuses them.
         model: the sizes of the engine's model.
 
@@ -157,20 +158,20 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
 
 def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     for key, value in params.items():
-        # msgpack cannot carry the number, or the scheduler cannot unpack it and exits.
+        # Without this check, msgpack cannot encode the number, or the scheduler cannot decode it and exits.
         if _is_int(value) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
             yield f"{key}: got {describe(value)}, expected an integer of 64 bits"
     # SGLang stores top_k in an int32 tensor.
     top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
     if _is_int(top_k) and top_k > _MAX_INT32:
         yield f"top_k: got {top_k}, expected at most {_MAX_INT32}; -1 is no limit"
-    # Logits become infinite and probabilities NaN, and the sampler raises.
+    # Without this check, logits become infinite, probabilities become NaN, and the sampler raises.
     if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
         yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
-    # SGLang pickles custom_params. pickle fails beyond some hundred levels, and SGLang answers a bare 500.
+    # SGLang pickles custom_params. If pickle fails beyond some hundred levels, SGLang answers a bare 500.
     if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
         yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"
-    # SGLang's HTTP process knows `choice`, but its sampling parameters do not: it answers a bare 500.
+    # SGLang's HTTP process accepts `choice`, but its `SamplingParams` does not, so it answers a bare 500.
     if "choice" in params:
         yield "choice: SGLang does not accept it; use regex instead"
     yield from _bias_problems(params.get("logit_bias"), model.vocab_size)
@@ -194,7 +195,7 @@ def _bias_problems(bias: Any, vocab_size: int) -> Iterator[str]:
 def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     stop_ids = params.get("stop_token_ids")
     if isinstance(stop_ids, Sequence) and not isinstance(stop_ids, str):
-        # With `min_new_tokens`, SGLang indexes a row of logits with these ids.
+        # With `min_new_tokens`, SGLang indexes a row of logits with these ids. An invalid id would crash it.
         try:
             check_token_ids("stop_token_ids", stop_ids, model.vocab_size)
         except InvalidInputError as error:

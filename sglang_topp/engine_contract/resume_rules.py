@@ -1,10 +1,10 @@
-"""Decide which sampling parameters allow a request to resume the answer of an earlier request.
+"""Decide whether a request can resume an earlier request's answer exactly, from its sampling parameters.
 
 A resuming request sends the earlier tokens as part of its prompt. Parameters that depend only on the logits
 of one position, or on the tokens themselves, work as if the answer had not been interrupted. Parameters with
-a state over the answer's tokens, such as penalties, grammars, and minimum lengths, would start from zero.
-They are refused. Every field of SGLang's `SamplingParams` belongs to one of the groups here. A test compares
-the groups with the installed release.
+a state over the answer's tokens, such as penalties and grammars, would start from zero, so they are refused.
+Every field of SGLang's `SamplingParams` belongs to one of the groups here. A test compares the groups with
+the installed release.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ RESUMABLE_PARAMS = frozenset(
         "top_k",
         "min_p",
         "logit_bias",
-        # Noise depends on the seed and on the position in prompt and answer together.
+        # The sampler's noise depends on the seed and on the position, counted from the prompt's first token.
         "sampling_seed",
         # These end an answer by its last tokens, whichever request generated them.
         "stop",
         "stop_token_ids",
         "stop_regex",
         "ignore_eos",
-        # The client subtracts the tokens that exist already.
+        # The client subtracts the tokens that earlier requests generated.
         "max_new_tokens",
         "min_new_tokens",
         # These control how an answer is written and sent.
@@ -43,7 +43,7 @@ RESUMABLE_PARAMS = frozenset(
         "spaces_between_special_tokens",
         "no_stop_trim",
         "stream_interval",
-        # Each of the n samples is resumed by itself.
+        # The client resumes each of the n samples in a request of its own.
         "n",
     }
 )
@@ -61,7 +61,7 @@ NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {
     "watermark": (None, "it follows the answer from its first token"),
     "beam_width": (1, "a beam's other branches are gone at the cut"),
 }
-"""The fields that start again: the harmless value, and why any other value is refused."""
+"""The fields whose state would start again. Each maps to `(harmless value, why other values are refused)`."""
 
 INTERNAL_PARAMS = frozenset(
     {
@@ -79,7 +79,7 @@ INTERNAL_PARAMS = frozenset(
 def find_resume_problem(params: Mapping[str, Any]) -> str | None:
     """Return why an answer with these sampling parameters cannot be resumed exactly, or None if it can.
 
-    The message begins with the parameter's name.
+    The returned message begins with the parameter's name.
     """
     for name, value in params.items():
         if name in RESUMABLE_PARAMS:

@@ -2,16 +2,17 @@ r"""Bound the time that SGLang spends searching for a stop regex, before the req
 
 After each token, SGLang runs `re.search` over the end of the answer. The search runs in the scheduler, and
 all other requests wait. Python's `re` backtracks: the time of `(.*)*x` is exponential in the answer's length,
-and the time of `.*.*x` grows with its third power. So a stop regex must follow these rules:
+and the time of `.*.*x` is cubic. So a stop regex must follow these rules:
 
 1. Every repeat has an upper bound: `?`, `{n}`, or `{m,n}`. `*`, `+`, and `{m,}` are refused.
-2. Only a character, a class, or an escape repeats more than once. A group may be optional, `(...)?`.
+2. Only a character, a class, or an escape may repeat. A group may at most be optional, `(...)?`.
 3. There are no backreferences, and no verbose syntax (`(?x)`).
-4. One search takes at most `MAX_STEPS` steps. The steps are the ways to match, summed over all places of the
-   text. A repeat has one way per count, a group has one way per alternative, and a sequence multiplies the
-   ways of its parts.
+4. One search takes at most `MAX_STEPS` steps. The steps are the ways to match, summed over all start
+   positions in the text. A repeat has one way per count, a group has one way per alternative, and a sequence
+   multiplies the ways of its parts.
 
-The bound counts too many ways if alternatives exclude each other, so it also refuses some harmless patterns.
+The count is an upper bound. It also counts ways that exclude each other, so some harmless patterns are
+refused.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from functools import lru_cache
 __all__ = ["MAX_STEPS", "search_steps"]
 
 MAX_STEPS = 2e7
-"""The most steps of one search. Python's `re` took at most 11 ns per step, 0.2 s in all, on 4,000 random
-patterns within this limit."""
+"""The most steps that one search may take. On 4,000 random patterns within this limit, Python's `re` took at
+most 11 ns per step, which is 0.2 s per search."""
 
 _TOKEN = re.compile(
     r"""

@@ -1,11 +1,11 @@
-"""Encode and decode candidate sets: the answers of engines, and our packed binary form.
+"""Encode and decode candidate sets, in the answers of inference engines and in our packed binary format.
 
 ==============  ==================================  ===================================================
 format          read with                           written by
 ==============  ==================================  ===================================================
 top_p           decode_top_p, decode_prompt_top_p   the patched SGLang, in `meta_info` (encode_top_p)
-top_k           decode_top_k                        any SGLang for `top_logprobs_num`; encode_top_k
-native_masks    decode_sampling_mask                SGLang for `return_sampling_mask`; vLLM
+top_k           decode_top_k                        any SGLang (`top_logprobs_num`); encode_top_k
+native_masks    decode_sampling_mask                any SGLang (`return_sampling_mask`); vLLM
 packed          unpack, unpack_base64               pack, pack_base64 (one buffer per value)
 ==============  ==================================  ===================================================
 

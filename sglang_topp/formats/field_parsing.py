@@ -41,7 +41,7 @@ INT32 = np.dtype("<i4")
 
 
 class Decoded(NamedTuple):
-    """The arguments of `CandidateSets`, and the name of the field that each of them was read from."""
+    """The arguments of `CandidateSets`, and the field of the answer that each argument was read from."""
 
     token_ids: NDArray[np.integer[Any]]
     logprobs: NDArray[np.floating[Any]] | None
@@ -68,7 +68,7 @@ def naming(fields: Mapping[str, str]) -> Iterator[None]:
 def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
     """Parse rows of `[logprob, token_id, text]` to `(token_ids [n], logprobs [n], lengths [T])`.
 
-    A null row has length -1.
+    A row that is null gets length -1.
     """
     if not isinstance(rows, list) or not all(row is None or isinstance(row, list) for row in rows):
         raise WireError(
@@ -76,7 +76,7 @@ def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.floa
         )
     lengths = np.fromiter((-1 if row is None else len(row) for row in rows), np.int32, len(rows))
     entries = list(chain.from_iterable(row for row in rows if row is not None))
-    # A set of all types is checked in a tenth of the time of a check per entry.
+    # Collecting all types in a set takes a tenth of the time of checking each entry in Python.
     if not set(map(type, entries)) <= {list, tuple} or not set(map(len, entries)) <= {2, 3}:
         raise WireError(name, "expected every candidate as [logprob, token_id, text or null]")
     logprobs = numbers(name, [entry[0] for entry in entries])
@@ -102,9 +102,9 @@ def numbers(name: str, values: list[Any]) -> NDArray[np.float64]:
 
 
 def integers(field: str, values: Any) -> NDArray[np.int32]:
-    """Parse a JSON list of integers of 32 bits.
+    """Parse a JSON list of 32-bit integers.
 
-    `struct` accepts integers and booleans only, and takes half the time of NumPy.
+    The values are converted by `struct`, which accepts only integers and booleans, in half the time of NumPy.
     """
     if not isinstance(values, list):
         raise WireError(field, f"got {type(values).__name__}, expected a list of integers")
@@ -113,14 +113,14 @@ def integers(field: str, values: Any) -> NDArray[np.int32]:
     except struct.error:
         wrong = next(v for v in values if not isinstance(v, int) or not -(1 << 31) <= v < 1 << 31)
         raise WireError(field, f"got {describe(wrong)}, expected a list of integers of 32 bits") from None
-    # Only a value of 0 or 1 can have been a boolean.
+    # `struct` packs a boolean as 0 or 1, so only the types of these values need a check.
     if bool in set(map(type, compress(values, ((array | 1) == 1).tobytes()))):
         raise WireError(field, "got a boolean, expected a list of integers")
     return array
 
 
 def token_ids_of(field: str, values: ArrayLike) -> NDArray[np.integer[Any]]:
-    """Check the sampled tokens [T], a list or an array, and return them as an array."""
+    """Check the sampled token ids, a list or an array of T integers, and return them as an array."""
     if isinstance(values, list | tuple):
         ids: NDArray[np.integer[Any]] = integers(field, list(values))
     else:
@@ -148,7 +148,7 @@ def check_vocab(field: str, token_ids: NDArray[np.integer[Any]], vocab_size: int
 def check_count(field: str, count: int, num_tokens: int) -> None:
     """Raise WireError unless there is one position per token.
 
-    One position for no token passes, because SGLang reports it for `max_new_tokens` 0.
+    One position for zero tokens is valid too, because SGLang reports one if `max_new_tokens` is 0.
     """
     if count != num_tokens and (count, num_tokens) != (1, 0):
         raise WireError(field, f"got {count} positions for {num_tokens} tokens")

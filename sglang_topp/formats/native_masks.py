@@ -1,4 +1,4 @@
-"""Decode native sampling masks: the tokens that an engine's sampler could draw, as the engine reports them.
+"""Decode native sampling masks, in which an unpatched engine lists the tokens that its sampler could draw.
 
 ::
 
@@ -7,9 +7,9 @@
                                                            the sampled token's logprob in mode "selected"
     vLLM     choices[i].sampling_mask[t] = [token_id, ...], or null if masks are off
 
-SGLang's log-probs are those of the sampling distribution, renormalized over the mask. Its
-`output_token_sampling_mask_length` is ignored, because in an incremental stream it also counts the rows of
-earlier chunks.
+SGLang's log-probs belong to the sampling distribution, which is renormalized over the mask. The request's
+`sampling_logprobs_mode` is `"support"` or `"selected"`. SGLang's `output_token_sampling_mask_length` is
+ignored, because in an incremental stream it also counts the rows of earlier chunks.
 
 Shape legend: T positions, n entries in all.
 """
@@ -56,9 +56,9 @@ def decode_sampling_mask(
 ) -> CandidateSets:
     """Decode a native sampling mask to candidate sets.
 
-    With its mask (`return_sampling_mask`), SGLang returns log-probs `r` of the sampling distribution,
-    renormalized over the mask. In mode `"support"` with `return_logprob`, SGLang reports the sampled token
-    `s` in both distributions. The log-probs under the full vocabulary follow from it::
+    With the mask (`return_sampling_mask`), SGLang returns log-probs `r` of the sampling distribution,
+    renormalized over the mask. In mode `"support"` with `return_logprob`, SGLang also reports the log-prob of
+    the sampled token `s` under the full vocabulary. All other log-probs under the full vocabulary follow::
 
         logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
 
@@ -73,9 +73,9 @@ def decode_sampling_mask(
     Raises:
         MissingCandidateSetsError: there is no mask, or none for some position.
         SampledTokenMissingError: a mask lacks its sampled token.
-        WireError: any other field is malformed. The message names the field. It is also raised if the two
-            log-probs of a token cannot belong to one distribution, which happens with
-            `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at a temperature other than 1.
+        WireError: any other field is malformed, or the sampled token's two log-probs cannot belong to one
+            distribution. The latter happens with `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at a temperature other
+            than 1. The message names the field.
 
     Example:
         >>> choice = {"sampling_mask": [[5, 3], [7]]}  # one of vLLM's choices
@@ -123,7 +123,10 @@ def _under_the_vocabulary(
     sampled: NDArray[np.integer[Any]],
     reported: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Return float32 [n]: `support[i] + (reported - support[s])`, where s is the sampled token's entry."""
+    """Return the log-probs under the full vocabulary, float32 [n].
+
+    Each is `support[i] + (reported - support[s])`, where `s` is the entry of the sampled token in its row.
+    """
     is_sampled = ids == sampled[rows]
     if len(lacking := np.setdiff1d(np.arange(len(sampled)), rows[is_sampled])):
         t = int(lacking[0])
@@ -165,7 +168,7 @@ def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32],
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Return float32 [n] in mode "support". Return None without log-probs and in mode "selected"."""
+    """Return the log-probs of all entries, float32 [n], or None. Only mode "support" reports them."""
     if rows is None:
         return None
     if not isinstance(rows, list):

@@ -1,4 +1,4 @@
-"""Read the sampled tokens' log-probs (`output_token_logprobs`), which every SGLang can report."""
+"""Read the sampled tokens' log-probs (`output_token_logprobs`), which an unpatched SGLang reports too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELD = "output_token_logprobs"
 def sampled_logprobs(
     meta_info: Mapping[str, Any], sampled_ids: NDArray[np.integer[Any]]
 ) -> NDArray[np.float32]:
-    """Return `output_token_logprobs` as float32 [T], after checking that it is for these tokens."""
+    """Return `output_token_logprobs` as float32 [T], after checking that its tokens are `sampled_ids`."""
     if meta_info.get(FIELD) is None:
         raise WireError(FIELD, "missing; it holds the sampled tokens' log-probs (`return_logprob`)")
     # The list has one [logprob, token_id, text] per token, so it parses like one row of candidates.

@@ -1,14 +1,18 @@
-"""Pack candidate sets into one binary buffer, and unpack them. Numbers are little-endian::
+"""Pack candidate sets into one binary buffer, and unpack them.
 
-offset  bytes   content
-0       4       b"TPCS"
-4       4       uint32 version: 1 with log-probs, 2 without
-8       8       uint64 T, the number of positions
-16      8       uint64 n, the number of candidates
-24      4 T     int32 set sizes
-…       4 T     int32 sampled token ids, -1 for none
-…       4 n     int32 token ids
-…       4 n     float32 log-probs; not in version 2
+::
+
+    offset  bytes   content
+    0       4       b"TPCS"
+    4       4       uint32 version: 1 with log-probs, 2 without
+    8       8       uint64 T, the number of positions
+    16      8       uint64 n, the number of candidates
+    24      4 T     int32 set sizes
+    …       4 T     int32 sampled token ids, -1 for none
+    …       4 n     int32 token ids
+    …       4 n     float32 log-probs; not in version 2
+
+All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ _HEADER = struct.Struct("<4sIQQ")
 
 
 def pack(sets: CandidateSets) -> bytes:
-    """Encode the sets in one buffer, in the layout that the module docstring gives.
+    """Encode the sets in one buffer. The docstring of this module gives the layout.
 
     The buffer has `24 + 8 T + 8 n` bytes, or `24 + 8 T + 4 n` without log-probs.
     """
@@ -41,7 +45,7 @@ def pack(sets: CandidateSets) -> bytes:
 
 
 def pack_parts(sets: CandidateSets) -> list[bytes | memoryview]:
-    """Return the buffers that `pack` joins. The large ones are views of the sets' own arrays."""
+    """Return the buffers that `pack` joins. Ids and log-probs are views of the sets' arrays, not copies."""
     parts: list[NDArray[Any]] = [
         sets.sizes.astype(INT32),
         sets.sampled_ids.astype(INT32, copy=False),
@@ -55,14 +59,14 @@ def pack_parts(sets: CandidateSets) -> list[bytes | memoryview]:
 
 
 def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates") -> CandidateSets:
-    """Decode a buffer of `pack`. On little-endian machines, the arrays are views of `buffer`.
+    """Decode a buffer that `pack` returned. On little-endian machines, the arrays are views of `buffer`.
 
     Args:
-        buffer: the bytes that `pack` returned, and no others.
+        buffer: exactly the bytes that `pack` returned. Additional bytes are an error.
         field: the payload's name in error messages.
 
     Raises:
-        WireError: the buffer is not packed sets, has another version or length, or holds invalid sets.
+        WireError: the buffer has the wrong magic bytes, version, or length, or it holds invalid sets.
     """
     size = memoryview(buffer).nbytes
     if size < _HEADER.size:
@@ -80,7 +84,7 @@ def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates")
             field, f"got {size} bytes, expected {expected} for {positions} positions, {candidates} candidates"
         )
     if version == _WITHOUT_LOGPROBS and not candidates:
-        # Each value has exactly one encoding: `pack` writes version 1 if there are no candidates.
+        # Each value has exactly one encoding. Without candidates, this is version 1.
         raise WireError(field, f"got version {version} without a candidate, expected {_WITH_LOGPROBS}")
 
     def part(dtype: np.dtype[Any], count: int, start: int) -> NDArray[Any]:
@@ -97,12 +101,12 @@ def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates")
 
 
 def pack_base64(sets: CandidateSets) -> str:
-    """Encode the sets as `pack` does, in base64 text for JSON."""
+    """Return the buffer of `pack` as base64 text, for JSON."""
     return pybase64.b64encode(pack(sets)).decode("ascii")
 
 
 def unpack_base64(text: str, *, field: str = "candidates") -> CandidateSets:
-    """Decode text of `pack_base64`.
+    """Decode text that `pack_base64` returned.
 
     Raises:
         WireError: as for `unpack`, or `text` is not base64.

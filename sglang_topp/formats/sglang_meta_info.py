@@ -4,7 +4,7 @@ Base64 form::
 
     {output,input}_top_p_logprobs_val_base64   log-probs of all candidates, position after position
     {output,input}_top_p_logprobs_idx_base64   token ids of all candidates
-    {output,input}_top_p_logprobs_lengths      one set size per position, -1 without a distribution
+    {output,input}_top_p_logprobs_lengths      one set size per position; -1 if SGLang has no distribution
 
 List form::
 
@@ -100,13 +100,14 @@ def decode_prompt_top_p(
 
     Args:
         meta_info: the response's `meta_info`.
-        prompt_ids: integers [T], the prompt tokens from `logprob_start_len` on, as they were sent. Each is
-            the sampled token of its position. Do not take them from `input_token_logprobs`: SGLang 0.5.23
-            reports the vocabulary's last id as 0 there.
+        prompt_ids: integers [T], the request's prompt tokens from `logprob_start_len` on. Each counts as the
+            sampled token of its position. Do not take them from `input_token_logprobs`, where SGLang 0.5.23
+            reports the vocabulary's last id as 0.
         vocab_size: if given, ids at or above it are errors.
 
     Returns:
-        T positions. The span of the prompt's first token is empty, because it has no distribution.
+        Sets of T positions. The span of the prompt's first token is empty, because SGLang has no
+        distribution for it.
 
     Raises:
         MissingCandidateSetsError, SampledTokenMissingError, WireError: as for `decode_top_p`.
@@ -117,7 +118,7 @@ def decode_prompt_top_p(
 def _decode(
     side: Side, meta_info: Mapping[str, Any], sampled_ids: ArrayLike, vocab_size: int | None
 ) -> Decoded:
-    """Read the sets of one side. The span is empty if SGLang has no distribution."""
+    """Read the sets of one side. A position without a distribution gets an empty span."""
     name = f"{side}_top_p_logprobs"
     values, ids, counts = f"{name}_val_base64", f"{name}_idx_base64", f"{name}_lengths"
     sampled = token_ids_of(f"{side}_ids", sampled_ids)

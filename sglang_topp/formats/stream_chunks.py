@@ -18,10 +18,10 @@ def merge_stream_chunks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the output fields of consecutive stream chunks into the fields of one chunk.
 
     Args:
-        parts: the `meta_info` of each chunk, with only the positions since the previous chunk.
+        parts: the `meta_info` of each chunk. Each holds only the positions since the previous chunk.
 
     Returns:
-        The fields of `encode_top_p`, of its list form, and of `encode_top_k`, joined in order. A key that
+        The joined fields of `encode_top_p`, of the list form of the sets, and of `encode_top_k`. A key that
         some parts lack is left out, so that decoding detects the incomplete answer.
     """
     sets = "output_top_p_logprobs"

@@ -1,14 +1,15 @@
-"""Encode and decode fixed-k log-probs (`top_logprobs_num`), in their four forms in `meta_info`.
+"""Encode and decode fixed-k log-probs (`top_logprobs_num`), which `meta_info` holds in one of four forms.
 
 ::
 
-    SGLang's lists    {side}_top_logprobs[t] = [[logprob, token_id, text or null], ...], or null
-    SGLang's flat     {side}_top_logprobs_{val_flat,idx_flat,shape,null_prefix}
-    and in base64     {side}_top_logprobs_{val_flat_b64,idx_flat_b64,shape,null_prefix}, each array's `_dtype`
-    the patch set's   {side}_top_logprobs_{val_base64,idx_base64,shape,none_positions}
+    SGLang, lists         {side}_top_logprobs[t] = [[logprob, token_id, text or null], ...], or null
+    SGLang, flat arrays   {side}_top_logprobs_{val_flat,idx_flat,shape,null_prefix}
+    SGLang, base64        {side}_top_logprobs_{val_flat_b64,idx_flat_b64,shape,null_prefix}
+                          {side}_top_logprobs_{val_flat_b64,idx_flat_b64}_dtype
+    patch set, base64     {side}_top_logprobs_{val_base64,idx_base64,shape,none_positions}
 
-`shape` is `[rows, k]` of the arrays. Positions without a distribution have no row. SGLang's `null_prefix` is
-the number of such positions, all at the start. Our `none_positions` lists them.
+`shape` is the arrays' shape `[rows, k]`. Positions without a distribution have no row. SGLang's `null_prefix`
+is the number of such positions, which all come first. The patch set's `none_positions` lists them.
 
 Shape legend: T positions, n entries in all, R positions that have a row.
 """
@@ -76,7 +77,7 @@ def encode_top_k(
 
 
 def merge_top_k(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the patch set's output fields of consecutive stream chunks; every chunk has them."""
+    """Join the fields of `encode_top_k` in consecutive stream chunks. Every chunk must have all of them."""
     shapes = [part[_SHAPE] for part in parts]
     sizes = [shape[0] + len(part[_NONE]) for shape, part in zip(shapes, parts, strict=True)]
     merged: dict[str, Any] = {
@@ -95,15 +96,15 @@ def merge_top_k(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def decode_top_k(
     meta_info: Mapping[str, Any], output_ids: ArrayLike, k: int, *, vocab_size: int | None = None
 ) -> CandidateSets:
-    """Decode sets of the k most likely tokens from any SGLang's answer to `top_logprobs_num` >= `k`.
+    """Decode sets of the k most likely tokens from an answer to `top_logprobs_num` >= `k`.
 
-    ::
+    The answer may come from an SGLang with or without the patch set::
 
         C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
 
     So all ties at the k-th place are kept, if the answer lists them. With `top_logprobs_num` equal to `k`,
-    SGLang cuts the ties; request a few more to keep them. Tokens of zero probability are left out. The
-    sampled token's log-prob comes from `output_token_logprobs`.
+    SGLang cuts the ties off. To keep them, request a few more tokens. Tokens of zero probability are left
+    out. The sampled token's log-prob comes from `output_token_logprobs`.
 
     Args:
         meta_info: the response's `meta_info`. It holds SGLang's lists (`output_top_logprobs`), SGLang's flat
@@ -159,7 +160,7 @@ def _cut(
     in_row = np.maximum(logprobs[is_sampled], LOWEST)
     wrong = np.zeros(len(sampled), np.bool_)
     wrong[listed] = in_row != np.maximum(reported[listed], LOWEST)
-    # A token that is not listed cannot be more likely than a listed one.
+    # An unlisted token cannot be more likely than the least likely listed token.
     wrong[~listed] = reported[~listed] > np.maximum(lowest, LOWEST)[~listed]
     if (t := first_true(wrong)) is not None:
         raise WireError(
@@ -182,9 +183,9 @@ _Rows: TypeAlias = tuple[NDArray[np.int32], NDArray[np.floating[Any]], NDArray[n
 
 
 def _read(meta_info: Mapping[str, Any], num_tokens: int) -> _Rows:
-    """Read whichever form is present, as `(token_ids [n], logprobs [n], lengths [T], fields)`.
+    """Return `(token_ids [n], logprobs [n], lengths [T], fields)` from the form that `meta_info` holds.
 
-    A position without a row has length -1.
+    A position without a row gets length -1.
     """
     for kind in ("base64", "flat_b64", "flat"):
         values, ids = f"{_LISTS}_val_{kind}", f"{_LISTS}_idx_{kind}"
@@ -230,7 +231,7 @@ def _flat_numbers(name: str, values: Any) -> NDArray[np.float64]:
 
 
 def _lengths(shape: Any, nowhere: str, none: Any, num_tokens: int) -> NDArray[np.int32]:
-    """Return int32 [T]: k for a position with a row, and -1 for one without."""
+    """Return int32 [T]: k for a position with a row, and -1 for a position without a row."""
     sizes = integers(_SHAPE, shape).tolist()
     if len(sizes) != 2 or min(sizes) < 0:
         raise WireError(_SHAPE, f"got {str(sizes)[:80]}, expected [rows, k]")

@@ -37,8 +37,8 @@ def top_p_candidates(
     Args:
         logprobs: floats [B, V] on any device, natural log-probs in float16, bfloat16, float32, or float64.
             float64 is rounded to float32 first. Any strides are accepted. The tensor is not modified.
-        p: one float in [0, 1] for all rows, or B of them. A tensor on an accelerator costs a
-            synchronization; a float or a sequence costs none.
+        p: one float in [0, 1] for all rows, or B floats. A tensor on an accelerator costs a synchronization;
+            a float or a sequence costs none.
         sampled_ids: integers [B], which are added to the sets of their rows.
 
     Returns:
@@ -83,12 +83,12 @@ def support_candidates(
         logprobs: floats [R, V], natural log-probs of the whole vocabulary, as for `top_p_candidates`.
         weights: numbers [R, W] on the same device, the sampler's weights after its filters. A token with a
             weight of 0, below 0, or NaN is never drawn.
-        token_ids: integers [R, W], the tokens of the weights, without duplicates in a row. None means that W
-            is V and column `i` is token `i`.
+        token_ids: integers [R, W], the token id of each weight, without duplicates in a row. None means that
+            W is V and column `i` is token `i`.
         sampled_ids: integers [R].
 
     Returns:
-        As `top_p_candidates`.
+        `(token_ids, logprobs, offsets)`, as from `top_p_candidates`.
 
     Raises:
         InvalidInputError: a shape or dtype is wrong, an id is outside [0, V), a candidate's log-prob is NaN

@@ -5,8 +5,8 @@ sets to a staging area of fixed size, and leave out rows that do not fit. Once t
 it sees which rows were left out, and the caller extracts them again. `top_p_candidates` and
 `support_candidates` wait for the sizes and allocate exactly what they need.
 
-Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C places
-of the staging area, n entries of all rows.
+Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C the
+capacity of the staging area in entries, n entries of all rows.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ _SIZE, _START, _ERROR_CODE, _ERROR_DETAIL = range(4)
 
 @dataclass(frozen=True)
 class StagingArea:
-    """Candidate sets on the device, or on their way to the host.
+    """Candidate sets in tensors of fixed size, on the device or while they are copied to the host.
 
     Attributes:
         entries: int32 [2, C], token ids and the bits of their float32 log-probs.
-        rows: int32 [4, B]. Each row has the size of its set, its place or -1, an error code, and the error's
-            detail (`kernel_error_codes`).
+        rows: int32 [4, B]. For each row of log-probs: the size of its set, the index of the set's first entry
+            (-1 if the set was left out), an error code, and the error's detail (`kernel_error_codes`).
     """
 
     entries: Tensor
     rows: Tensor
 
     def map(self, copy_tensor: Callable[[Tensor], Tensor]) -> StagingArea:
-        """Copy both tensors. The copies may still be in progress on return."""
+        """Copy both tensors with `copy_tensor`. An asynchronous copy may still be in progress on return."""
         return StagingArea(copy_tensor(self.entries), copy_tensor(self.rows))
 
     def read(self) -> StagedRows:
-        """Return the area as NumPy arrays. Both tensors must be on the host by now."""
+        """Return the area as NumPy arrays. Both tensors must be on the host, and the copies finished."""
         return StagedRows(self.entries.numpy(), self.rows.numpy())
 
 
 @dataclass(frozen=True)
 class StagedRows:
-    """A `StagingArea` on the host.
+    """A `StagingArea` that has arrived on the host, as NumPy arrays.
 
     Attributes:
-        entries: int32 [2, C].
-        rows: int32 [4, B].
+        entries: int32 [2, C], as in `StagingArea`.
+        rows: int32 [4, B], as in `StagingArea`.
     """
 
     entries: NDArray[np.int32]
@@ -78,16 +78,16 @@ class StagedRows:
         return np.flatnonzero((self.rows[_SIZE] > 0) & (self.rows[_START] < 0))
 
     def problems(self, sampled_B: Tensor | None, vocab: int) -> dict[int, InvalidInputError]:
-        """Return the error of each invalid row. Such rows have no set."""
+        """Return the error of each invalid row, by row number. Invalid rows have no set."""
         codes, details = self.rows[_ERROR_CODE].tolist(), self.rows[_ERROR_DETAIL].tolist()
         wrong = np.flatnonzero(self.rows[_ERROR_CODE]).tolist()
         return {row: row_error(row, codes[row], details[row], sampled_B, vocab) for row in wrong}
 
     def sets(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int64]]:
-        """Return `(token_ids [n], logprobs [n], offsets [B + 1])` of the rows that fit, sorted as a set."""
+        """Return `(token_ids [n], logprobs [n], offsets [B + 1])` of the rows that fit, each row sorted."""
         sizes = np.where(self.rows[_START] >= 0, self.rows[_SIZE], 0)
         offsets = offsets_of(sizes)
-        # The rows are in the staging area in their order, without gaps.
+        # The staging area holds the rows in ascending order, without gaps.
         token_ids = self.entries[0, : offsets[-1]]
         logprobs = self.entries[1, : offsets[-1]].view(np.float32)
         keys = sort_key_descending(torch.from_numpy(logprobs)).numpy()
@@ -106,15 +106,15 @@ def stage_top_p(
 ) -> StagingArea:
     """Write the sets of `top_p_candidates` to a staging area, without waiting for the device.
 
-    All allocations depend on shapes alone.
+    The size of every allocation follows from `capacity` and the arguments' shapes alone.
 
     Args:
         logprobs_BV: floats on a GPU, contiguous along a row.
         p_B: thresholds on the host.
         sampled_B: int64, on the GPU.
-        capacity: C, the size of the staging area.
+        capacity: C, the number of entries that the staging area holds.
         lowest: log-probs at or below this value stand for probability 0. Default: the dtype's lowest value.
-        is_taken_B: bool, on the GPU. The other rows are skipped, as rows with a threshold of 0 are.
+        is_taken_B: bool, on the GPU. Rows with False are skipped, like rows with a threshold of 0.
     """
     limits_B = _limits(p_B, logprobs_BV)
     if is_taken_B is not None:
@@ -140,7 +140,7 @@ def stage_support(
 ) -> StagingArea:
     """Write the sets of `support_candidates` to a staging area, without waiting for the device.
 
-    All allocations depend on shapes alone.
+    The size of every allocation follows from `capacity` and the arguments' shapes alone.
 
     Args:
         logprobs_BV: floats on a GPU, contiguous along a row.
@@ -148,7 +148,7 @@ def stage_support(
         is_drawn_RW: bool, which weights are above 0.
         token_ids_RW: int32, or None if W is V.
         sampled_R: int64.
-        capacity: C, the size of the staging area.
+        capacity: C, the number of entries that the staging area holds.
         lowest: as for `stage_top_p`.
     """
     drawn = (logprobs_BV, rows_R, is_drawn_RW, token_ids_RW, sampled_R)
@@ -162,9 +162,9 @@ def stage_support(
 def top_p_candidates(
     logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, *, lowest: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.top_p_candidates` for checked arguments.
+    """Compute `sglang_topp.nucleus.top_p_candidates` on a GPU, for checked arguments.
 
-    Waits for the device once, to read the sizes. `lowest` is as for `stage_top_p`.
+    The host waits for the device once, to read the sizes. `lowest` is as for `stage_top_p`.
     """
     logprobs_BV = _with_contiguous_rows(logprobs_BV)
     cuts = top_p_triton.find_cuts(
@@ -184,9 +184,9 @@ def support_candidates(
     *,
     lowest: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.support_candidates` for checked arguments.
+    """Compute `sglang_topp.nucleus.support_candidates` on a GPU, for checked arguments.
 
-    Waits for the device once, to read the sizes. `lowest` is as for `stage_top_p`.
+    The host waits for the device once, to read the sizes. `lowest` is as for `stage_top_p`.
     """
     logprobs_RV = _with_contiguous_rows(logprobs_RV)
     rows_R = torch.arange(len(logprobs_RV), device=logprobs_RV.device)
@@ -221,7 +221,7 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 
 
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
-    """Return float64 [B]: a token is inside if the mass above it is less than this."""
+    """Return float64 [B]: a token is in its row's nucleus if the mass above the token is below this limit."""
     # p = 1 keeps the whole row, even if a part of it sums to 1 or more by rounding.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 

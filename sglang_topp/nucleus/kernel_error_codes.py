@@ -1,4 +1,4 @@
-"""Error codes that GPU kernels write per row, and the exceptions that they stand for."""
+"""Error codes that the GPU kernels write for each row, and the exceptions that the codes stand for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ ZERO_PROBABILITY = 4
 
 
 def row_error(row: int, code: int, detail: int, sampled_B: Tensor | None, vocab: int) -> InvalidInputError:
-    """Return the exception for a row's error code and detail. `sampled_B` is read only if it is invalid."""
+    """Return the exception for a row's error code and detail.
+
+    `sampled_B` is read, which waits for the device, only if the row's sampled id is invalid.
+    """
     if code == NOT_LOGPROBS:
         return not_logprobs(row, float(np.int32(detail).view(np.float32)))
     if code == TOKEN_OUT_OF_RANGE:

@@ -1,6 +1,6 @@
 """Reference implementations that define candidate sets: plain loops with a full sort, in float64.
 
-They are slow. The tests compare all other implementations with them.
+These implementations are slow. The tests compare all other implementations with them.
 """
 
 from __future__ import annotations

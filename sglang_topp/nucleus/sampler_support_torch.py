@@ -19,7 +19,7 @@ __all__ = ["support_candidates"]
 def support_candidates(
     logprobs_RV: Tensor, weights_RW: Tensor, token_ids_RW: Tensor | None, sampled_R: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.support_candidates` for checked arguments."""
+    """Compute `sglang_topp.nucleus.support_candidates` in plain torch, for checked arguments."""
     num_rows, vocab = logprobs_RV.shape
     nonsense_R = (sampled_R < 0) | (sampled_R >= vocab)
     if bool(nonsense_R.any()):
@@ -35,7 +35,7 @@ def support_candidates(
 
     logprobs_n = logprobs_RV[row_n, ids_n]
     possible_n = logprobs_n > torch.finfo(logprobs_n.dtype).min
-    # NaN is not `<=` anything. A token of probability 0 is allowed only if it was sampled.
+    # `~(x <= limit)` is also true for NaN. A token of probability 0 is allowed only if it was sampled.
     wrong_n = ~(logprobs_n <= MAX_LOGPROB) | ~(possible_n | (ids_n == sampled_R[row_n]))
     if bool(wrong_n.any()):
         worst = int(wrong_n.nonzero()[0])

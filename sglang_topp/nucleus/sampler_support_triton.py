@@ -1,7 +1,7 @@
-"""Triton kernels that extract the tokens that a sampler could draw: count each row's tokens, then write them.
+"""Triton kernels that count, and then write out, the tokens that a sampler could draw in each row.
 
-Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C places
-for candidates.
+Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C the
+capacity of the output in entries.
 """
 
 from __future__ import annotations
@@ -81,14 +81,15 @@ def compact(
     starts_R: Tensor,
     entries_2C: Tensor,
 ) -> None:
-    """Write each row's set to its place, in the order of its weights.
+    """Write each row's set to `entries_2C`, in the order of the row's weights.
 
-    A sampled token without a weight is last.
+    A sampled token without a weight comes last.
 
     Args:
-        sizes_R: from `count`.
-        starts_R: integers, the places of the sets. -1 leaves a row out.
-        entries_2C: int32, token ids and then the bits of their float32 log-probs.
+        logprobs_BV, rows_R, is_drawn_RW, token_ids_RW, sampled_R: as passed to `count`.
+        sizes_R: the sizes that `count` returned.
+        starts_R: integers, the index of each set's first entry. -1 leaves a row out.
+        entries_2C: int32, the output: token ids, and then the bits of their float32 log-probs.
     """
     if not len(rows_R):
         return
@@ -115,7 +116,7 @@ def compact(
 def _tile(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
     is_drawn_ptr, ids_ptr, row, start, width, HAS_IDS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the next tokens of a row, and which of them can be drawn."""
+    """Load the ids of a row's next tokens, and whether each of them can be drawn."""
     at = start + tl.arange(0, TILE)
     is_drawn = tl.load(is_drawn_ptr + row * width + at, mask=at < width, other=0) != 0
     token_ids = at

@@ -1,15 +1,16 @@
 """Extract top-p candidate sets in plain torch, on any device, without sorting the vocabulary.
 
 A nucleus is usually tens of tokens out of a hundred thousand. So a row is cut into blocks of neighboring ids,
-and only the blocks with the highest maxima are read. Let `bound` be the lowest maximum among these blocks.
-Every token above `bound` lies in one of them. If these tokens have a mass of `p`, the mass above any other
-token is at least `p`, so the blocks contain the whole nucleus. This is checked for every row. Rows that fail
-are read again with more blocks, and finally in full. No result is approximate.
+and only the blocks with the highest maxima are read. Let `bound` be the lowest maximum among the blocks read.
+Then every token above `bound` lies in a block that is read. If the tokens above `bound` have a mass of at
+least `p`, no other token can be in the nucleus, so the blocks contain the whole nucleus. This condition is
+checked for every row. Rows that fail are read again with more blocks, and finally in full. No result is
+approximate.
 
 The cost is one pass for the block maxima, and then work on some thousand values per row.
 
-Shape legend: B rows, R rows with p > 0 (or those not yet finished), V vocabulary, N whole blocks of S tokens,
-K chosen blocks, M values read per row, n entries of all rows.
+Shape legend: B rows, R rows with p > 0 (in later attempts, only the unfinished ones), V vocabulary, N whole
+blocks of S tokens, K chosen blocks, M values read per row, n entries of all rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _BLOCK = 64
 # Blocks read in each attempt. 128 suffice for nearly every row of a model at p = 0.95. 1024 cost a fraction
 # of sorting a whole row of a large vocabulary.
 _ATTEMPTS = (128, 1024)
-# Values sorted together when whole rows are read: as many as fit a CPU's cache, or an accelerator's memory.
+# The most values sorted together when whole rows are read: as many as fit a CPU's cache, or an accelerator's
+# memory.
 _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25
 
@@ -40,9 +42,9 @@ class _Asked(NamedTuple):
     """The rows to extract, one entry per row in every field."""
 
     rows_R: Tensor  # int64, the row's number in the batch
-    limit_R: Tensor  # float64, a token is inside if the mass above it is less than this
+    limit_R: Tensor  # float64, a token is in the nucleus if the mass above it is less than this
     sampled_R: Tensor  # int64
-    sampled_logprobs_R: Tensor  # float32, or NaN if no token is to be added: NaN is below nothing
+    sampled_logprobs_R: Tensor  # float32, or NaN to add no token, because `NaN < x` is never true
 
     def take(self, which: Tensor) -> _Asked:
         return _Asked(*(field[which] for field in self))
@@ -60,7 +62,7 @@ class _Part(NamedTuple):
 def top_p_candidates(
     logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.top_p_candidates` for checked arguments."""
+    """Compute `sglang_topp.nucleus.top_p_candidates` in plain torch, for checked arguments."""
     offsets = torch.zeros(len(p_B) + 1, dtype=torch.int64, device=logprobs_BV.device)
     row_numbers = np.flatnonzero(p_B)
     if not len(row_numbers):
@@ -94,9 +96,9 @@ def _what_is_asked(
 
 
 def _parts(logprobs_BV: Tensor, asked: _Asked, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
-    """Yield the sets found in each row's highest blocks, then those of rows that need more blocks.
+    """Yield the sets found in each row's highest blocks, and then again those of rows that need more blocks.
 
-    If a row is in several parts, the last one is correct.
+    If several parts contain the same row, its set in the last of them is the correct one.
     """
     num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
@@ -136,13 +138,13 @@ def _cut(
         values_RM: log-probs, with ids that ascend along a row.
         asked: the rows to extract.
         bound_R: an upper bound of the values that are not in `values_RM`. None if M is all of V.
-        blocks_RK: the blocks that M consists of. None if M is all of V.
+        blocks_RK: the blocks that the M values come from. None if M is all of V.
 
     Returns:
         The sets, and bool [R] that marks short rows. The values of a short row have too little mass, so its
         nucleus may contain tokens that were not read.
     """
-    # amax and topk return NaN if a row holds one, and NaN is not `<=` anything.
+    # amax and topk return NaN if a row holds NaN, and `not NaN <= x` is true.
     if not float(values_RM.amax()) <= MAX_LOGPROB:
         highest_R = values_RM.amax(1)
         worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])
@@ -167,7 +169,7 @@ def _cut(
     mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
     torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
     stop_R = torch.searchsorted(mass_before, mass_before[start_R] + asked.limit_R)
-    # The highest value is always inside. A p below the sum's rounding error would exclude it.
+    # The highest value is always inside. Without this line, a p below the sum's rounding error excludes it.
     stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
@@ -176,7 +178,7 @@ def _cut(
     least_R = torch.full_like(asked.sampled_logprobs_R, torch.inf)
     if len(key_n):
         some_R = stop_R > start_R
-        # Tokens tied with the last one inside have the same mass above them, so they are inside too.
+        # Tokens tied with the last token inside have the same mass above them, so they are inside too.
         tied_R = torch.searchsorted(key_n, key_n[stop_R - 1], right=True)
         stop_R = torch.where(some_R, tied_R, stop_R)
         least_R = torch.where(some_R, logprobs_n[stop_R - 1], least_R)
@@ -199,7 +201,7 @@ def sort_key_descending(logprobs: Tensor) -> Tensor:
 
 
 def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
-    """Return the index of the spans that begin at `start_R`, concatenated."""
+    """Return an index of all entries in the spans that begin at `start_R`, span after span."""
     if len(start_R) == 1:
         return slice(0, int(sizes_R))
     ends_R = sizes_R.cumsum(0)
@@ -209,7 +211,7 @@ def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
 
 
 def _with_sampled(part: _Part, asked: _Asked, outside_R: Tensor) -> _Part:
-    """Add the sampled tokens that are outside, at the end of their rows: they are the least likely ones."""
+    """Append the sampled tokens that are outside their nucleus. Each is the least likely token of its row."""
     if not bool(outside_R.any()):
         return part
     row_n = torch.repeat_interleave(part.sizes_R)
@@ -223,7 +225,7 @@ def _with_sampled(part: _Part, asked: _Asked, outside_R: Tensor) -> _Part:
 
 
 def _in_row_order(parts: list[_Part]) -> tuple[Tensor, Tensor]:
-    """Return `(ids, logprobs)` of all rows, in the order of the rows."""
+    """Return `(ids, logprobs)` of all rows, in ascending order of rows."""
     if len(parts) == 1:
         return parts[0].ids_n, parts[0].logprobs_n
     sets: dict[int, tuple[Tensor, Tensor]] = {}

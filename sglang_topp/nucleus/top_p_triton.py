@@ -1,18 +1,18 @@
-"""Triton kernels that extract top-p candidate sets. No kernel needs a size on the host.
+"""Triton kernels that extract top-p candidate sets, while the host need not wait for the sets' sizes.
 
-One pass over a row takes the maximum of every block of neighboring ids. The maxima are a part of the row's
-tokens, so a nucleus of them alone reaches at least as far down as the row's own nucleus. Blocks whose maximum
-is in it are active: they contain the whole nucleus. The kernels then search for the exact cutoff among the
-values of the active blocks, and write out the tokens above it. Most rows of a model have some dozens of
-active blocks out of thousands (normal logits with standard deviation 6 at p = 0.95: 85 of 2,374). In a flat
-row all blocks are active, which is slower but exact too.
+One pass over a row takes the maximum of every block of neighboring ids. The maxima are a subset of the row's
+values, so the nucleus of the maxima alone reaches at least as far down as the row's own nucleus. A block is
+active if its maximum is in the nucleus of the maxima. The active blocks contain the row's whole nucleus. The
+kernels then search for the exact cutoff among the values of the active blocks, and write out the tokens above
+it. Most rows of a model have some dozens of active blocks out of thousands (normal logits with standard
+deviation 6 at p = 0.95: 85 of 2,374). In a flat row all blocks are active, which is slower but exact too.
 
 The search narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several pivots at once,
-until at most one entry is left in it. This takes about ten rounds, so the values stay in registers if they
-fit. Sums are float64. One program handles each row, in a fixed order, so results repeat to the last bit.
-Arguments that change between decode steps are not specialized on, so a step never compiles a kernel again.
+until the interval holds at most one entry. This takes about ten rounds, so the values stay in registers if
+they fit. Sums are float64. One program handles each row, in a fixed order, so results repeat to the last bit.
+Kernels are not specialized on arguments that change between decode steps, so no step compiles a kernel again.
 
-Shape legend: B rows, V vocabulary, N blocks of S tokens, C places for candidates.
+Shape legend: B rows, V vocabulary, N blocks of S tokens, C the capacity of the output in entries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 64
 _MAX_BLOCKS = 1 << 13  # per row; larger vocabularies have larger blocks
 _BLOCKS_AT_ONCE = 64
 _TILE = 512
-_HELD = 4096  # values that a search keeps in registers
+_HELD = 4096  # the most values that a search keeps in registers
 _PIVOTS = 8
 _WARPS = 16
 _HIGHEST = tl.constexpr(MAX_LOGPROB)
@@ -48,10 +48,10 @@ class Cuts(NamedTuple):
         sizes: int32 [B], the number of candidates, including the sampled token.
         error_codes: int32 [B], 0 or an error code (`kernel_error_codes`).
         highest: float32 [B], the row's highest log-prob, or NaN if the row holds NaN.
-        keys: int32 [B]. A token is inside if its sort key is below this.
-        blocks: int32 [B, N], the active blocks, ascending.
+        keys: int32 [B]. A token is in the nucleus if its sort key is below this.
+        blocks: int32 [B, N]. The first `active` entries of a row are its active blocks, ascending.
         active: int32 [B], the number of active blocks.
-        block: S.
+        block: S, the number of tokens in a block.
     """
 
     sizes: Tensor
@@ -64,7 +64,7 @@ class Cuts(NamedTuple):
 
 
 def launch(tensor: Tensor) -> torch.cuda.device:
-    """Return the context in which to launch kernels on this tensor, as Triton uses the current device."""
+    """Return a context that makes the tensor's device current, because Triton launches kernels there."""
     return torch.cuda.device(tensor.get_device())
 
 
@@ -73,7 +73,7 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 
     Args:
         logprobs_BV: contiguous along a row.
-        limits_B: float64. A token is inside if the mass above it is less than this. 0 skips the row.
+        limits_B: float64. A token is in the nucleus if the mass above it is less than this. 0 skips the row.
         sampled_B: int64. An id outside the vocabulary sets the row's error code.
         lowest: log-probs at or below this value stand for probability 0.
     """
@@ -123,9 +123,10 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 
 
 def place(sizes_B: Tensor, capacity: int) -> Tensor:
-    """Assign each row's candidates a start among `capacity` places: int32 [B], -1 if the row does not fit.
+    """Return int32 [B]: the index of each row's first entry in the output, or -1 if the row does not fit.
 
-    Rows are placed one after the other. A row larger than `capacity` takes no place.
+    Rows are placed one after the other. A row larger than `capacity` is skipped. Once a smaller row does not
+    fit, no further row is placed.
     """
     starts_B = torch.empty_like(sizes_B)
     if len(sizes_B):
@@ -137,12 +138,15 @@ def place(sizes_B: Tensor, capacity: int) -> Tensor:
 def compact(
     logprobs_BV: Tensor, sampled_B: Tensor | None, cuts: Cuts, starts_B: Tensor, entries_2C: Tensor
 ) -> None:
-    """Write each row's candidates to its place, ids ascending. A sampled token outside the nucleus is last.
+    """Write each row's candidates to `entries_2C`, with ascending ids.
+
+    A sampled token outside the nucleus comes last.
 
     Args:
         logprobs_BV, sampled_B: as passed to `find_cuts`.
-        starts_B: integers, the places of the rows. -1 leaves a row out.
-        entries_2C: int32, token ids and then the bits of their float32 log-probs.
+        cuts: the cutoffs that `find_cuts` returned.
+        starts_B: integers, the index of each row's first entry. -1 leaves a row out.
+        entries_2C: int32, the output: token ids, and then the bits of their float32 log-probs.
     """
     if not len(starts_B):
         return
@@ -189,7 +193,7 @@ def _sort_key_descending(values):  # type: ignore[no-untyped-def]  # a kernel, n
 def _tile(  # type: ignore[no-untyped-def]
     row_ptr, blocks_ptr, start, num_values, vocab, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the next values of a row's active blocks, and their token ids. Missing values are -inf."""
+    """Load the next values of a row's active blocks, and their token ids. Values past the end are -inf."""
     at = start + tl.arange(0, TILE)
     block = tl.load(blocks_ptr + at // BLOCK, mask=at < num_values, other=0)
     token_ids = block * BLOCK + at % BLOCK
@@ -209,7 +213,7 @@ def _values(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Load the next values of a row, from its active blocks or contiguous. Missing values are -inf."""
+    """Load the next values of a row, from its active blocks or contiguous. Values past the end are -inf."""
     if IS_GATHERED:
         _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)
     else:
@@ -220,7 +224,7 @@ def _values(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
-    """Return the mass and the count of each value that is above each pivot, both [P, T]."""
+    """Return the mass and the count (1) of each value above each pivot, and 0 elsewhere, both [P, T]."""
     is_above_PT = keys_T[None, :] < keys_P[:, None]
     return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
 
@@ -240,11 +244,12 @@ def _search(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Find the key below which a nucleus lies, and the number of its entries.
+    """Return the cutoff key of a nucleus, and the number of its entries, which have keys below the cutoff.
 
     Between rounds, the mass above `low` is less than the limit, so entries at `low` are inside. The mass
-    above `high` is not less, or no possible entry is beyond `high`. So a single entry between them is inside
-    too. Up to HELD values are read once; longer rows are read in every round.
+    above `high` reaches the limit, or all entries from `high` on have probability 0. So a single entry
+    between `low` and `high` is inside too. Up to HELD values are read once. Longer rows are read in every
+    round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key
@@ -297,7 +302,7 @@ def _maxima_kernel(  # type: ignore[no-untyped-def]
         at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         values = tl.load(logprobs_ptr + row * row_stride + at, mask=at < vocab, other=float("-inf"))
         values = values.to(tl.float32)
-        is_nan = values != values  # a maximum may or may not return NaN
+        is_nan = values != values  # tl.max does not reliably return NaN
         highest = tl.max(tl.where(is_nan, float("-inf"), values), 1)
         highest = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, _NAN, highest)
         tl.store(maxima_ptr + row * num_blocks + block, highest, mask=block < num_blocks)

@@ -1,8 +1,8 @@
-"""Score targets over their candidate sets from hidden states, with an LM head that computes candidates only.
+"""Score targets over their candidate sets from hidden states, by computing only the candidates' logits.
 
 Under a sampling mask, only the logits of the candidates matter, which are a handful per position. Computing
 only these reduces the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor
-the backward has a [T, V] tensor. Positions without a choice are not read.
+the backward has a [T, V] tensor. A position with fewer than two candidates has no choice, and is not read.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all, A positions
 with a choice, m entries (candidates of those positions that this rank holds).
@@ -40,7 +40,7 @@ __all__ = ["candidate_logprobs", "check_head", "support_logits"]
 _CHUNK_BYTES = 1 << 23  # larger chunks do not fit the cache, and smaller ones need more barriers
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes follow the sets: nothing to compile
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes change with the sets: no use compiling
 def candidate_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -81,10 +81,11 @@ def candidate_logprobs(
         targets: integers [T] on the same device. Each must be in its candidate set. A target with an empty
             set is ignored.
         candidates: the sets of the T positions. To score over the same sets again (policy, reference, PPO
-            epochs), pass `sets.to_torch(device)` each time. It is copied, checked, and indexed in the first
-            call. On a GPU, later calls and their backwards do not wait for the device. So they do not raise
-            the errors below that depend on values, and the position's scores are NaN instead; pass the sets
-            themselves to get the message. Backend "torch" and `weight_grad="sparse"` wait in any case.
+            epochs), call `tensors = sets.to_torch(device)` once, and pass `tensors` in each call. The first
+            call checks and indexes them. On a GPU, later calls and their backwards do not wait for the
+            device. So they do not raise the errors below that depend on values: an invalid position gets NaN
+            scores instead. Pass the CandidateSets themselves to get the error message. Backend "torch" and
+            `weight_grad="sparse"` wait in any case.
         bias: [V], or None.
         temperature: above 0, one number or [T]. It has no gradient.
         softcap: above 0, or None.
@@ -101,8 +102,8 @@ def candidate_logprobs(
             incoming gradient must be the same on every rank.
         vocab_start: the token id of `weight[0]`.
         vocab_size: the number of ids that exist, if the head is padded. Larger ids in the sets are errors.
-        chunk_candidates: rows gathered, or sums held, at a time, without Triton. Default: as many as take
-            8 MiB.
+        chunk_candidates: without Triton, the number of head rows that are gathered, or of sums that are held,
+            at a time. Default: as many as fit in 8 MiB.
         weight_grad: the destination of the gradient of `weight`.
 
             - "dense": autograd receives [V, H].
@@ -115,9 +116,10 @@ def candidate_logprobs(
               `weight.main_grad`, again in each call. Autograd and hooks then see no gradient of `weight`:
               they get None, or are not called. So use a buffer only if the code that reduces gradients
               reads it. torch's DistributedDataParallel reads `weight.grad`, which its forward may replace:
-              read `weight.grad` inside the wrapped module's forward, or after it. Megatron's reads
-              `weight.main_grad`. It finds `weight.grad_added_to_main_grad` set, and zeros that take no
-              memory in `weight.grad`. FSDP reads neither, so use "dense" there.
+              read `weight.grad` inside the wrapped module's forward, or after it. Megatron's
+              DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward sets
+              `weight.grad_added_to_main_grad`, and gives `weight.grad` zeros that take no memory. FSDP reads
+              neither, so use "dense" there.
         backend: "torch" runs anywhere. "triton" makes no gathered copies and needs an NVIDIA GPU or Triton's
             interpreter. "auto" uses Triton if possible.
 
@@ -249,7 +251,7 @@ class _ByPosition(torch.autograd.Function):
 def _implementation(
     backend: str, hidden: Tensor, weight: Tensor, dtype: torch.dtype, chunk: int | None
 ) -> tuple[ModuleType, dict[str, int]]:
-    """Return the module with the products, and the keyword arguments for them."""
+    """Return the module that computes the gathered products, and the keyword arguments for its functions."""
     if chunk is not None and chunk < 1:
         raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
     if backend not in ("auto", "torch", "triton"):

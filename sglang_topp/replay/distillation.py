@@ -1,4 +1,4 @@
-"""Distillation loss: the KL between a student and a teacher that is known by its candidate sets.
+"""Distillation loss: the KL divergence between a student and a teacher whose candidate sets are known.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all.
 """
@@ -41,12 +41,13 @@ class DistillationLoss:
     def mean(self) -> Tensor:
         """Return the mean over the positions that count, or 0 if there are none.
 
-        A mean of means is not the mean. Over micro-batches or ranks, sum `kl.sum()` and `counted.sum()`.
+        For the mean over micro-batches or ranks, add up their `kl.sum()` and their `counted.sum()`, and then
+        divide. A mean of means would weight the positions differently.
         """
         return self.kl.sum() / self.counted.sum().clamp(min=1)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes follow the sets: nothing to compile
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes change with the sets: no use compiling
 def distillation_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -70,7 +71,7 @@ def distillation_loss(
 
     With `p = softmax(head(hidden[t]))` the student and `q` the teacher, both over the whole vocabulary::
 
-        outside="tail"          outcomes: the candidates, and one more, which is any other id
+        outside="tail"          outcomes: the candidates, and one tail outcome for all other ids
                                 p_tail = 1 - sum over C_t of p_i,   q_tail = 1 - sum over C_t of q_i
         outside="renormalized"  outcomes: the candidates
                                 p_i / sum over C_t of p_j,   q_i / sum over C_t of q_j
@@ -79,20 +80,20 @@ def distillation_loss(
         direction="reverse"     kl[t] = KL(p || q) = sum over outcomes of p_o (log p_o - log q_o)
 
     "tail" counts how much probability the student has outside the set. It merges the outside ids into one
-    outcome in both distributions. So it is never above the KL over the whole vocabulary, and equals it if
-    every set is the whole vocabulary. (verl's issue 7856 asks for it. A sum over the teacher's top-k alone is
-    not a KL and falls below 0.) "renormalized" ignores the outside: a student may have all its probability
-    there at no cost, and the outside ids have no gradient. So it takes a fraction of the time and the memory.
-    (verl's issue 6676 renormalizes over the student's top-k.)
+    outcome in both distributions. So this KL is never above the KL over the whole vocabulary, and equals it
+    if every set is the whole vocabulary. (verl's issue 7856 asks for this loss. A sum over the teacher's
+    top-k alone is not a KL and falls below 0.) "renormalized" ignores the outside: a student may have all its
+    probability there at no cost, and the outside ids have no gradient. So it takes a fraction of the time and
+    the memory. (verl's issue 6676 renormalizes over the student's top-k.)
 
     The loss is differentiable once, in `hidden`, `weight`, and `bias`. The student's tail is summed over the
-    outside ids, not computed as `1 - mass`, so a tail of 1e-30 is as accurate as one of 0.5. The teacher's
+    outside ids, not computed as `1 - mass`, so a tail of 1e-30 is as accurate as a tail of 0.5. The teacher's
     tail follows from float32 log-probs, so it is accurate to about 1e-6. A set whose mass is 1, or more by
-    rounding, has no tail. In reverse, a tail below 1e-6 counts as 1e-6, unless no id is outside, because the
-    KL to a teacher without a tail would be infinite.
+    rounding, has no tail. With direction "reverse", the KL to a teacher without a tail would be infinite. So
+    a teacher's tail below 1e-6 then counts as 1e-6, unless no id is outside the set.
 
-    Memory beyond the gradients is that of `head_logprobs` for "tail", a buffer of `chunk_rows` x V, and that
-    of `candidate_logprobs` for "renormalized". Positions that do not count are not read.
+    Beyond the gradients, "tail" needs the memory of `head_logprobs`, which is a buffer of `chunk_rows` x V.
+    "renormalized" needs the memory of `candidate_logprobs`. Positions that do not count are not read.
 
     Args:
         hidden: [T, H], float16, bfloat16, float32, or float64, the student's states that predict the tokens
@@ -103,12 +104,12 @@ def distillation_loss(
             does not count.
         direction, outside: as above.
         loss_mask: [T]. Positions with 0 do not count.
-        bias, softcap, logit_scale, tp_group, vocab_start, vocab_size: those of `candidate_logprobs`. The tail
-            consists of the existing ids that the ranks hold.
+        bias, softcap, logit_scale, tp_group, vocab_start, vocab_size: as in `candidate_logprobs`. The tail
+            consists of the ids that the ranks hold, without padding.
         temperature: the student's, above 0, one number or [T]. It has no gradient.
-        chunk_rows: that of `head_logprobs`, for "tail".
-        weight_grad, backend: those of `candidate_logprobs`, for "renormalized". With a tail, every id has a
-            gradient, so only "dense" is possible.
+        chunk_rows: as in `head_logprobs`. Used for "tail" only.
+        weight_grad, backend: as in `candidate_logprobs`. Used for "renormalized" only. With a tail, every id
+            has a gradient, so `weight_grad` must be "dense".
 
     Returns:
         `DistillationLoss`, on the inputs' device.
@@ -181,7 +182,7 @@ def distillation_loss(
 
 
 def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return the number of ids that exist on all ranks."""
+    """Return the number of ids of all ranks together, without padding."""
     if group is None:
         return shard.real
     return int(reduce_sum(torch.tensor([shard.real], device=device), group))

@@ -1,9 +1,9 @@
 """Score targets over the whole vocabulary from hidden states, without `[T, V]` logits.
 
-This is for trainers without replay. A chunk of positions passes through the LM head at a time, into one
+This module is for trainers without replay. The LM head processes one chunk of positions at a time, into one
 buffer. The backward fills the buffer again and converts it to the gradient in place. If one chunk holds all
-positions, the buffer is kept for the backward. Leave out positions without a loss before the head, with
-`RowSelection.select(hidden)`.
+positions, the buffer is kept for the backward. Callers should leave out positions without a loss before the
+head, with `RowSelection.select(hidden)`.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, C positions of one chunk.
 """
@@ -55,9 +55,9 @@ def head_logprobs(
 
     Args:
         entropy: also return the entropy over the whole vocabulary, differentiable.
-        chunk_rows: positions that pass through the head at a time. Default: as many as take 256 MiB. If it
-            is T or more, the buffer of T x V x 4 bytes is kept until the backward, which saves a quarter of
-            the work.
+        chunk_rows: positions that pass through the head at a time. Default: as many as fit in 256 MiB. If
+            `chunk_rows` is T or more, the buffer of T x V x 4 bytes is kept until the backward, which saves a
+            quarter of the work.
 
     The other arguments and the errors are those of `candidate_logprobs`. On a CPU, a half-precision head is
     widened to float32 for the pass.
@@ -124,7 +124,7 @@ class _FullHead(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV, subtracted_T = ctx.kept
                     logits_CV += subtracted_T[:, None]
-                    ctx.kept = None  # overwritten by the gradient; a second backward computes it again
+                    ctx.kept = None  # the gradient overwrites it, so a second backward computes it again
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)

@@ -1,11 +1,11 @@
-"""Logits of candidate tokens alone: dot products and weighted sums of gathered LM-head rows, in plain torch.
+"""Dot products and weighted sums of gathered LM-head rows, in plain torch, for logits of candidates only.
 
 The functions run on any device, with bounded memory for any number of entries. Sums are in float32 (float64
 for float64 inputs) and in a fixed order, so results repeat to the last bit. `gathered_products_triton` has
 the same three functions for NVIDIA GPUs.
 
-On a CPU, inputs that already have the dtype of the sums need one torch operation per product. Others need
-several, and the threads wait for each other after each one. On a busy machine, set
+On a CPU, inputs that already have the dtype of the sums need one torch operation per product. Other inputs
+need several operations, and the threads wait for each other after each operation. On a busy machine, set
 `OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
 
 Shape legend: m entries, S segments, H hidden size, C entries (or segments) of one chunk.
@@ -97,8 +97,8 @@ def gathered_sum(
             rows = torch.arange(len(rows), device=source.device)
         present, counts = torch.unique_consecutive(segments[part], return_counts=True)
         sums = _bags(table, rows, weights[part], F.pad(counts.cumsum(0), (1, 0)))
-        # A segment may continue in the next chunk. Its sum is carried over and written again, so that the
-        # whole sum is rounded to `out_dtype` once, and not each chunk's part.
+        # A segment may continue in the next chunk. Its sum is carried over and written again. So the whole
+        # sum is rounded to `out_dtype` once, instead of each chunk's part.
         if int(present[0]) == carried:
             sums[0] += carried_H
         carried, carried_H = int(present[-1]), sums[-1]
@@ -120,11 +120,11 @@ def gathered_add(
     The other arguments are those of `gathered_sum`.
     """
     plain = source.dtype == weights.dtype
-    step = 2 * chunk if plain else chunk  # gathered rows need memory twice, sums once
+    step = 2 * chunk if plain else chunk  # gathering needs memory for rows and sums
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):
         return
-    step = -(-len(present) // -(-len(present) // step))  # the same number of parts, of equal size
+    step = -(-len(present) // -(-len(present) // step))  # make the same number of parts equal in size
     bounds = F.pad(counts.cumsum(0), (1, 0))
     stops = [*bounds[:-1:step].tolist(), len(segments)]
     for number, start in enumerate(range(0, len(present), step)):

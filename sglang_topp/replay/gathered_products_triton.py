@@ -1,9 +1,9 @@
-"""Triton kernels of `gathered_products`, which make no `[m, H]` copy of the gathered rows.
+"""Triton kernels for the functions of `gathered_products`, without an `[m, H]` copy of the gathered rows.
 
 `gathered_dot` reads each gathered row once. `gathered_sum` and `gathered_add` sum the rows of a segment in
-registers and write each sum once, in the output's dtype. A segment longer than `_PIECE` entries is cut into
-pieces; a frequent token or a wide candidate set makes one. A second kernel adds the float32 sums of the
-pieces in order. No kernel uses atomics, so results repeat to the last bit.
+registers and write each sum once, in the output's dtype. A frequent token or a large candidate set makes a
+long segment. A segment of more than `_PIECE` entries is cut into pieces, and a second kernel adds the float32
+sums of the pieces in order. No kernel uses atomics, so results repeat to the last bit.
 
 Shape legend: m entries, S segments, P pieces, H hidden size, R rows of the output.
 """
@@ -68,8 +68,8 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     num_entries = len(segments)
     if not num_entries:
         return
-    # Give the segments that have an entry the numbers 0, 1, 2, ... Only the device knows how many they are.
-    # Numbers beyond them have no entry, so no program writes for them.
+    # Give the numbers 0, 1, 2, ... to the segments that have an entry. Only the device knows how many there
+    # are, so the host allows for the largest number. Surplus numbers have no entry, so nothing is written.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
@@ -97,7 +97,7 @@ def _sum_segments(
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE
     start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
-    # An empty segment is a piece that writes zeros, or nothing to add.
+    # An empty segment needs one piece, which writes zeros, or no piece if sums are added to `out_RH`.
     pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
     # Only pieces of long segments have a partial sum. `partial_end_S` is their running count.
     partial_end_S = torch.where(pieces_S > 1, pieces_S, 0).cumsum(0)
@@ -164,7 +164,7 @@ def _dot_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python funct
 ):
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     exists = entry < num_entries
-    # 64-bit: V * H passes 2^31.
+    # Use 64-bit offsets, because V * H may exceed 2^31.
     left_row = tl.load(left_rows_ptr + entry, mask=exists, other=0).to(tl.int64) * left_stride
     right_row = tl.load(right_rows_ptr + entry, mask=exists, other=0).to(tl.int64) * right_stride
     total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""The KL divergence between two policies over candidate sets, with or without one more outcome for the tail.
+"""The KL divergence between two policies over candidate sets, with or without a tail for all other ids.
 
 Shape legend: T positions, A positions of the support, m entries (candidates that this rank holds).
 """
@@ -33,17 +33,17 @@ def divergence(
     """Return [T], the KL in nats, differentiable once in `logits` and `tail`.
 
     The KL is 0 at positions that are not in the support. Under tensor parallelism, each rank passes the
-    logits that it holds, and all ranks get the same values. The backward sends nothing. It expects the same
-    incoming gradient on every rank.
+    logits that it holds, and all ranks get the same values. The backward needs no communication. It expects
+    the same incoming gradient on every rank.
 
     Args:
         logits: [m], the policy's logits.
         tail: [A], the log-sum-exp of the policy's logits outside the candidates, over all ranks. Without it,
             the policy is the softmax over the candidates.
-        other: [m], the other policy's log-probs. With those of all ranks and of the tail, their
-            probabilities sum to 1 over each set.
-        other_tail: [A], if there is a tail. It may be minus infinity, in reverse only if the policy's tail
-            is too.
+        other: [m], the other policy's log-probs. Over all ranks, and with the tail, the probabilities at each
+            position must sum to 1.
+        other_tail: [A], the other policy's log-prob of the tail, or None without a tail. It may be minus
+            infinity. With `reverse`, this is allowed only where the policy's tail is minus infinity too.
         reverse: compute KL(policy || other) instead of KL(other || policy).
 
     Raises:
@@ -125,8 +125,8 @@ class _Divergence(torch.autograd.Function):
 def _terms(log_a: Tensor, log_b: Tensor) -> Tensor:
     """Return `a log(a / b) + b - a` for each outcome. The added `b - a` sums to 0 over all outcomes.
 
-    So no term is negative, nor is their sum. A small KL is accurate, because the rounding errors of log-probs
-    enter it squared.
+    So neither a term nor the sum is negative. A small KL is accurate, because the rounding errors of the
+    log-probs enter it only squared.
     """
     a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
     near = a * (torch.expm1(ratio) - ratio)

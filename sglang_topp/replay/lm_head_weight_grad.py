@@ -1,11 +1,12 @@
 """The gradient of the LM head's weight: dense, sparse, or added to a buffer in place.
 
-A dense gradient is [V, H], however few ids occur. To zero it, write it, and add it to the existing gradient
-takes nearly all the time of a candidate-only head. A sparse gradient has only the rows of ids that occur, and
-a buffer is updated only in these rows.
+A dense gradient is [V, H], however few ids occur. Zeroing it, writing it, and adding it to the existing
+gradient takes nearly all the time of a head that computes candidates only. A sparse gradient has only the
+rows of ids that occur, and a buffer is updated only in these rows.
 
 The gradient by id (of weight and bias) and the gradient by position (of hidden states) are separate nodes of
-the graph. So autograd runs only the requested one, which matters because the former may write to a buffer.
+the autograd graph. So autograd runs only the requested node. This matters, because the node of the gradient
+by id may write to the caller's buffer.
 
 Shape legend: V ids held by this rank, H hidden size, T positions, m entries of the support, U ids that
 occur among them.
@@ -66,7 +67,7 @@ def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, d
 
 
 class GradientById(torch.autograd.Function):
-    """Adds the bias's part of the raw logits [m], and computes the gradients of weight and bias."""
+    """Returns the bias's part of the raw logits [m], and computes the gradients of weight and bias."""
 
     @staticmethod
     def forward(
@@ -82,7 +83,7 @@ class GradientById(torch.autograd.Function):
     ) -> Tensor:
         ctx.support, ctx.ops, ctx.options = support, ops, options
         ctx.weight_grad, ctx.shape, ctx.dtype = weight_grad, weight_VH.shape, weight_VH.dtype
-        # Keep a parameter, to read its attributes in the backward. Do not keep any other tensor alive.
+        # Keep a parameter, because the backward reads its attributes. Do not keep any other tensor alive.
         ctx.leaf = weight_VH if weight_VH.is_leaf else None
         ctx.is_grad = _is_its_grad(weight_grad, ctx.leaf)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
@@ -151,7 +152,7 @@ def _stretch(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlaps_itself(matrix: Tensor) -> bool:
-    """Return whether elements may share memory: rows and columns are closer than they are long."""
+    """Return whether elements may share memory, because the strides let rows or columns overlap."""
     (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
     if rows <= 1 or columns <= 1:
         return (rows > 1 and row_stride == 0) or (columns > 1 and column_stride == 0)
@@ -163,8 +164,8 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 def _for_megatron(ctx: Any) -> Tensor | None:
     """Return the gradient that autograd sees if the real one is in a buffer: None, or zeros for Megatron.
 
-    Megatron's data parallelism needs a flag that weight.grad is not to be added to main_grad, and also a
-    weight.grad. A sparse tensor without rows costs nothing, and adds zero.
+    Megatron's data parallelism needs a `weight.grad`, and a flag that tells it not to add `weight.grad` to
+    `main_grad`. The zeros are a sparse tensor without rows, which takes no memory.
     """
     weight = ctx.leaf
     if not (hasattr(weight, "grad_added_to_main_grad") and _is_main_grad(ctx.weight_grad, weight)):

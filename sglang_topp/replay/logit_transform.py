@@ -1,4 +1,4 @@
-"""The map from an LM head's products to logits: logit scale, soft cap, and temperature, in SGLang's order.
+"""Convert an LM head's raw products to logits: logit scale, soft cap, and temperature, in SGLang's order.
 
 Shape legend: T positions, C positions of one chunk, V ids held by this rank, m entries of a support.
 """
@@ -19,7 +19,7 @@ __all__ = ["LogitTransform"]
 
 @dataclass(frozen=True, eq=False)
 class LogitTransform:
-    """The logits of a policy, from the products `raw` of its LM head.
+    """The conversion from the raw products of an LM head to the policy's logits `z`.
 
     ::
 
@@ -85,7 +85,7 @@ class LogitTransform:
         return (logits_CV * (temperature / self.softcap)).square_().neg_().add_(1.0)
 
     def backward_rows_(self, grad_CV: Tensor, slope_CV: Tensor | None, part: slice) -> Tensor:
-        """Overwrite the gradient of the logits with that of the products. `slope_CV` is the slope there."""
+        """Overwrite the logits' gradient with the raw products' gradient. `slope_CV` is `softcap_slope`."""
         self._divide_(grad_CV, part, self.logit_scale)
         return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
@@ -120,5 +120,5 @@ def _check_temperature(temperature: float | Tensor, num_positions: int, may_wait
         raise InvalidInputError(
             f"temperature: got {float(temperature.reshape(-1)[bad])} at position {bad}, expected above 0"
         )
-    # Copy: before the backward reads it, the caller may write the next batch's temperatures into it.
+    # Copy the tensor. Before the backward reads it, the caller may overwrite its own for the next batch.
     return temperature.clone() if temperature.ndim else float(temperature)

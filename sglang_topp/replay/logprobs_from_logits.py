@@ -1,8 +1,8 @@
 """Score targets from existing logits, over the candidate sets or over the whole vocabulary.
 
-This is for a trainer that has `[T, V]` logits anyway. The candidates' logits are gathered, so no dense mask
-is built, and the caller's logits are only read. The gradient is the only new tensor with a vocabulary axis.
-`dense_mask` and `mask_logits` build the dense forms for callers that want them.
+This module is for trainers that have `[T, V]` logits anyway. The candidates' logits are gathered, so no dense
+mask is built, and the caller's logits are not modified. The gradient is the only new tensor with a vocabulary
+axis. `dense_mask` and `mask_logits` build dense tensors for callers that want them.
 
 Shape legend: T positions, V columns held by this rank, C positions of one chunk, n candidates in all, m
 entries (candidates of positions with a choice that this rank holds).
@@ -67,9 +67,9 @@ def masked_logprobs(
         logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the
             model's soft cap if it has one.
         full: also return the log-prob and the entropy of every position over the whole vocabulary, both
-            differentiable. The backward still builds one gradient. Every target must then be an id, even if
-            its set is empty. The host waits for the device.
-        chunk_rows: positions processed at a time for `full`. Default: as many as take 8 MiB.
+            differentiable. The backward still builds only one gradient tensor. Every target must then be a
+            valid token id, even if its set is empty. The host waits for the device.
+        chunk_rows: positions processed at a time for `full`. Default: as many as fit in 8 MiB.
 
     The other arguments, the result, and the errors are those of `candidate_logprobs`. With a `tp_group`, the
     gradient is that of this rank's columns.
@@ -155,12 +155,12 @@ def dense_mask(
 ) -> Tensor:
     """Return bool [T, vocab_local]: True where `vocab_start + column` is a candidate.
 
-    A row with an empty span is all True; `mask_logits` says why. The mask takes T * vocab_local bytes and is
-    built without a loop, and without waiting for the device.
+    A row with an empty span is all True, because softmax over a row without a True would be NaN. The mask
+    takes T * vocab_local bytes, and is built without a loop and without waiting for the device.
     """
     sets = sets_on(candidates, device)
     token_ids, sizes = sets.token_ids.long(), sets.offsets.diff()
-    # One more element takes the candidates that other ranks hold.
+    # Candidates that other ranks hold are written to one additional element, which is then dropped.
     flat = torch.empty(len(sets) * vocab_local + 1, dtype=torch.bool, device=token_ids.device)
     mask = flat[:-1].view(len(sets), vocab_local)
     mask.copy_((sizes == 0)[:, None])
@@ -201,7 +201,7 @@ def _check_logits(logits: Tensor, targets: Tensor) -> None:
 
 
 class _FromLogits(torch.autograd.Function):
-    """Gathers entries [m] and, with targets, full log-probs and entropies [T]. The gradient is one tensor."""
+    """Gathers entries [m] and, with targets, full log-probs and entropies [T]. All share one gradient."""
 
     @staticmethod
     def forward(

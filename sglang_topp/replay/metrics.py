@@ -1,7 +1,7 @@
 """Metrics of a replay: importance ratios, kept mass, set sizes, and forced tokens.
 
-They are sums, counts, and maxima over tokens. So the metrics of micro-batches and ranks add up to the metrics
-of all tokens, which a mean of means would not.
+The metrics are stored as sums, counts, and maxima over tokens, not as means. So the metrics of micro-batches
+and ranks combine to the exact metrics of all tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MAXIMA = ("max_ratio", "max_set_size")
 class ReplayMetrics:
     """Sums over the tokens that count, which have a candidate set and a loss mask other than 0.
 
-    `a + b` combines metrics, and `summary()` returns the means. The default values are those of no tokens.
+    `a + b` combines metrics, and `summary()` returns the means. `ReplayMetrics()` is the value for no tokens.
     """
 
     tokens: float = 0.0
     ratios: float = 0.0
     """Sum of `exp(logprob - old_logprob)`."""
     far_ratios: float = 0.0
-    """Tokens whose ratio is off by more than 10 %."""
+    """Tokens whose ratio differs from 1 by more than 10 %."""
     log_ratios: float = 0.0
     kept_mass: float = 0.0
     """Sum of `exp(logprob_sum)`. NaN if any set has no log-probs."""
@@ -79,7 +79,7 @@ class ReplayMetrics:
         )
 
     def summary(self) -> dict[str, float]:
-        """Return means and maxima by name, for a logger. NaN: no token counts, or it is unknown."""
+        """Return means and maxima by name, for a logger. A mean over no token, or an unknown mean, is NaN."""
 
         def mean(total: float, count: float) -> float:
             return total / count if count else float("nan")
@@ -131,7 +131,8 @@ def replay_metrics(
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
-    # If the rollout gave a sampled token no probability, the ratio is inf. It is NaN if the policy gave none.
+    # If the rollout gave a sampled token no probability, the ratio is inf. If the policy gave it none either,
+    # the ratio is NaN.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)

@@ -25,9 +25,9 @@ def replayed_old_logprobs(candidates: CandidateSets, *, output_ids: ArrayLike | 
         output_ids: integers [T], the response's ids. If given, they must equal the sampled tokens.
 
     Raises:
-        InvalidInputError: the sets have no log-probs, or `output_ids` differ from the sampled tokens. Sets of
-            a sampling mask may have no log-probs; the engine's `output_token_sampling_logprobs` are the old
-            log-probs then.
+        InvalidInputError: the sets have no log-probs, or `output_ids` differ from the sampled tokens. Sets
+            decoded from a sampling mask may have no log-probs. Then the engine's
+            `output_token_sampling_logprobs` are the old log-probs.
     """
     if not candidates.has_logprobs:
         raise InvalidInputError(

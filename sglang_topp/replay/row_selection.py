@@ -45,9 +45,9 @@ class Layout:
         contiguous  the whole packed stream (thd) or each row (bshd) is cut into cp_size equal parts; rank r
                     holds part r
 
-    The lengths of bshd rows do not tell on which side they are padded, and hidden states selected for the
-    wrong side have the right shape. So `select_rows` requires the attention mask for bshd, and reads the
-    padding of each row from it.
+    The lengths of bshd rows do not tell on which side the rows are padded, and hidden states selected for the
+    wrong side would still have the right shape. So `select_rows` requires the attention mask for bshd, and
+    reads the padding of each row from it.
 
     Args:
         format: "thd" or "bshd".
@@ -55,8 +55,9 @@ class Layout:
         cp_size, cp_rank: the context-parallel group.
         sequence_multiple: thd only. Each sequence is padded to a multiple of this; zigzag pads to a multiple
             of `2 * cp_size` in any case.
-        padded_length: thd only. Tokens of the whole stream before the split, where more padding follows
-            (zigzag: `cp_size` times the tokens of one rank). By default as few as fit.
+        padded_length: thd only. The number of tokens of the whole stream before the split, if more padding
+            follows the last sequence (zigzag: `cp_size` times the tokens of one rank). Default: the smallest
+            length that fits.
     """
 
     format: Literal["thd", "bshd"] = "thd"
@@ -94,13 +95,13 @@ class Layout:
     ) -> RowSelection:
         """Find this rank's rows that score a response token, and which token each of them scores.
 
-        A response's first token has no row where the prompt is empty: no token precedes it, so no rank
-        scores it (`RowSelection.scored` is False there).
+        If a prompt is empty, no token precedes the response's first token. So this token has no row, no rank
+        scores it, and `RowSelection.scored` is False there.
 
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.
             attention_mask: [B, S], for bshd only, and required there: the mask of the forward pass, before
-                context parallelism splits it. It is 0 on padding. `collate_rl` returns it.
+                context parallelism splits it, with 0 on padding. `collate_rl` returns this mask.
             loss_mask: [sum of response lengths], samples concatenated; rows whose mask is 0 or False
                 are left out.
 
@@ -130,7 +131,7 @@ class Layout:
         sample = np.repeat(np.arange(len(responses)), responses)
         position = np.arange(num_positions)
         within_response = position - np.repeat(np.cumsum(responses) - responses, responses)
-        token = prompts[sample] + within_response - 1  # the one before the token that is scored
+        token = prompts[sample] + within_response - 1  # the token whose hidden state predicts it
 
         scored = token >= 0
         if loss_mask is not None:
@@ -184,7 +185,7 @@ class Layout:
 
     @property
     def _multiple(self) -> int:
-        """The factor of every length that context parallelism can split."""
+        """The number that must divide a length, so that context parallelism can split it."""
         return 2 * self.cp_size if self.split == "zigzag" and self.cp_size > 1 else self.cp_size
 
     def _place(
@@ -214,7 +215,7 @@ class Layout:
         return owner, row, num_rows
 
     def _total(self, needed: int) -> int:
-        """Return the tokens of the packed stream before the split, including all padding."""
+        """Return the number of tokens of the packed stream before the split, including all padding."""
         if self.padded_length is None:
             return -(-needed // self.cp_size) * self.cp_size
         if self.padded_length < needed or self.padded_length % self.cp_size:
@@ -227,16 +228,15 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class RowSelection:
-    """R rows of this rank's hidden states, and the response position that each scores.
+    """R rows of this rank's hidden states, and the response position that each row scores.
 
     Attributes:
-        hidden_rows: int64 [R], into the rank's hidden states as `[num_hidden_rows, H]`.
-        positions: int64 [R], ascending, into the response positions of the micro-batch.
-        num_hidden_rows: the number of rows that this rank holds, by the layout.
-        num_sequences: the number of sequences as the hidden states' first axis counts them: B for bshd, 1 for
-            thd.
+        hidden_rows: int64 [R], indices into the rank's hidden states, viewed as `[num_hidden_rows, H]`.
+        positions: int64 [R], the response position that each row scores, ascending.
+        num_hidden_rows: the number of rows that this rank holds according to the layout.
+        num_sequences: the length of the hidden states' sequence axis: B for bshd, 1 for thd.
         response_lengths: int64 [B], the number of response positions of each sample.
-        scored: bool [response positions], the positions that any rank scores. It is the same on every rank.
+        scored: bool [response positions], the positions that any rank scores, the same on every rank.
     """
 
     hidden_rows: Int64Array
@@ -297,10 +297,10 @@ class RowSelection:
         return candidates.take(self.positions)
 
     def scatter(self, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
-        """Put [R] values at their response positions, with zeros elsewhere. A group adds those of all ranks.
+        """Put [R] values at their response positions, with zeros elsewhere, and sum over `cp_group`.
 
-        Differentiable. The backward sends nothing. It expects the same incoming gradient on every rank, as a
-        loss gives that all ranks compute in the same way, and passes each row its own value.
+        Differentiable. The backward needs no communication: each rank takes the gradients of its own rows. So
+        the incoming gradient must be the same on every rank, as it is if all ranks compute the same loss.
 
         Raises:
             InvalidInputError: there is not one value per row.
@@ -345,7 +345,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def counted(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
-    """Return bool [num_positions]: where the mask is not 0 or False.
+    """Return bool [num_positions]: True where the mask is neither 0 nor False.
 
     Raises:
         InvalidInputError: the mask is not one number per position.

@@ -3,8 +3,8 @@
 `candidate_head` and `logprobs_from_logits` share this module. Tensors have one value per candidate or per
 position, and none has a vocabulary axis.
 
-Shape legend: T positions, n candidates in all, A positions with a choice, m entries (candidates of
-those positions that this rank holds).
+Shape legend: T positions, n candidates in all, A positions with a choice (two candidates or more), m entries
+(candidates of those positions that this rank holds).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ __all__ = ["Scores", "accumulation_dtype", "check_held", "score_support"]
 
 @dataclass(frozen=True)
 class Scores:
-    """A policy's values at T positions, in float32, or float64 for float64 inputs. None: not requested.
+    """A policy's scores of T target tokens, in float32, or float64 for float64 inputs.
+
+    A field that was not requested is None.
 
     With `C_t` the candidate set and `z` the policy's logits (after scale, soft cap, and temperature):
     `pi_t(i) = exp(z_i) / sum over j in C_t of exp(z_j)` for `i` in `C_t`.
@@ -78,12 +80,12 @@ def score_support(
     """Compute the scores of the support's entries from their `logits` [m] (float32 or float64).
 
     Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same scores.
-    This takes one reduction of a maximum and one of sums, and one more for `per_candidate`. The backward
-    sends nothing. It expects the same incoming gradient on every rank, as a loss gives that all ranks compute
-    in the same way.
+    This takes one reduction of maxima and one of sums, and one more for `per_candidate`. The backward needs
+    no communication. So the incoming gradient must be the same on every rank, as it is if all ranks compute
+    the same loss.
 
-    If the match was not checked, because the host may not wait for the device, positions without a target or
-    with an error below get NaN instead.
+    If the host may not wait for the device, `match` was not checked. Then no error is raised: a position
+    whose target is not in its set, or that has an error below, gets NaN instead.
 
     Raises:
         InvalidInputError: a score is NaN (the logits hold NaN or +inf, or only -inf), or `kl_to` does not fit
@@ -153,7 +155,7 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            logprobs_T.masked_fill_(match.is_absent, torch.nan)  # also where there is no choice
+            logprobs_T.masked_fill_(match.is_absent, torch.nan)  # also positions without a choice
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
         by_candidate_n = None
@@ -212,7 +214,7 @@ class _SupportSoftmax(torch.autograd.Function):
 
 
 def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
-    """Renormalize log-probs over the support."""
+    """Renormalize the log-probs over each candidate set."""
     # SGLang writes float32's lowest value for a probability of 0.
     logprobs_n = logprobs_n.masked_fill(logprobs_n <= float(LOWEST), -torch.inf)
     offsets = support.span_offsets

@@ -1,4 +1,4 @@
-"""Support index: tensors that locate the candidates that one vocabulary shard holds, for a replay.
+"""`SupportIndex`: tensors that tell replay which candidates of each position one vocabulary shard holds.
 
 Shape legend: T positions, n candidates in all, A positions with a choice (two candidates or more), m
 candidates of those positions that this shard holds.
@@ -53,11 +53,11 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class SupportIndex:
-    """The logits that a replay needs: the candidates of every position with a choice.
+    """The index of the logits that a replay needs: the candidates of every position with a choice.
 
     A position with one candidate has log-prob 0 under any policy, and an empty span is not scored. Neither
-    has entries here, so neither costs anything. With a tail outcome, one candidate is a choice too; pass
-    `smallest=1` to `of` then.
+    has entries here, so neither costs anything. With a tail outcome, a position with one candidate has a
+    choice too. Pass `smallest=1` to `of` then.
 
     All tensors are int64 and on one device, except the int32 `token_ids`. None depends on the targets.
     """
@@ -69,7 +69,7 @@ class SupportIndex:
     rows: Tensor
     """[A]: positions with a choice, ascending."""
     sizes: Tensor
-    """[A]: their set sizes, over all shards."""
+    """[A]: the set sizes of these positions, over all shards."""
     segment: Tensor
     """[m]: the index of each entry into `rows`, ascending."""
     positions: Tensor
@@ -79,16 +79,16 @@ class SupportIndex:
     entries: Tensor
     """[m]: the index of each entry into the flat arrays of the candidate sets."""
     offsets: Tensor
-    """[A + 1]: the span of each position of `rows` in the tensors [m]. A shard may have no entry."""
+    """[A + 1]: the entries of position `rows[a]` are `offsets[a]:offsets[a + 1]`. There may be none."""
 
     @property
     def num_positions(self) -> int:
-        """T."""
+        """The number of positions T."""
         return len(self.span_offsets) - 1
 
     @property
     def num_candidates(self) -> int:
-        """n."""
+        """The number of candidates n."""
         return len(self.token_ids)
 
     @functools.cached_property
@@ -100,7 +100,8 @@ class SupportIndex:
     def per_entry(self, values_A: Tensor) -> Tensor:
         """Return [m]: for each entry, the value of its position.
 
-        Uses `index_select`, because indexing starts every thread, which costs more than thousands of entries.
+        This uses `index_select`, because `values_A[...]` starts all threads, which takes longer than copying
+        thousands of entries.
         """
         return values_A.index_select(0, self.segment)
 
@@ -129,7 +130,7 @@ class SupportIndex:
         sets = sets_on(candidates, device)
         if (index := sets._index_cache.get((shard, smallest))) is not None:
             return index, device.type == "cpu"
-        # The tensors outlive this call, and a later call may need gradients.
+        # The cached tensors outlive this call. Inference tensors would fail in a later call with gradients.
         with torch.inference_mode(False), torch.no_grad():
             index = sets._index_cache[shard, smallest] = _build(sets, shard, smallest)
         return index, True
@@ -137,12 +138,13 @@ class SupportIndex:
 
 @dataclass(frozen=True, eq=False)
 class TargetMatch:
-    """Which candidates are the targets."""
+    """Where the targets are in their candidate sets."""
 
     is_target: Tensor
     """bool [m]: whether the entry is its position's target."""
     is_absent: Tensor | None
-    """bool [T]: positions whose set lacks the target. Their scores must become NaN. None: there are none."""
+    """bool [T]: positions whose set lacks the target, and whose scores must become NaN. None if the host has
+    checked that every set contains its target."""
 
     @classmethod
     def of(cls, support: SupportIndex, targets: Tensor, *, may_wait: bool) -> TargetMatch:
@@ -183,7 +185,7 @@ def check_num_sets(candidates: CandidateSets | CandidateTensors, targets: Tensor
 
 
 def sets_on(candidates: CandidateSets | CandidateTensors, device: torch.device | str) -> CandidateTensors:
-    """Return the sets as tensors on `device`. Those made from `CandidateSets` have no log-probs.
+    """Return the sets as tensors on `device`, without log-probs if they are made from `CandidateSets`.
 
     Raises:
         InvalidInputError: `CandidateTensors` are on another device.

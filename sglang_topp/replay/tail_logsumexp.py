@@ -1,8 +1,8 @@
-"""The candidates' logits, and the log-sum-exp of the tail: all ids outside a position's candidate set.
+"""Compute the candidates' logits, and the log-sum-exp of the tail: all ids outside the candidate set.
 
 The log-sum-exp is summed over the tail itself, and not computed as a difference of two sums. So it is
-accurate whether the tail has nearly no probability or nearly all. A chunk of positions passes through the LM
-head at a time, and again in the backward. If one chunk holds all positions, its logits are kept for the
+accurate whether the tail has nearly no probability or nearly all. The LM head processes one chunk of
+positions at a time, and again in the backward. If one chunk holds all positions, its logits are kept for the
 backward.
 
 Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m entries of
@@ -46,13 +46,13 @@ def support_and_tail(
 
         tail[a] = log(sum over all i outside of the candidates of position a of exp(z_i))
 
-    The sum is over all ranks. It is minus infinity if no id is outside. The gradient of `tail` must be the
-    same on every rank.
+    The sum is over all ranks. A tail without ids is minus infinity. The gradient of `tail` must be the same
+    on every rank.
 
     Args:
         hidden: [A, H], the states of the positions `support.rows`.
-        transform: that of the A positions.
-        chunk_rows: that of `head_logprobs`.
+        transform: the logit transform of the A positions.
+        chunk_rows: as in `head_logprobs`.
     """
     logits, tail = _SupportAndTail.apply(
         hidden, weight, bias, support, transform, shard, tp_group, chunk_rows
@@ -106,7 +106,7 @@ class _SupportAndTail(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_m: Tensor, grad_tail_A: Tensor) -> tuple[Tensor | None, ...]:
         hidden_AH, weight_VH, bias_V, logits_m, tail_A = ctx.saved_tensors
-        # If no id outside has a probability, exp(-inf - 0) is 0, and not NaN.
+        # Replace tails of minus infinity, because exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
         tail_A = torch.where(tail_A.isneginf(), 0.0, tail_A)
         with torch.autocast(hidden_AH.device.type, enabled=False):
             head = VocabHead(hidden_AH, weight_VH, bias_V, **ctx.options)
@@ -116,7 +116,7 @@ class _SupportAndTail(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV = ctx.kept
                     logits_CV.view(-1).index_copy_(0, places_c, logits_m[entries])
-                    ctx.kept = None  # overwritten by the gradient; a second backward computes it again
+                    ctx.kept = None  # the gradient overwrites it, so a second backward computes it again
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)
@@ -144,7 +144,7 @@ def _places(ctx: Any, part: slice, entries: slice) -> Tensor:
 
 
 def _log_sums(logits_CV: Tensor, *, out: Tensor) -> None:
-    """Compute `out[c] = log(sum over i of exp(logits[c, i]))`. A row of minus infinities gives that too."""
+    """Compute `out[c] = log(sum over i of exp(logits[c, i]))`, minus infinity if all logits of a row are."""
     if logits_CV.shape[1] == 0:
         out.fill_(-torch.inf)
         return

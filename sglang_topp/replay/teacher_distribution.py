@@ -1,6 +1,6 @@
-"""A teacher's distribution, from its candidate sets: the candidates and optionally a tail, summing to 1.
+"""A teacher's distribution for distillation: its candidates and optionally a tail, normalized to sum to 1.
 
-The host computes it in float64, because the tail's mass is a small difference of float32 log-probs.
+The host computes the distribution in float64, because the tail's mass is a small difference of two sums.
 
 Shape legend: T positions, n candidates in all.
 """
@@ -80,7 +80,7 @@ class TeacherDistribution:
 
 
 def _only(sets: CandidateSets, kept: BoolArray) -> CandidateSets:
-    """Return the sets with the `kept` entries only. The first entry stands in for the sampled token."""
+    """Return the sets with the `kept` entries only. Each set's first entry becomes its sampled token."""
     if not kept.all():
         sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))
         token_ids, logprobs, offsets = sets.token_ids[kept], sets.logprobs[kept], offsets_of(sizes)

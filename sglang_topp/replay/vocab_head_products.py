@@ -1,4 +1,4 @@
-"""The LM head over the whole vocabulary, a chunk of positions at a time: logits, and their gradients.
+"""Apply an LM head over the whole vocabulary, one chunk of positions at a time: logits and gradients.
 
 Shape legend: T positions, H hidden size, V ids held by this rank without padding, C positions of one chunk.
 """
@@ -21,7 +21,7 @@ _WEIGHT_ROWS = 1 << 13
 
 
 class VocabHead:
-    """The matrix products of one pass: a chunk's logits, and the gradients from a chunk's logits.
+    """The matrix products of an LM head: a chunk's logits, and the gradients of hidden states and weight.
 
     Sums run in `dtype`. On a GPU, tensor cores multiply half-precision factors directly into float32.
     Elsewhere the factors are widened first.
@@ -68,7 +68,7 @@ class VocabHead:
         return self._product(grad_CV, self.weight_VH)
 
     def add_outer(self, grad_VH: Tensor, grad_CV: Tensor, part: slice) -> None:
-        """Add the chunk's part of the head's gradient, by blocks of rows to save a second [V, H] tensor."""
+        """Add the chunk's part of the weight's gradient to `grad_VH`, without a second [V, H] tensor."""
         right = self.hidden_TH[part]
         if not self.mixed:
             grad_VH[: grad_CV.shape[1]].addmm_(grad_CV.t(), right.to(self.dtype))
@@ -109,7 +109,7 @@ class HeadGradients:
             bias_V[: grad_CV.shape[1]] += grad_CV.sum(dim=0)
 
     def rounded(self, group: dist.ProcessGroup | None) -> list[Tensor | None]:
-        """Return the three gradients in their tensors' dtypes, that of hidden states summed over ranks."""
+        """Return the three gradients in their tensors' dtypes, after a sum over ranks for hidden states."""
         if self._sums[0] is not None:
             reduce_sum(self._sums[0], group)
         return [

@@ -1,7 +1,7 @@
-"""Which vocabulary ids each tensor-parallel rank holds, and sum and maximum over the ranks.
+"""A vocabulary split over tensor-parallel ranks: the ids that each rank holds, and reductions over the ranks.
 
 `group=None` means no tensor parallelism: this process holds the whole vocabulary, and nothing is sent. In
-torch.distributed, None means all processes. To reduce over all of them here, pass their group.
+torch.distributed, None means all processes. To reduce over all processes here, pass their group.
 """
 
 from __future__ import annotations

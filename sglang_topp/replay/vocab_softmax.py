@@ -43,7 +43,7 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
 
 
 def some_rows(logits_CV: Tensor) -> list[slice]:
-    """Return slices of rows whose exponentials are held at a time."""
+    """Return slices that cover all rows. Only one slice's exponentials need to be in memory at a time."""
     row_bytes = logits_CV.shape[1] * logits_CV.itemsize
     return row_parts(
         len(logits_CV), rows_per_chunk(None, row_bytes, _EXP_BYTES_CPU if logits_CV.is_cpu else _EXP_BYTES)
@@ -54,7 +54,7 @@ def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | No
     """Return int64 [T]: each target's column on this rank, or -1 if another rank holds it.
 
     Raises:
-        InvalidInputError: not exactly one rank holds a target.
+        InvalidInputError: no rank, or more than one, holds a target.
     """
     column_T = targets_T.to(torch.int64) - shard.start
     held_T = (column_T >= 0) & (column_T < shard.real)
@@ -69,17 +69,17 @@ def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | No
 
 @dataclass(frozen=True)
 class Softmax:
-    """The values of each position that its log-prob, entropy, and gradient need, all [T]."""
+    """The results of a softmax over the whole vocabulary at each position, all [T]."""
 
     log_total: Tensor
-    """log-sum-exp of the row."""
+    """The log-sum-exp of the row."""
     logprobs: Tensor
     entropy: Tensor | None
-    """None if it was not requested."""
+    """The entropy, or None if it was not requested."""
 
 
 class RowSums:
-    """Collects the rows of this rank, chunk by chunk; `finish` joins the ranks with two reductions."""
+    """Accumulates softmax sums of this rank's logits, chunk by chunk. `finish` combines all ranks."""
 
     def __init__(
         self, num_positions: int, dtype: torch.dtype, device: torch.device, *, entropy: bool
@@ -99,7 +99,7 @@ class RowSums:
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
         """Accumulate the rows `part`, and subtract `subtracted_T` from `logits_CV` in place.
 
-        Entries of probability 0, far below the row's highest, may end as another value of probability 0.
+        An entry so low that its probability is 0 may be replaced by another value of probability 0.
         """
         if logits_CV.shape[1] == 0:
             return
@@ -116,7 +116,7 @@ class RowSums:
                 self.moment_T[here] = torch.linalg.vecdot(weight, shifted.clamp_(min=_LOWEST))
 
     def finish(self, group: dist.ProcessGroup | None) -> Softmax:
-        """Return the softmax over all ranks.
+        """Combine the sums of all ranks, with two reductions, and return the softmax.
 
         Raises:
             InvalidInputError: a log-prob is NaN.

@@ -1,4 +1,4 @@
-"""Binary frame: encode a record's JSON and its arrays in one Zstandard frame, and decode it.
+"""Binary frame: encode and decode a record, a JSON object with arrays, as one Zstandard frame.
 
 The frame's header states the length of the content, and the frame ends with a checksum. The content is
 little-endian::
@@ -8,9 +8,9 @@ little-endian::
     …           the arrays, int32 or float32; the JSON states the length of each
 
 An array is cut into blocks of 65,536 numbers. A block is four byte planes: the first byte of every number,
-then the second byte of every number, and so on. Most planes of ids and set sizes are zeros, and one plane of
-log-probs holds little but exponents. The other planes are noise, so a slow level of Zstandard saves little
-more than a fast one (`benchmarks/rollout_encoding.py`).
+then the second byte of every number, and so on. Byte planes compress well: most planes of ids and set sizes
+are zeros, and one plane of log-probs holds little but exponents. The other planes are nearly random, so a
+slow Zstandard level saves little more than a fast one (`benchmarks/rollout_encoding.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class FrameReader:
 
     Args:
         raw: the whole frame.
-        max_bytes: how long its content may be. A frame that states a longer content is not decompressed.
+        max_bytes: the maximum length of the decompressed content. A frame that states more is not
+            decompressed.
 
     Attributes:
         record: the JSON object.
@@ -101,15 +102,19 @@ class FrameReader:
         self.record: dict[str, Any] = record
 
     def int32(self, count: int, what: str) -> NDArray[np.int32]:
-        """Return the next `count` numbers, read-only. Errors call them `what`."""
+        """Read the next `count` numbers as a read-only array. Errors call the numbers `what`."""
         return self._array(INT32, count, what)
 
     def float32(self, count: int, what: str) -> NDArray[np.float32]:
-        """Return the next `count` numbers, read-only. Errors call them `what`."""
+        """Read the next `count` numbers as a read-only array. Errors call the numbers `what`."""
         return self._array(FLOAT32, count, what)
 
     def sets(self, sampled_ids: NDArray[np.int32]) -> CandidateSets | None:
-        """Return the candidate sets of these tokens, or None if the record has none. They end the frame."""
+        """Read the candidate sets, the last part of the frame. Return None if the record has no sets.
+
+        Args:
+            sampled_ids: int32 [T], the sampled token of each set.
+        """
         sets = None
         if self.record.get("num_candidates") is not None:
             n = read_count(self.record, "num_candidates")
@@ -129,7 +134,7 @@ class FrameReader:
             block = in_bytes[start : start + _BLOCK]
             block[...] = planes[4 * start : 4 * (start + len(block))].reshape(4, -1).T
         values = in_bytes.reshape(-1).view(dtype).astype(dtype.newbyteorder("="), copy=False)
-        values.flags.writeable = False  # like the arrays of a JSON record
+        values.flags.writeable = False  # as in a rollout that was decoded from JSON
         return values
 
     def _take(self, num_bytes: int, what: str) -> memoryview:

@@ -1,4 +1,4 @@
-"""Refuse candidate sets that contradict the answer's own tokens, log-probs, or threshold."""
+"""Check that candidate sets match the tokens, the log-probs, and the threshold of the same answer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ def check_sets(
 ) -> None:
     """Raise WireError unless the sets belong to these tokens and hold exactly these log-probs.
 
-    The engine computes both from the same float32 numbers, so the check compares them for equality. A set of
-    another position, another temperature, or another request fails this check.
+    The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
+    compares them for equality. A set of another position, another temperature, or another request fails this
+    check.
 
     Args:
-        candidates: T positions.
+        candidates: the sets of T positions.
         output_ids: int32 [T].
         logprobs: float32 [T], the log-probs of the sampled tokens as the engine reports them.
         field: the name of the sets in the error.
-        may_be_extended: whether the sets of appended tokens, which are empty, are accepted. Their log-prob
-            is 0.
+        may_be_extended: whether empty sets are accepted. Tokens that `Rollout.extend` appended have empty
+            sets, and the log-prob 0.
     """
     if len(candidates) != len(output_ids):
         raise WireError(field, f"got {len(candidates)} positions for {len(output_ids)} output_ids")
@@ -58,7 +59,7 @@ def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
     """Raise WireError if `CandidateSets.check_kept_mass` finds a set that keeps too little mass for `p`.
 
     Args:
-        candidates: T positions.
+        candidates: the sets of T positions.
         p: the requested threshold, in (0, 1].
         field: the name of the sets in the error.
     """

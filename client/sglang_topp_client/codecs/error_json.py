@@ -29,7 +29,7 @@ def error_to_json(error: SglangToppError) -> dict[str, Any]:
 
 
 def error_from_json(body: Any) -> SglangToppError:
-    """Return the exception that `error_to_json` wrote. An unknown type becomes a `ServerError`.
+    """Return the exception that `error_to_json` encoded. An unknown type becomes a `ServerError`.
 
     Args:
         body: the object under `error`.

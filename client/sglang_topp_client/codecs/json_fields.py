@@ -1,6 +1,6 @@
-"""JSON fields: read and check single fields of a JSON object: counts, text, token ids, and float32 arrays.
+"""Read and check single fields of a JSON object: counts, text, token ids, and float32 arrays.
 
-Every function raises WireError, which names the field, for a missing field or a wrong value.
+For a missing field or a wrong value, every function raises a WireError that names the field.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 def read_field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
-    """Return a field of one of these types. A boolean is not an integer."""
+    """Return the field `name` if its type is `kind`, or one of several. A boolean is not an integer."""
     value = record.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         got = type(value).__name__ if name in record else "nothing"
@@ -45,7 +45,7 @@ def read_field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type
 
 
 def read_count(record: Mapping[str, Any], name: str) -> int:
-    """Return a field that is a count."""
+    """Return a field that is an integer from 0 to 2^63 - 1."""
     value = read_field(record, name, int)
     if not 0 <= value <= _MAX_COUNT:
         raise WireError(name, f"got {describe(value)}, expected a 64-bit integer of 0 or more")
@@ -66,7 +66,7 @@ def read_optional_text(record: Mapping[str, Any], name: str) -> str | None:
 
 
 def read_token_ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
-    """Return a field that lists token ids as int32 [T]."""
+    """Return a field that is a list of token ids, as int32 [T]."""
     return parse_token_ids(name, read_field(record, name, list))
 
 
@@ -83,7 +83,7 @@ def parse_token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
 
 
 def read_float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
-    """Return a field that holds numbers in base64 as float32 [T]."""
+    """Decode a field that is base64 of little-endian float32, and return float32 [T]."""
     text = read_field(record, name, str)
     try:
         raw = pybase64.b64decode(text, validate=True)
@@ -95,13 +95,13 @@ def read_float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
 
 
 def check_ids(field: str, ids: NDArray[np.int32]) -> None:
-    """Raise WireError unless all `ids` are token ids."""
+    """Raise WireError if an id is negative."""
     if len(ids) and ids.min() < 0:
         raise WireError(field, f"got {ids.min()}, expected token ids of 0 or more")
 
 
 def check_seconds(field: str, value: float) -> float:
-    """Return `value` as a float, or raise WireError unless it is a number of seconds."""
+    """Return `value` as a float, or raise WireError unless it is from 0 to 1e12 seconds."""
     # Compare before the conversion, because an integer of hundreds of digits does not fit a float.
     if not 0 <= value <= _MAX_SECONDS:
         raise WireError(field, f"got {describe(value)}, expected seconds")

@@ -1,6 +1,6 @@
-"""Binary codec of rollouts: the fields of `rollout_json.py` in a frame of `binary_frame.py`.
+"""Binary codec of rollouts: one rollout in one frame (`binary_frame.py`), with arrays instead of base64.
 
-The frame holds these arrays, in this order::
+The frame's JSON has the fields of `rollout_json.py`, except for the arrays. These follow in this order::
 
     prompt_ids      int32 [P], P is the JSON's prompt_tokens
     output_ids      int32 [T], T is the JSON's completion_tokens
@@ -23,13 +23,13 @@ from sglang_topp_client.types.rollout import Rollout
 __all__ = ["MEDIA_TYPE", "rollout_from_bytes", "rollout_to_bytes"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.rollouts.v1"
-"""The media type of an answer in frames (`framing.py`): binary rollouts, and JSON for other messages."""
+"""The media type of a framed answer (`framing.py`): rollouts are binary, and other messages are JSON."""
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 def rollout_to_bytes(rollout: Rollout) -> bytes:
-    """Encode one finished sample."""
+    """Encode one finished sample as a frame."""
     bare = replace(rollout, prompt_ids=_NO_IDS, output_ids=_NO_IDS, logprobs=_NO_LOGPROBS, candidates=None)
     record = rollout_to_json(bare) | {
         "prompt_tokens": len(rollout.prompt_ids),
@@ -42,11 +42,11 @@ def rollout_to_bytes(rollout: Rollout) -> bytes:
 
 
 def rollout_from_bytes(raw: bytes, *, max_bytes: int) -> Rollout:
-    """Decode what `rollout_to_bytes` wrote. Unknown fields of its JSON are ignored.
+    """Decode a frame that `rollout_to_bytes` encoded. Unknown fields of its JSON are ignored.
 
     Args:
         raw: one frame.
-        max_bytes: how long its content may be.
+        max_bytes: the maximum length of the decompressed content.
 
     Raises:
         WireError: the frame was cut or altered, is too long, or does not hold a valid sample; the error names

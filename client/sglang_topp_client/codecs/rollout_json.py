@@ -1,4 +1,4 @@
-"""JSON codec of rollouts: the sidecar encodes, and the client decodes.
+"""JSON codec of rollouts: the sidecar encodes a sample as a JSON object, and the client decodes it.
 
 One finished sample is one record::
 
@@ -75,14 +75,14 @@ def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
 
 
 def rollout_from_json(record: Any, *, may_be_extended: bool = False) -> Rollout:
-    """Decode what `rollout_to_json` wrote. Unknown fields are ignored.
+    """Decode a record that `rollout_to_json` encoded. Unknown fields are ignored.
 
     Args:
         record: the JSON object.
-        may_be_extended: whether appended tokens, with their empty sets, are accepted.
+        may_be_extended: whether tokens that `Rollout.extend` appended, and their empty sets, are accepted.
 
     Raises:
-        WireError: a field is missing, of the wrong type, or at odds with another; the error names it.
+        WireError: a field is missing, has the wrong type, or contradicts another; the error names it.
     """
     if not isinstance(record, Mapping):
         raise WireError("record", f"got {type(record).__name__}, expected an object")
@@ -110,15 +110,15 @@ def build_rollout(
     """Build the rollout of a record whose arrays have been decoded.
 
     Args:
-        record: the other fields. Unknown ones are ignored.
+        record: the other fields. Unknown fields are ignored.
         prompt_ids: int32 [P].
         output_ids: int32 [T].
         logprobs: float32 [T].
-        candidates: T positions, or None without sets.
-        may_be_extended: whether appended tokens, with their empty sets, are accepted.
+        candidates: the sets of T positions, or None without sets.
+        may_be_extended: whether tokens that `Rollout.extend` appended, and their empty sets, are accepted.
 
     Raises:
-        WireError: a field is missing, of the wrong type, or at odds with another; the error names it.
+        WireError: a field is missing, has the wrong type, or contradicts another; the error names it.
     """
     if len(logprobs) != len(output_ids):
         raise WireError("logprobs", f"got {len(logprobs)} for {len(output_ids)} output_ids")

@@ -1,4 +1,4 @@
-"""JSON codec and binary codec of scores: the sidecar encodes, and the client decodes.
+"""JSON codec and binary codec of scores: the sidecar encodes a score, and the client decodes it.
 
 One scored sequence is one record::
 
@@ -7,11 +7,12 @@ One scored sequence is one record::
     token_ids                           list of integers, the whole sequence
     start                               the first scored position
     logprobs                            base64 of little-endian float32, one per position from `start` on
-    candidates                          base64 of `formats.pack`, one set per such position, or null
+    candidates                          base64 of `formats.pack`, one set per scored position, or null
     weight_version                      string or null
     num_tokens, cached_tokens           integers
 
-In a frame of `binary_frame.py`, the arrays are `token_ids` and `logprobs`, and then the candidate sets.
+A binary frame (`binary_frame.py`) holds the other fields as JSON, and then the arrays `token_ids` and
+`logprobs` and the candidate sets.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from sglang_topp_client.types.score import Score
 __all__ = ["MEDIA_TYPE", "score_from_bytes", "score_from_json", "score_to_bytes", "score_to_json"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.scores.v1"
-"""The media type of an answer in frames (`framing.py`): binary scores, and JSON for other messages."""
+"""The media type of a framed answer (`framing.py`): scores are binary, and other messages are JSON."""
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
@@ -63,10 +64,10 @@ def score_to_json(score: Score) -> dict[str, Any]:
 
 
 def score_from_json(record: Any) -> Score:
-    """Decode what `score_to_json` wrote. Unknown fields are ignored.
+    """Decode a record that `score_to_json` encoded. Unknown fields are ignored.
 
     Raises:
-        WireError: a field is missing, of the wrong type, or at odds with another; the error names it.
+        WireError: a field is missing, has the wrong type, or contradicts another; the error names it.
     """
     if not isinstance(record, Mapping):
         raise WireError("record", f"got {type(record).__name__}, expected an object")
@@ -79,7 +80,7 @@ def score_from_json(record: Any) -> Score:
 
 
 def score_to_bytes(score: Score) -> bytes:
-    """Encode one scored sequence."""
+    """Encode one scored sequence as a frame."""
     bare = replace(score, token_ids=_NO_IDS, logprobs=_NO_LOGPROBS, candidates=None)
     record = score_to_json(bare) | {"num_tokens": len(score.token_ids)}
     for name in ("token_ids", "logprobs", "candidates"):
@@ -88,11 +89,11 @@ def score_to_bytes(score: Score) -> bytes:
 
 
 def score_from_bytes(raw: bytes, *, max_bytes: int) -> Score:
-    """Decode what `score_to_bytes` wrote. Unknown fields of its JSON are ignored.
+    """Decode a frame that `score_to_bytes` encoded. Unknown fields of its JSON are ignored.
 
     Args:
         raw: one frame.
-        max_bytes: how long its content may be.
+        max_bytes: the maximum length of the decompressed content.
 
     Raises:
         WireError: the frame was cut or altered, is too long, or does not hold a valid score; the error names

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 __all__ = ["TIMEOUT_S", "AbortDelivery"]
 
 TIMEOUT_S = 3.0
-"""The time limit of one abort. The closed connection also aborts the request, unless a proxy holds it."""
+"""The time limit of one abort, in seconds.
+
+If the abort fails, the closed connection still aborts the request, unless a proxy keeps the connection open.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class AbortDelivery:
 
     A caller's timeout or cancellation must not wait for an engine that may hang. Each abort therefore runs in
     its own task, for three seconds at most, and its errors are ignored. When `asyncio.run` ends, it cancels
-    all tasks, including these, and waits for them. An abort whose task was cancelled starts again, and the
-    loop waits for it.
+    all tasks, including aborts. An abort that was cancelled starts again, and another task keeps the loop
+    alive until the abort has been sent.
 
     Args:
         send: asks the engine to abort the request with that id.
@@ -51,14 +54,14 @@ class AbortDelivery:
             self._changed.set()
 
     def start(self, request_id: str, engine_ids: Iterable[str]) -> None:
-        """Start to abort these engine requests, which belong to the caller's `request_id`; return at once."""
+        """Start aborting the engine requests of the caller's request `request_id`, and return at once."""
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         for engine_id in engine_ids:
             self._start(_Abort(request_id, engine_id, deadline))
         self._keep_loop()
 
     async def finish(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds until the aborts of that request, or all aborts, have been sent."""
+        """Wait up to three seconds until the aborts of `request_id`, or all if it is None, have been sent."""
         if request_id is None:
             if self._keeper is not None:
                 await asyncio.wait([self._keeper])
@@ -76,7 +79,7 @@ class AbortDelivery:
             async with asyncio.timeout_at(abort.deadline):
                 await self._send(abort.engine_id)
         except Exception:
-            # Best effort: the caller no longer waits.
+            # Ignore errors, because no caller waits for the abort.
             return
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -91,10 +94,10 @@ class AbortDelivery:
             self._keeper.add_done_callback(self._kept)
 
     async def _keep(self) -> None:
-        """Run while aborts are pending or expected, and ignore cancellation.
+        """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
 
-        A loop that ends waits only for the tasks that existed when it began to end. It does not wait for
-        tasks that those tasks start.
+        A loop that ends waits only for tasks that existed when it began to end. Without this task, the loop
+        would not wait for an abort that starts again.
         """
         task = asyncio.current_task()
         assert task is not None

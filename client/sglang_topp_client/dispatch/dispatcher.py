@@ -1,4 +1,4 @@
-"""Dispatcher: split one request of a caller into HTTP calls, and send them in batches.
+"""Dispatcher: split one request of a caller into HTTP calls, send them, and deliver every result.
 
 Failed calls are retried, or sent to another server. Aborted samples are resumed if the caller wants it.
 """
@@ -38,7 +38,7 @@ from sglang_topp_client.types.score import Score
 
 __all__ = ["ROLLOUTS", "SCORES", "Dispatcher", "OnFailure", "Operation", "Result", "ResultSink"]
 
-# Decoding a message this long takes milliseconds, for which the other connections should not wait.
+# Longer messages are decoded in a thread. Decoding one takes milliseconds and would block other connections.
 _OFF_LOOP_BYTES = 1 << 18
 
 Result = TypeVar("Result", Rollout, Score)
@@ -46,19 +46,19 @@ _Taken = TypeVar("_Taken", Rollout, Score, contravariant=True)
 _Exchange: TypeAlias = SidecarExchange[Result] | StreamedExchange[Result]
 
 OnFailure: TypeAlias = Callable[[tuple[int, int], SglangToppError], None]
-"""Called with the prompt index and the sample index of a sample that failed, and with the error."""
+"""A callback that takes the prompt index and the sample index of a failed sample, and the error."""
 
 
 @dataclass(frozen=True)
 class Operation(Generic[Result]):
-    """The operation of a call: rollouts or scores.
+    """The kind of result that a request asks for, rollouts or scores, with its protocols and accessors.
 
     Attributes:
         one, many: the singular and plural noun for a result in messages.
-        exchanges: the exchange for each kind of server.
+        exchanges: the class that writes requests and reads answers, for each kind of server.
         place: returns a result's prompt index and sample index.
         num_tokens: returns how many tokens a result has.
-        with_key: returns a result with the routing key of its prompt.
+        with_key: returns a copy of a result that records this routing key.
     """
 
     one: str
@@ -88,29 +88,31 @@ SCORES = Operation[Score](
 
 
 class ResultSink(Protocol[_Taken]):
-    """The consumer of one request's results, which also says what to request."""
+    """The consumer of one request's results, which also decides which samples to request."""
 
     def begin(self) -> Iterable[SampleRequest]:
         """Return the first requests."""
 
     def take(self, result: _Taken, /) -> tuple[SampleRequest, float] | None:
-        """Take a result. Return the request that continues it and the seconds to wait before it, or None."""
+        """Take a result. Return None, or a request for the rest and the seconds to wait before sending it."""
 
 
 class Dispatcher(Generic[Result]):
-    """The sender of one request's calls.
+    """The sender of the HTTP calls of one caller's request.
 
     Args:
         endpoints: the servers.
         operation: rollouts or scores.
         request_id: the caller's name for the request.
-        deadline: when the request ends, in the event loop's time.
-        wait_for_room: waits until the caller keeps up with the results; no call is sent earlier.
-        graceful_abort: aborts the calls and keeps their partial samples; None if those are not returned.
-        max_message_bytes: how long a message may be after decompression.
-        repeats_aborted: see `RetryBudget`.
-        on_failure: takes each sample that failed, and the others continue. Each prompt is then a call of its
-            own, because servers refuse a call as a whole. None if the first error ends the request.
+        deadline: when the request times out, on the event loop's clock; None for no limit.
+        wait_for_room: waits while too many results wait for the caller. Awaited before each call is sent.
+        graceful_abort: aborts the calls and keeps their partial samples; None if the caller does not want
+            partial samples.
+        max_message_bytes: the maximum length of a message after decompression.
+        repeats_aborted: whether a call that the engine aborted is sent again; see `RetryBudget`.
+        on_failure: called for each sample that failed, while the other samples continue. Each prompt is then
+            sent in its own call, because a server refuses a call as a whole. If this is None, the first error
+            ends the request.
     """
 
     def __init__(
@@ -157,19 +159,19 @@ class Dispatcher(Generic[Result]):
                     await window.acquire()
                     call = group.create_task(self._call(new_exchange, take, requests))
                     call.add_done_callback(lambda _: window.release())
-                    # Starting a call takes a millisecond. A thousand at once would block the loop.
+                    # Let other tasks run: starting a call takes a millisecond, and there may be a thousand.
                     await asyncio.sleep(0)
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
         else:
             return
-        # Raised outside of the block. Inside it, or with `from None`, the error would lose its own cause.
+        # Raise outside of the `except` block. Inside it, or with `from None`, the error would lose its cause.
         raise first
 
     def _samples_per_call(
         self, exchange_type: type[_Exchange[Result]], groups: Collection[Sequence[SampleRequest]]
     ) -> int:
-        """Return how many samples fill a call, few enough that every server gets a call."""
+        """Return how many samples fill a call: few enough that every server gets a call."""
         if self._on_failure is not None:
             return 1
         num_samples = sum(len(request.samples) for group in groups for request in group)
@@ -183,7 +185,7 @@ class Dispatcher(Generic[Result]):
         *,
         waits_for_engine: bool = False,
     ) -> None:
-        """Send one call, and report the samples that failed if `on_failure` is given."""
+        """Send one call. If `on_failure` is given, report failed samples to it instead of raising."""
         missing = {(request.prompt_index, sample) for request in requests for sample in request.samples}
         try:
             await self._call_until_complete(new_exchange, deliver, requests, missing, waits_for_engine)
@@ -214,7 +216,7 @@ class Dispatcher(Generic[Result]):
         async def attempt(endpoint: Endpoint) -> None:
             nonlocal in_flight
             if await endpoint.kind() == "sglang":
-                # Once for all attempts: another engine might have another template.
+                # Apply the template once for all attempts: another engine might have another template.
                 for i, request in enumerate(requests):
                     if isinstance(request.prompt, tuple):
                         ids = await endpoint.apply_chat_template(request.prompt)
@@ -294,7 +296,7 @@ class Dispatcher(Generic[Result]):
                         results = await asyncio.to_thread(exchange.read, message)
                     while results:
                         take(results.pop(0))
-                    # Free it now: it may be large, and the next message may arrive much later.
+                    # Free the message now: it may be large, and the next one may arrive much later.
                     del message
             if not exchange.complete:
                 raise TransportError("the answer was cut off: it ended before its last message")
@@ -311,7 +313,7 @@ class Dispatcher(Generic[Result]):
                 endpoint.abort_delivery.start(self._request_id, exchange.unfinished_ids())
 
     def _check_route(self, endpoint: Endpoint, exchange: _Exchange[Result], error: ResponseError) -> None:
-        """Raise a better error if the server has no such route."""
+        """Raise an error that explains the cause, if the server does not have the route of the call."""
         if error.status not in (404, 405):
             return
         if exchange.missing_route:
@@ -336,7 +338,7 @@ class Dispatcher(Generic[Result]):
 def _batches(
     groups: Iterable[Sequence[SampleRequest]], samples_per_call: int
 ) -> Iterator[list[SampleRequest]]:
-    """Yield batches of consecutive requests of one group; a batch ends at `samples_per_call` samples."""
+    """Split each group into batches of consecutive requests. A batch ends at `samples_per_call` samples."""
     for group in groups:
         batch: list[SampleRequest] = []
         num_samples = 0

@@ -28,14 +28,14 @@ __all__ = ["Endpoint", "Kind"]
 Kind: TypeAlias = Literal["sidecar", "sglang"]
 
 _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
-# Servers answer these at once, even while the engine is paused. SGLang's `/health` generates a token.
+# Servers answer these paths at once, even while the engine is paused. SGLang's `/health` generates a token.
 _PROBE_PATHS: dict[Kind, str] = {"sidecar": "/healthz", "sglang": "/model_info"}
 _PROBE_TIMEOUT_S = 10.0
-# A busy scheduler answers only between two steps.
+# This is long, because a busy scheduler answers only between two steps.
 _INFO_TIMEOUT_S = 30.0
-# A new engine compiles kernels for its first request.
+# This is long, because a new engine compiles kernels for its first request.
 _FIELD_CHECK_TIMEOUT_S = 120.0
-# A sidecar answers only after its engine has stopped the request.
+# This is long, because a sidecar answers only after its engine has stopped the request.
 _SIDECAR_ABORT_TIMEOUT_S = 10.0
 
 
@@ -65,7 +65,7 @@ class Endpoint:
         """Return the routing key of a request to this server.
 
         Args:
-            earlier: the key of the rollout that the request continues, or empty. Its prefix is kept.
+            earlier: the key of the rollout that the request continues, or empty. Its prefix is reused.
         """
         return f"{earlier.partition('-')[0] or secrets.token_hex(8)}-{self._key_suffix}"
 
@@ -84,7 +84,7 @@ class Endpoint:
         """Return the server's description of itself.
 
         Raises:
-            SglangToppError: the server did not answer with one.
+            SglangToppError: the server did not answer with a description.
         """
         path = _INFO_PATHS[await self.kind()]
         info = await self._http.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
@@ -93,9 +93,9 @@ class Endpoint:
         return info
 
     async def check_fields(self) -> None:
-        """Check that our request fields reach the engine, and that its answer's fields come back.
+        """Check that the client's request fields reach the engine, and that its answer fields come back.
 
-        A sidecar checks its own engine, so it is only asked whether it is ready.
+        A sidecar checks its own engine, so the client only asks the sidecar whether it is ready.
 
         Raises:
             WireError: a field was lost. `field` and the message name it.
@@ -122,7 +122,7 @@ class Endpoint:
     async def post(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str], on_received: Callable[[], None]
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
-        """Send a POST with `HttpClient.post`, under the health check.
+        """Send a POST request with `HttpClient.post`, and fail it if the health check finds a hanging server.
 
         Raises:
             TransportError: the server hangs.
@@ -171,7 +171,7 @@ class Endpoint:
         try:
             await self._abort_by_sidecar({"request_id": request_id})
         except BadRequestError as error:
-            # Older sidecars have no `/abort`; they rely on disconnects.
+            # Older sidecars have no `/abort`; they abort a request when its connection closes.
             if error.status not in (404, 405):
                 raise
 

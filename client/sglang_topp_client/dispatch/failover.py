@@ -1,4 +1,4 @@
-"""Failover: run each call on one server, retry it after a delay, and move to another server if one fails."""
+"""Failover: run each call on one server, move it to another server if that fails, and retry after a delay."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _FILE_WAIT_S = 0.1
 
 
 class Endpoints:
-    """The servers of one client. Create it in the event loop that uses it.
+    """The servers of one client, for one event loop. The object must be created in that loop.
 
     Args:
-        configs: where the servers are. `max_connections` is one limit for all of them.
+        configs: where the servers are. The `max_connections` of the first config limits the calls to all
+            servers together.
         kinds: the known kinds of servers, by `base_url`; shared with other event loops.
         max_long_messages: see `LongMessageLimit`.
         max_retries: how often a failed call is retried.
@@ -73,14 +74,14 @@ class Endpoints:
         once every ready endpoint has failed the call.
 
         Args:
-            attempt: makes one attempt.
+            attempt: makes one attempt on the given endpoint.
             num_samples: returns how many samples the next attempt requests.
             preferred: the endpoint to try first, if it is ready.
             waits_for_engine: see `RetryBudget`.
             repeats_aborted: see `RetryBudget`.
 
         Raises:
-            SglangToppError: the last attempt's error; a TransportError names every server if none answers.
+            SglangToppError: the last attempt's error. If no server answers, a TransportError names them all.
         """
         budget = RetryBudget(
             self._max_retries, waits_for_engine=waits_for_engine, repeats_aborted=repeats_aborted
@@ -119,11 +120,11 @@ class Endpoints:
             await asyncio.sleep(wait_s)
 
     async def order_all(self, order: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Send an order to every server.
+        """Send an order, such as an abort, to every server.
 
         Raises:
-            SglangToppError: a server refused the order, or no server answered. A server that does not answer
-                is ignored if another one does, because it has nothing in flight.
+            SglangToppError: a server refused the order, or no server answered. If some servers answer, the
+                servers that do not answer are ignored, because they have nothing in flight.
         """
         outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -140,7 +141,7 @@ class Endpoints:
             yield
 
     async def aborts_delivered(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds until the aborts of that request, or all aborts, have been sent."""
+        """Wait up to three seconds until the aborts of `request_id`, or all if it is None, have been sent."""
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:
@@ -160,7 +161,10 @@ class Endpoints:
         await asyncio.gather(*(endpoint.close() for endpoint in self.all))
 
     def _none_answers(self, error: SglangToppError) -> TransportError | None:
-        """Return a TransportError that names every server, if `error` is one and all servers failed."""
+        """Return a TransportError that names every server if all servers failed; otherwise return None.
+
+        Return None also if `error` is not a TransportError, or if there is only one server.
+        """
         failures = self._balancer.failures
         if len(self.all) == 1 or not isinstance(error, TransportError) or len(failures) < len(self.all):
             return None

@@ -19,7 +19,8 @@ class GracefulAbort:
     """The graceful abort of one caller's request, within one event loop.
 
     Args:
-        grace_s: idle timeout after an abort. After this many seconds without a byte, the engine is given up.
+        grace_s: idle timeout after an abort. The client stops waiting for an engine that sends nothing for
+            this many seconds.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -45,10 +46,11 @@ class GracefulAbort:
         """Run a call. After `request`, order the engine to abort it, and wait until the call ends.
 
         Args:
-            call: the call, with its retries. The idle timeout cancels it. After `request`, it is not started.
-            open_orders: returns functions that send the aborts of all open requests, by the requests' names
-                at the server, as far as these are known. None if no request is open; the call is then
-                cancelled.
+            call: the call, with its retries. The idle timeout cancels the call. If `request` came first, the
+                call is not started.
+            open_orders: returns a function for each open HTTP request that sends its abort, by the request's
+                name at the server. Requests whose names are not known yet are left out. Returns None if no
+                request is open; the call is then cancelled.
 
         Raises:
             Exception: the call's own error.

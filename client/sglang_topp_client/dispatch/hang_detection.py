@@ -1,4 +1,4 @@
-"""Hang detection: probe a silent server, and fail its calls if it does not answer (`HealthCheck`)."""
+"""HealthCheck: probe a server that sends nothing, and fail its calls if the probes are not answered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_topp.errors import TransportError
 __all__ = ["HealthCheck"]
 
 _SILENCE_S = 10.0
-# Two, because a blocked event loop fails one probe although the answer has arrived.
+# Two probes, because a blocked event loop can time out one probe although its answer has arrived.
 _MAX_FAILED_PROBES = 2
 
 
@@ -24,7 +24,7 @@ class HealthCheck:
     elsewhere.
 
     Args:
-        probe: sends a request that a healthy server answers at once; returns whether it answered in time.
+        probe: sends a request that a healthy server answers at once. Returns whether an answer came in time.
         base_url: the server's name in the error.
     """
 

@@ -31,12 +31,13 @@ class _State(Generic[_T]):
 class LoadBalancer(Generic[_T]):
     """The load balancer of one client, within one event loop.
 
-    An endpoint that failed (an incomplete answer, 429, 5xx) is not ready for the delay of a retry, and twice
-    as long after each further failure. Then one call tries the endpoint. The others follow if it succeeds.
+    An endpoint that failed (an incomplete answer, 429, or 5xx) gets no calls for the delay of a first retry,
+    and for about twice as long after each further failure. One call then tries the endpoint. Other calls
+    follow if that call succeeds.
 
     Args:
         endpoints: at least one.
-        clock: returns seconds; the event loop's clock.
+        clock: returns the time in seconds on the event loop's clock.
     """
 
     def __init__(self, endpoints: Sequence[_T], clock: Callable[[], float]) -> None:
@@ -62,7 +63,7 @@ class LoadBalancer(Generic[_T]):
     def pick(
         self, num_samples: int, preferred: _T | None = None, *, without: Collection[_T] = ()
     ) -> Generator[_T, None, None]:
-        """Yield the endpoint for one call. Success or failure of the block updates the endpoint's state.
+        """Yield the endpoint for one call. The `with` block's success or error updates the endpoint's state.
 
         If no endpoint is ready, choose the one whose backoff ends first.
 
@@ -106,6 +107,6 @@ class LoadBalancer(Generic[_T]):
         state.error = error
         now = self._clock()
         if now < state.retry_at:
-            return  # several calls failed together, which counts once
+            return  # calls that fail together count as one failure
         state.num_failures += 1
         state.retry_at = now + delay_s(state.num_failures, error)

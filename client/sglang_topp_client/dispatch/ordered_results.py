@@ -24,8 +24,8 @@ async def collect_in_order(
     Args:
         operation: rollouts or scores.
         requests: one for each prompt.
-        stream: starts the request, and yields its results in any order. Errors that it raises at once are
-            always raised.
+        stream: starts the request, and yields its results in any order. Errors that the call itself raises,
+            such as wrong arguments, are always raised.
         return_exceptions: whether the entry of a failed sample is its error. Otherwise the first error is
             raised.
 
@@ -43,7 +43,7 @@ async def collect_in_order(
         async for result in results:
             outcomes[operation.place(result)] = result
     except SglangToppError as error:
-        # The whole request ended: a time limit, an abort, or no server that answers.
+        # The whole request ended, because of its time limit, an abort, or servers that do not answer.
         if not return_exceptions:
             raise
         for place in places:

@@ -1,4 +1,4 @@
-"""PartialRollouts: join the parts of interrupted samples, and request the rest if the caller wants that."""
+"""PartialRollouts: join the parts of interrupted samples, and request the rest if `on_abort` is "resume"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PartialRollouts:
         on_abort: with `"resume"`, aborted samples are continued.
         deliver: called with each sample that is finished, or aborted and not continued.
         existing: rollouts to continue, by prompt index; such a prompt has one sample. Delivered rollouts have
-            these indices.
+            these prompt indices, and the sample index 0.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Run a client's requests (`RequestRunner`): stream their results, abort them by name, and end them.
+"""RequestRunner: run a client's requests, stream their results, and abort them by name.
 
-A request is one call of a caller, with many prompts. `dispatcher` sends it as several HTTP requests.
+A request is one call of a client's method, with many prompts. The dispatcher sends it as many HTTP requests.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Request:
 
 @dataclass
 class _LoopState:
-    """The state of one event loop."""
+    """The servers and the running requests of one event loop."""
 
     endpoints: Endpoints
     running: dict[asyncio.Task[None], _Request] = field(default_factory=dict)
@@ -75,9 +75,9 @@ class _WholeResults(Generic[Result]):
 
 
 class RequestRunner:
-    """The runner of one client's requests, whose arguments were checked before.
+    """The runner of one client's requests. The caller has checked the arguments of the requests.
 
-    A runner works on any event loop, and on several at once. A connection belongs to the loop that opened it.
+    A runner works on several event loops at once. A connection belongs to the loop that opened it.
 
     Args:
         configs: where the servers are; one or several, all of one kind.
@@ -199,11 +199,11 @@ class RequestRunner:
         await _wait_until_done(tasks)
 
     async def infos(self, base_urls: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
-        """Return the servers' descriptions of themselves, by base URL: those in `base_urls`, or all.
+        """Return the description of each server in `base_urls`, or of all servers, by base URL.
 
         Raises:
             InvalidInputError: the client has no such server.
-            SglangToppError: a server did not answer with one.
+            SglangToppError: a server did not answer with a description.
         """
         endpoints = self._here().endpoints
         by_url = {endpoint.base_url: endpoint for endpoint in endpoints.all}
@@ -273,7 +273,7 @@ class RequestRunner:
             del here.running[task]
             results.close()
             if not task.cancelled():
-                # Mark the exception as retrieved, because a caller that left does not retrieve it.
+                # Mark the exception as retrieved. Otherwise asyncio logs it if the caller stops iterating.
                 task.exception()
 
         task.add_done_callback(end)

@@ -14,7 +14,7 @@ class ResultQueue(Generic[_T]):
     """A queue with backpressure: a slow caller holds back the calls that were not sent yet.
 
     The queue accepts the results of sent calls even beyond `max_waiting`. Otherwise the client would stop
-    reading, a sidecar would drop it after 30 s, and the samples would be generated again.
+    reading, a sidecar would drop the client after 30 s, and the samples would be generated again.
 
     Args:
         max_waiting: how many results may wait for the caller before no more calls are sent.
@@ -49,6 +49,6 @@ class ResultQueue(Generic[_T]):
         await self._has_room.wait()
 
     def lift_limit(self) -> None:
-        """Remove the limit: the caller may wait for the request to end before it takes more results."""
+        """Remove the limit, because a caller that aborts may take no results until the request has ended."""
         self._max_waiting = 1 << 60
         self._has_room.set()

@@ -1,7 +1,7 @@
-"""Check that a patched SGLang receives our request fields, and that its answer's fields come back.
+"""Detect lost fields: check that request fields reach a patched SGLang, and that its answer fields come back.
 
-A gateway may drop fields that it does not know, without an error. Each request here asks for one token, and
-its answer shows whether each of the request's fields arrived.
+A gateway may silently drop fields that it does not know. Each check request asks for one token. Its answer
+shows whether every field of the request arrived.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sglang_topp_client.types.rollout import SAMPLER
 __all__ = ["REFUSABLE", "check_fields_of_answer", "field_check_requests"]
 
 REFUSABLE = ("top_logprobs_source", RESUMED)
-"""The fields that some releases of SGLang refuse. A refusal that names the field shows that it arrived."""
+"""Fields that some releases of SGLang refuse. An error that names the field shows that the field arrived."""
 
 _Meta: TypeAlias = Mapping[str, Any]
 _BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
 
-# For each request field: what is missing in the answer if the field was lost, and whether it is there.
+# For each request field, the sign in the answer that the field arrived: its name, and a test for it.
 _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
     "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
     "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),
@@ -39,11 +39,11 @@ _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
 
 
 def field_check_requests() -> list[dict[str, Any]]:
-    """Return the bodies of the requests to `POST /generate`, each for one token after two."""
+    """Return the bodies of the check requests to `POST /generate`. Each asks for one token after two."""
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}
     asked: list[dict[str, Any]] = [
-        {},  # first alone, because the engine refuses sets without `return_logprob`
+        {},  # first, because the engine refuses the requests below if `return_logprob` was lost
         {"top_logprobs_p": 0.01, **base64},
         {"top_logprobs_source": SAMPLER, "sampling_params": {**params, "top_k": 1}, **base64},
         {"top_logprobs_p": 0.01, RESUMED: 1, **base64},
@@ -53,10 +53,11 @@ def field_check_requests() -> list[dict[str, Any]]:
 
 
 def check_fields_of_answer(base_url: str, body: Mapping[str, Any], answer: Any) -> None:
-    """Check the answer to one of these requests.
+    """Check the answer to one request of `field_check_requests`.
 
     Raises:
-        MissingCandidateSetsError: the answer has no candidate sets, because their field was lost.
+        MissingCandidateSetsError: the answer has no candidate sets, because the field that asks for them was
+            lost.
         WireError: another field was lost. `field` and the message name it.
     """
     meta_info = read_field(answer, "meta_info", dict) if isinstance(answer, dict) else None

@@ -1,8 +1,8 @@
-"""Protocol of SGLang's `POST /tokenize` for chat messages: turn them into token ids.
+"""Protocol of SGLang's `POST /tokenize`, which turns chat messages into token ids.
 
 The engine applies its chat template and tokenizes as for `/v1/chat/completions`. The client then generates
-from the ids, so the prompt's ids are known, and an interrupted sample can be resumed. The chat route itself
-returns no prompt ids and takes no `resumed_tokens`. Every supported release has `/tokenize`.
+from the ids. It therefore knows the prompt's ids, and can resume an interrupted sample. The chat route itself
+returns no prompt ids and accepts no `resumed_tokens`. Every supported release has `/tokenize`.
 
 Request::
 

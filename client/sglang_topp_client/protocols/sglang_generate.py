@@ -63,18 +63,18 @@ class StreamedExchange(ABC, Generic[_Result]):
     path = "/generate"
     accept = None
     samples_per_call = 1
-    """A call takes prompts until it has this many samples. Here, it takes one prompt with all its samples."""
+    """The number of samples at which a call is full. With 1, a call has one prompt and all of its samples."""
     missing_route = ""
     prompts_field = "prompts"
-    """The caller's name for the prompts, in errors."""
+    """The name of the caller's argument that holds the prompts, for error messages."""
 
     def __init__(
         self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
     ) -> None:
         """Prepare one call; see `SidecarExchange`. SGLang has no time limit, so `timeout_s` is not sent.
 
-        The engine's id ends in a new random part of fixed length. SGLang rejects an id that is in use, and
-        its scheduler aborts by prefix: an abort of `a-1` would also abort `a-10`.
+        The id that is sent to the engine ends in a new random part of fixed length. SGLang rejects an id that
+        is in use, and its scheduler aborts by prefix: an abort of `a-1` would also abort `a-10`.
         """
         (self._wanted,) = wanted
         self._rid = fresh_id(request_id)
@@ -122,8 +122,9 @@ class StreamedExchange(ABC, Generic[_Result]):
         """Take one line of the answer. Return a list of the finished sample, or an empty list.
 
         Raises:
-            WireError: the line is not in SGLang's format, or the sample is not exact.
-            RolloutError: the engine gave up on a sample, or aborted one that is not interruptible.
+            WireError: the line is not in SGLang's format, or the sample contradicts itself or the request.
+            RolloutError: the engine gave up on a sample.
+            AbortedError: the engine aborted a sample that is not interruptible.
             ResponseError: the line reports an error.
         """
         if not line or line.startswith(b":"):
@@ -166,7 +167,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
             _check_finish(reason, self.prompts_field)
         _check_resumed(self._wanted, meta_info)
-        # A server with --incremental-streaming-output sends only new tokens.
+        # With --incremental-streaming-output, a chunk has only the new tokens, so earlier chunks are kept.
         is_whole = meta_info.get("completion_tokens") == len(read_field(chunk, "output_ids", list))
         earlier = [] if is_whole else self._chunks.get(index, [])
         self._chunks[index] = [*earlier, chunk]
@@ -244,7 +245,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
             finish_reason=meta_info["finish_reason"]["type"],
             weight_version=read_weight_version(meta_info),
             cached_tokens=read_field(meta_info, "cached_tokens", int),
-            # Negative if the engine's clock was set back during the request.
+            # The latency is negative if the engine's clock was set back during the request.
             latency_s=check_seconds(
                 "e2e_latency", max(read_field(meta_info, "e2e_latency", (int, float)), 0)
             ),
@@ -254,7 +255,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
 
 
 def _is_order(reason: Any) -> bool:
-    """Return whether a sample was aborted on request. The reason of a refusal has a status."""
+    """Return whether a sample was aborted on request. The finish reason of a refusal has a status code."""
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 
 
@@ -326,7 +327,7 @@ def _field_at_fault(words: str, prompts_field: str) -> str:
 
 
 def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
-    """Return the error for this HTTP status, or an error of type `otherwise` without a status."""
+    """Return the error for this HTTP status, or an error of type `otherwise` if it is no error status."""
     kind = otherwise
     if status == 429:
         kind = OverloadedError

@@ -1,7 +1,8 @@
-"""Protocol of scoring given tokens with a patched SGLang: a `POST /generate` that generates nothing.
+"""Protocol for scoring existing sequences with a patched SGLang: a `POST /generate` that generates nothing.
 
-Let s be `logprob_start_len`. SGLang returns the prompt's rows s, s + 1, and so on. Row t predicts token
-t + 1, so token s + 1 is the first one with a log-prob. Tokens before s may come from the prefix cache.
+Let s be the request's `logprob_start_len`. SGLang computes distributions at the positions from s on. The
+distribution at position t predicts token t + 1, so token s + 1 is the first one with a log-prob. Tokens
+before s may come from the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from sglang_topp_client.types.score import Score
 __all__ = ["GenerateScoreExchange"]
 
 _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
-# Requested if the caller wants only log-probs. A request for sets makes the engine guarantee one weight
-# version per score, and reveals an engine without the patch set. Such a set has one or two tokens.
+# The threshold that is sent if the caller wants only log-probs. The client requests sets even then: with
+# sets, the engine guarantees one weight version per score, and an unpatched engine is noticed. At this
+# threshold, a set has one or two tokens.
 _LEAST_P = 1e-9
 
 
 class GenerateScoreExchange(StreamedExchange[Score]):
-    """One `POST /generate` that scores."""
+    """One `POST /generate` that scores a sequence."""
 
     prompts_field = "sequences"
 
@@ -89,7 +91,7 @@ def _logprobs(entries: list[Any], token_ids: NDArray[np.int32], start: int) -> N
         raise WireError(_LOGPROBS, f"expected a first entry without a log-prob, for position {start - 1}")
     rest, as_reported = entries[1:], token_ids[start:].copy()
     for t in np.flatnonzero(as_reported == token_ids.max()).tolist():
-        # SGLang 0.5.23 reports the vocabulary's last id as 0.
+        # SGLang 0.5.23 reports the last id of the vocabulary as 0.
         if t < len(rest) and isinstance(rest[t], list) and rest[t][1:2] == [0]:
             as_reported[t] = 0
     return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")

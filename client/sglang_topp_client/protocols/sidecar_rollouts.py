@@ -13,8 +13,9 @@ Answer: one message per sample as it finishes, and a last message, which a trunc
 
 A failure is a message `{"error": {...}}`; the client ignores later messages.
 
-Messages are lines of JSON (`rollout_json.py`). If the server knows the media type that `Accept` names first,
-they are frames (`framing.py`). Samples in frames are binary (`rollout_binary.py`), other messages JSON.
+Messages are lines of JSON (`rollout_json.py`). If the sidecar supports the media type that `Accept` names
+first, messages are frames (`framing.py`): samples are binary (`rollout_binary.py`), and other messages are
+JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SidecarExchange(ABC, Generic[_Result]):
     A subclass decodes each sample into one `_Result`.
 
     Attributes:
-        path: the route. The last message of an answer has the number of results under this name.
+        path: the route. Without the slash, it also names the field of the last message that counts results.
         media_type: the media type of frames.
         missing_route: the error message if the sidecar has no such route.
     """
@@ -59,8 +60,8 @@ class SidecarExchange(ABC, Generic[_Result]):
     media_type: str
     missing_route = ""
     samples_per_call = 128
-    """A call takes prompts until it has this many samples. The number keeps a body below a few MB, limits the
-    samples lost with a connection, and spreads a large batch over several sidecars."""
+    """The number of samples at which a call is full. It keeps a request body below a few MB, limits how many
+    samples a lost connection costs, and spreads a large batch over several sidecars."""
 
     def __init__(
         self,
@@ -74,9 +75,9 @@ class SidecarExchange(ABC, Generic[_Result]):
 
         Args:
             wanted: the prompts, and the samples to generate from them.
-            request_id: the caller's name for the request; a random part is added.
-            timeout_s: the server's time limit.
-            max_bytes: the largest size of a sample after decompression.
+            request_id: the caller's name for the request. The name that is sent has a random part added.
+            timeout_s: the time limit that the sidecar enforces; None for no limit.
+            max_bytes: the maximum length of a sample after decompression.
         """
         self.accept = f"{self.media_type}, application/x-ndjson;q=0.5"
         self._max_bytes = max_bytes
@@ -92,11 +93,11 @@ class SidecarExchange(ABC, Generic[_Result]):
 
     @abstractmethod
     def _from_bytes(self, raw: bytes) -> _Result:
-        """Decode and check a binary record, note it as finished, and return it under the caller's indices."""
+        """Decode and check a binary record, mark it as finished, and return it with the caller's indices."""
 
     @abstractmethod
     def _from_json(self, record: dict[str, Any]) -> _Result:
-        """Decode and check a JSON record, note it as finished, and return it under the caller's indices."""
+        """Decode and check a JSON record, mark it as finished, and return it with the caller's indices."""
 
     def open_ids(self) -> list[str]:
         """Return the name by which the sidecar can abort the request now."""
@@ -110,7 +111,8 @@ class SidecarExchange(ABC, Generic[_Result]):
         """Take one message of the answer. Return a list of the sample in it, or an empty list.
 
         Raises:
-            WireError: the message is not in the sidecar's format, or the sample is not exact.
+            WireError: the message is not in the sidecar's format, or the sample contradicts itself or the
+                request.
             SglangToppError: the message reports this error.
         """
         if not line:
@@ -175,7 +177,7 @@ class RolloutsExchange(SidecarExchange[Rollout]):
         return self._place(rollout_from_json(record))
 
     def _place(self, rollout: Rollout) -> Rollout:
-        """Check a sample, and return it under the caller's indices."""
+        """Check a sample, and return it with the caller's indices."""
         at = (rollout.prompt_index, rollout.sample_index)
         if rollout.prompt_index >= len(self._wanted):
             raise WireError("prompt_index", f"got {at[0]}, expected one of {len(self._wanted)} prompts")

@@ -5,7 +5,7 @@ Request::
     {"sequences": [...], "start": [1, ...], "top_logprobs_p": p | [p, ...] | null, "request_id": "...",
      "timeout_s": seconds | null, "stream": true}
 
-Answer: one message per sequence when it is scored, then a final `done`. Without it, the answer was cut off::
+Answer: one message per sequence once it is scored, and a last message, which a truncated answer lacks::
 
     {"sequence_index": 0, ...}
     {"done": true, "scores": 8}
@@ -40,7 +40,7 @@ class ScoresExchange(SidecarExchange[Score]):
         " client's version there, or use its engine directly (kind='sglang')"
     )
     samples_per_call = 16
-    """Fewer than for rollouts, because a sequence may be as long as the context."""
+    """The number of sequences at which a call is full. A sequence may be as long as the engine's context."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ScoresExchange(SidecarExchange[Score]):
         return self._place(score_from_json(record))
 
     def _place(self, score: Score) -> Score:
-        """Check a score, and return it under the caller's index."""
+        """Check a score, and return it with the caller's index."""
         at = score.sequence_index
         if at >= len(self._sequences) or (at, 0) in self._finished:
             raise WireError(

@@ -1,4 +1,4 @@
-"""Generate requests: check a caller's arguments, and build one `SampleRequest` per prompt."""
+"""Requests for `generate`: check a caller's arguments, and build one `SampleRequest` per prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SamplingParams: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]] | No
 TopLogprobsP: TypeAlias = float | Sequence[float | None] | None
 TopLogprobsSource: TypeAlias = str | Sequence[str | None] | None
 
-# Each sample is a few objects in this process, before anything is sent.
+# Each sample needs a few objects in this process before anything is sent, so a huge `n` would exhaust memory.
 _MAX_SAMPLES = 1 << 20
 
 
@@ -41,13 +41,14 @@ class SampleRequest:
         prompt_index: the index of the prompt in the caller's request, from 0.
         prompt: text, token ids, or chat messages.
         sampling_params: SGLang's sampling parameters, without `n`.
-        samples: the sample indices to generate. A retry asks for the missing ones.
+        samples: the indices of the samples to generate. A retry asks only for the missing samples.
         top_logprobs_p: the threshold in (0, 1], or None if no threshold makes the sets.
         top_logprobs_source: `DISTRIBUTION` or `SAMPLER`, or None for no candidate sets.
         routing_key: the `Rollout.routing_key` of the rollout that this request continues, or empty.
-        resumed_tokens: how many of the last prompt tokens already belong to the answer; 0 for an answer that
-            may be resumed later, None for one that may not.
-        is_interruptible: whether an aborted sample is returned. Otherwise it is an error.
+        resumed_tokens: how many of the last prompt tokens already belong to the answer; 0 for a new answer
+            that may be resumed later, None for an answer that may not be resumed.
+        is_interruptible: whether an aborted sample is returned as a partial rollout. Otherwise an abort is an
+            error.
     """
 
     prompt_index: int
@@ -70,14 +71,13 @@ def plan(
     """Check a caller's arguments and split them into one request per prompt.
 
     Args:
-        prompts: one text, several texts, the token ids of one prompt, or of several. Integer arrays
-            (NumPy, or anything that `numpy.asarray` takes) may replace sequences of ids. Or the chat messages
-            of one prompt, or of several.
-        sampling_params: SGLang's names; one mapping for all, or one per prompt. `n` is the number of samples
-            of each prompt, 1 by default.
-        top_logprobs_p: one threshold for all, or one per prompt; None or 0 turns candidate sets off.
-        top_logprobs_source: one rule for all, or one per prompt. `SAMPLER` returns the tokens that the
-            sampler could draw, without a threshold. `DISTRIBUTION` or None returns the sets of a threshold.
+        prompts: one prompt or several. A prompt is text, token ids, or chat messages. Token ids may be
+            integer arrays: NumPy's, or any that `numpy.asarray` accepts.
+        sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n` is
+            the number of samples of each prompt, 1 by default.
+        top_logprobs_p: one threshold for all prompts, or one per prompt; None or 0 requests no sets.
+        top_logprobs_source: one rule for all prompts, or one per prompt. `SAMPLER` returns the tokens that
+            the sampler could draw, without a threshold. `DISTRIBUTION` or None uses the threshold.
 
     Raises:
         InvalidInputError: an argument is wrong; the error names it.
@@ -142,7 +142,7 @@ def thresholds_of(given: Any, count: int, *, per: str = "prompt") -> list[float 
     """Return the threshold of each of `count` prompts, or None for no sets.
 
     Args:
-        given: one for all, or one for each; None and 0 mean no sets.
+        given: one threshold for all prompts, or one per prompt; None and 0 mean no sets.
         count: the number of prompts.
         per: the noun for a prompt in errors.
 

@@ -1,4 +1,4 @@
-"""Prompts: check texts, token ids, and chat messages. Images, audio, and video are refused by name."""
+"""Prompts: check a caller's texts, token ids, and chat messages, and refuse images, audio, and video."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 """The chat messages of one prompt, to which the engine applies its chat template."""
 Prompt: TypeAlias = str | list[int] | Messages
 
-# The fields of SGLang, vLLM, transformers, and OpenAI.
+# The names of media fields in the APIs of SGLang, vLLM, transformers, and OpenAI.
 _MEDIA = (
     *("image", "images", "image_data", "image_url", "video", "videos", "video_data", "video_url"),
     *(
@@ -45,7 +45,7 @@ _NO_MEDIA = (
 
 
 def find_media(fields: Mapping[Any, Any]) -> str | None:
-    """Return why these fields are refused if one holds images, audio, or video, or None."""
+    """Return why the fields are refused if one holds images, audio, or video; otherwise return None."""
     found = next((name for name in _MEDIA if fields.get(name) is not None), None)
     return None if found is None else f"got {found}, expected text only; {_NO_MEDIA}"
 
@@ -54,12 +54,12 @@ def prompts_of(name: str, prompts: Any, *, takes_messages: bool = False) -> list
     """Return each of a caller's prompts as text, token ids, or chat messages.
 
     Args:
-        name: what errors call the prompts.
-        prompts: the argument.
+        name: the name of the argument in errors.
+        prompts: the value of the argument.
         takes_messages: whether the prompts may be chat messages.
 
     Raises:
-        InvalidInputError: there are no prompts, or one is something else.
+        InvalidInputError: there are no prompts, or a prompt is of another type.
     """
     if isinstance(prompts, str):
         return [_text(name, prompts)]

@@ -1,9 +1,9 @@
-"""Resume requests: check the rollouts that a caller wants to continue, and build the requests for the rest.
+"""Requests for `resume`: check the rollouts to continue, and build the requests for their remaining tokens.
 
-The prompt of a resume request is the old prompt and the tokens generated so far, as ids. `resumed_tokens`
-tells the engine how many of them belong to the answer. Stop strings and text are therefore those of an
-uninterrupted sample. Some sampling parameters would change the result after an interruption. They are refused
-(`sglang_topp.engine_contract.resume_rules`).
+The prompt of such a request has the ids of the original prompt and of the tokens generated so far.
+`resumed_tokens` tells the engine how many of these ids belong to the answer, so that stop strings and text
+are as in an uninterrupted sample. Sampling parameters that would give other results after an interruption are
+refused (`sglang_topp.engine_contract.resume_rules`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 OnAbort: TypeAlias = Literal["raise", "return", "resume"]
-"""How the client treats a sample that the engine aborted: raise, return the part, or resume it."""
+"""How to treat a sample that the engine aborts: raise an error, return the partial sample, or resume it."""
 
 # Sampling parameters that change the distribution of a token. All tokens of a rollout need the same values.
 _DISTRIBUTION_PARAMS = ("temperature", "top_p", "top_k", "min_p")
@@ -56,8 +56,8 @@ def mark_interruptible(wanted: Sequence[SampleRequest], on_abort: OnAbort) -> li
     """Return the requests, marked as interruptible unless `on_abort` is `"raise"`.
 
     Raises:
-        InvalidInputError: `on_abort` is `"resume"`, and a sampling parameter cannot be exact across an
-            interruption.
+        InvalidInputError: `on_abort` is `"resume"`, and a sampling parameter would give another result after
+            an interruption.
     """
     if on_abort == "raise":
         return list(wanted)
@@ -99,12 +99,12 @@ def plan_resume(
         top_logprobs_source: as for `plan`.
 
     Returns:
-        One request per rollout, as if it had no token yet, with its index in `rollouts` as the prompt index;
-        and the rollouts.
+        A list of requests and a list of the rollouts. Each request asks for the whole answer of one rollout,
+        as if no token had been generated. Its prompt index is the rollout's index in `rollouts`.
 
     Raises:
         InvalidInputError: an argument is wrong, or differs from the request that generated the rollout; the
-            error names it.
+            error names the argument.
     """
     if isinstance(rollouts, Rollout):
         rollouts = [rollouts]
@@ -145,13 +145,13 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
     """Return the request that continues a rollout.
 
     Args:
-        rollout: the tokens so far; not finished, see `as_finished`.
+        rollout: the rollout so far, for which `as_finished` returned None.
         wanted: the original request.
         sample: the sample index of the rollout in `wanted`.
     """
     start = rollout.turn_start
     num_tokens = len(rollout.output_ids) - start
-    # The original request may itself continue an answer.
+    # The original request may itself continue an answer, whose tokens then count too.
     num_before = 0 if start else wanted.resumed_tokens or 0
     params = dict(wanted.sampling_params)
     if num_tokens:

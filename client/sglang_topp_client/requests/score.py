@@ -1,4 +1,4 @@
-"""Score requests: check a caller's arguments and split them into one `ScoreRequest` per sequence."""
+"""Requests for `score`: check a caller's arguments, and build one `ScoreRequest` per sequence."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def plan_scores(
     """Check a caller's arguments and split them into one request per sequence.
 
     Args:
-        sequences: one text, several texts, the token ids of one sequence, or of several. Or one or several
-            Rollouts: each one's prompt and output form one sequence.
-        top_logprobs_p: one threshold for all, or one per sequence; None or 0 for no candidate sets.
-        start: the first scored position, one for all or one per sequence. None means 1, and in a Rollout the
-            position of the first generated token.
+        sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
+            output tokens form the sequence.
+        top_logprobs_p: one threshold for all sequences, or one per sequence; None or 0 requests no sets.
+        start: the first scored position, one for all sequences or one per sequence. None means 1, or for a
+            Rollout the position of its first generated token.
 
     Raises:
         InvalidInputError: an argument is wrong; the error names it.
@@ -67,7 +67,7 @@ def plan_scores(
         given = list(one_each("start", start, count, per="sequence"))
         names = [f"start[{i}]" for i in range(count)]
     firsts = [len(rollout.prompt_ids) for rollout in rollouts] or [1] * count
-    # The server that made a rollout has its prefix cached.
+    # The routing key leads to the server that made the rollout, whose prefix cache holds the sequence.
     keys = [rollout.routing_key for rollout in rollouts] or [""] * count
     return [
         ScoreRequest(

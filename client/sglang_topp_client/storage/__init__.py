@@ -1,1 +1,1 @@
-"""Save rollouts to Parquet files, and load them."""
+"""Save rollouts to Parquet files, load them, and add a trainer's log-probs and rewards."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AtomicParquetFile", "sync_directory"]
 
-# Only text: a dictionary may return another number of equal value (0.0 for -0.0).
+# Only text columns have dictionaries: a dictionary may return another number of equal value (0.0 for -0.0).
 _DICTIONARIES = [
     "top_logprobs_source",
     "sampling_params",
@@ -29,13 +29,14 @@ _STATISTICS = ["prompt_index", "sample_index", "finish_reason", "weight_version"
 
 
 class AtomicParquetFile:
-    """A new Parquet file under a hidden name. A context manager that renames it at the end, or removes it.
+    """A context manager that writes a Parquet file under a hidden name, and renames it once it is complete.
 
-    pyarrow writes to memory, and this class copies the bytes to disk. With a full disk, pyarrow would write
-    its footer after a partial row group, and its errors would name no path.
+    After an error, the file is removed. pyarrow writes to memory, and this class copies the bytes to disk. If
+    pyarrow wrote to disk itself, it would write its footer after a partial row group when the disk is full,
+    and its errors would name no path.
 
     Args:
-        path: the file.
+        path: the final path of the file.
         more_fields: the `pyarrow.Field` of each additional column, after those of rollouts.
     """
 
@@ -51,7 +52,7 @@ class AtomicParquetFile:
             use_dictionary=_DICTIONARIES,
             write_statistics=_STATISTICS,
             write_page_checksum=True,
-            # Arrow's schema would only repeat the columns' types.
+            # Do not store Arrow's schema, which would only repeat the columns' types.
             store_schema=False,
         )
         with self._naming_errors():
@@ -82,7 +83,7 @@ class AtomicParquetFile:
                     try:
                         sync_directory(self._path.parent)
                     except BaseException:
-                        # The caller gets an error and may write the same rollouts again.
+                        # Remove the file, because a caller that gets an error may write its rollouts again.
                         self._path.unlink()
                         raise
         finally:
@@ -119,7 +120,10 @@ class _NamingErrors:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a directory to disk, on systems that support it."""
+    """Flush a directory's file names to disk, so that a renamed file survives a crash of the machine.
+
+    Do nothing on systems that do not support this.
+    """
     if hasattr(os, "O_DIRECTORY"):
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:

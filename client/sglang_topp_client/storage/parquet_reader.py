@@ -1,4 +1,4 @@
-"""Read saved rollouts and their trainer's columns from Parquet files, one row group at a time."""
+"""Read saved rollouts, and the columns that a trainer added, from Parquet files, one row group at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["PART_NAME", "files_of", "load_rows", "num_rows_of"]
 
 PART_NAME = re.compile(r"part-(\d{6,})-[0-9a-f]{8}\.parquet")
-"""The name of a part that `RolloutWriter` has finished, with its number."""
+"""The file name of a part that `RolloutWriter` has finished. The group is the number of the part."""
 
 
 def files_of(path: str | os.PathLike[str]) -> list[str]:
@@ -41,11 +41,11 @@ def num_rows_of(path: str) -> int:
 def load_rows(
     path: str, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, Rollout, TrainerScores]]:
-    """Yield the rollouts of one file, each with its number and its trainer's columns; see `load_rollouts`.
+    """Yield the row number, the rollout, and the trainer's columns of each row of a file.
 
     Args:
         path: the file.
-        wanted: the numbers of the rows to read; None reads all. Row groups without any are skipped.
+        wanted: the numbers of the rows to read; None reads all. Row groups without a wanted row are skipped.
     """
     pa = pyarrow()
     with open(path, "rb") as file:
@@ -61,7 +61,7 @@ def load_rows(
             for number in range(parquet.num_row_groups):
                 num_rows = parquet.metadata.row_group(number).num_rows
                 rows = [row for row in range(num_rows) if wanted is None or start + row in wanted]
-                # In its own generator, so that a row group is freed before the next one is read.
+                # A separate generator reads each row group, so that the group is freed before the next one.
                 for row, rollout, scores in _load_group(path, parquet, number, rows) if rows else ():
                     yield start + row, rollout, scores
                 start += num_rows

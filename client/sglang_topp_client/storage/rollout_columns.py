@@ -1,4 +1,4 @@
-"""Convert rollouts to the columns of an Arrow table and back, without losing a bit of any field.
+"""Convert rollouts to the columns of an Arrow table and back, with every field restored bit for bit.
 
 One row is one rollout. T is the number of its output tokens::
 
@@ -228,7 +228,7 @@ def to_rollouts(table: Any) -> Iterator[Rollout]:
 
 
 class _Lists:
-    """A column of lists. Rows are returned as copies, which do not keep the column in memory."""
+    """A column of lists. It returns each row as a copy, which does not keep the whole column in memory."""
 
     def __init__(self, column: Any) -> None:
         self.offsets = column.offsets.to_numpy()

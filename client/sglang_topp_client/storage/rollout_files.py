@@ -36,8 +36,8 @@ _MAX_GROUP_BYTES = 1 << 26
 def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: int = 256) -> None:
     """Write rollouts to one new Parquet file.
 
-    The file appears once it is complete. If `rollouts` raises, no file is written. Use `RolloutWriter` to
-    keep the rollouts before an error.
+    The file appears once it is complete. If iterating over `rollouts` raises, no file is written; use
+    `RolloutWriter` to keep the rollouts before an error.
 
     Args:
         path: the file, which must not exist yet.
@@ -81,13 +81,13 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
         ModuleNotFoundError: pyarrow is not installed.
     """
     pyarrow()
-    # Not in a generator, so that a wrong path raises at the call and not at the first `next`.
+    # List the files outside of the generator, so that a wrong path raises here and not at the first `next`.
     files = files_of(path)
     return (rollout for file in files for _, rollout, _ in load_rows(file))
 
 
 class RolloutWriter:
-    """A writer of rollouts to a directory of Parquet files, called parts. A context manager; its calls block.
+    """A context manager that writes rollouts to a directory of Parquet files, called parts. Its calls block.
 
     ::
 
@@ -96,14 +96,14 @@ class RolloutWriter:
                 writer.write(rollout)
 
     Each part is a complete Parquet file, so other processes may read the directory while it is written.
-    `load_rollouts`, pandas, pyarrow, and `datasets` read it by its name, DuckDB and Polars by the pattern
-    `rollouts/*.parquet`. A killed process loses only the part in progress, at most `part_size` rollouts.
-    Several writers may add to one directory at once.
+    `load_rollouts`, pandas, pyarrow, and `datasets` accept the directory's name; DuckDB and Polars accept the
+    pattern `rollouts/*.parquet`. A killed process loses only the part in progress, at most `part_size`
+    rollouts. Several writers may add to one directory at once.
 
     Args:
         path: the directory; it is created if it does not exist.
-        append: add to the existing parts. Otherwise a directory with parts is an error, so that two runs are
-            not mixed by accident.
+        append: whether to add to existing parts. If False, a directory with parts is an error, so that two
+            runs are not mixed by accident.
         part_size: how many rollouts form a part. A part is held in memory until it is written, and ends
             earlier at 64 MiB.
 
@@ -134,7 +134,7 @@ class RolloutWriter:
                 " them"
             )
         self._next_number = max(numbers, default=-1) + 1
-        # Another writer may continue from the same number.
+        # Another writer may use the same part numbers. The suffix keeps the file names distinct.
         self._suffix = uuid.uuid4().hex[:8]
 
     @property
@@ -149,7 +149,7 @@ class RolloutWriter:
             InvalidInputError: an array has another dtype or length than `Rollout` documents, or a text cannot
                 be encoded as UTF-8; the error names the field. The rollout was not added.
             OSError: the part cannot be written; the error names it. The rollout was not added, and the writer
-                keeps the earlier ones: repeat the call.
+                keeps the earlier rollouts, so the call can be repeated.
         """
         self._check_open()
         check_rollout(rollout)
@@ -184,7 +184,7 @@ class RolloutWriter:
 
         Raises:
             OSError: the part cannot be written; the error names it. The writer stays open and keeps its
-                rollouts: repeat the call.
+                rollouts, so the call can be repeated.
         """
         if not self._is_closed:
             self.flush()

@@ -1,4 +1,4 @@
-"""Add a trainer's columns (`trainer_columns.py`) to a copy of saved rollouts, and load rollouts with them."""
+"""Copy saved rollouts and add a trainer's log-probs and rewards, and load rollouts with these columns."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["ScoredRollout", "add_trainer_columns", "load_scored_rollouts"]
 
 _Path: TypeAlias = "str | os.PathLike[str]"
 _MAX_ROWS, _MAX_BYTES = 256, 1 << 26
-"""A row group ends where it reaches one of them."""
+"""The maximum number of rollouts in a row group, and its maximum size in bytes."""
 
 
 class ScoredRollout(NamedTuple):
-    """A rollout, and what a trainer recorded about it."""
+    """A rollout, and the log-probs and the reward that a trainer recorded for it."""
 
     rollout: Rollout
     scores: TrainerScores = NO_SCORES
@@ -34,7 +34,7 @@ class ScoredRollout(NamedTuple):
 def load_scored_rollouts(
     path: _Path, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, ScoredRollout]]:
-    """Yield the rollouts of a file or a directory with their trainer's columns, each with its number.
+    """Yield the number and the scored rollout of each rollout in a file or a directory.
 
     Args:
         path: a file, or a directory of `RolloutWriter`.
@@ -66,20 +66,20 @@ def add_trainer_columns(
     trainer_masked_logprobs: Iterable[ArrayLike | None] | None = None,
     rewards: Iterable[float | None] | None = None,
 ) -> None:
-    """Copy saved rollouts to a new Parquet file, with columns of a trainer.
+    """Copy saved rollouts to a new Parquet file, and add a trainer's log-probs and rewards as columns.
 
-    `load_rollouts` reads the new file as before. `sglang-topp view` shows importance ratios and rewards
-    from it. Each argument has one value per rollout, in the order of the file. None stands for a rollout
-    without a value.
+    `load_rollouts` reads the new file like the old one, and `sglang-topp view` shows its importance ratios
+    and rewards. Each column has one value per rollout, in the order of the saved rollouts. None stands for a
+    missing value.
 
     Args:
-        path: the rollouts, a file or a directory.
-        target: the new file; there must be none yet.
-        trainer_logprobs: float [T] each, the trainer's log-probs of the output tokens over the whole
-            vocabulary, at the rollout's temperature. Values at appended tokens are ignored.
-        trainer_masked_logprobs: float [T] each, the same over the candidate sets, as
-            `sglang_topp.replay.masked_logprobs` returns them.
-        rewards: one number each.
+        path: the saved rollouts: a file, or a directory of `RolloutWriter`.
+        target: the new file, which must not exist yet.
+        trainer_logprobs: float [T] for each rollout, the trainer's log-probs of the output tokens over the
+            whole vocabulary, at the rollout's temperature. Values at appended tokens are ignored.
+        trainer_masked_logprobs: float [T] for each rollout, the trainer's log-probs of the output tokens over
+            their candidate sets, as `sglang_topp.replay.masked_logprobs` returns them.
+        rewards: one number for each rollout.
 
     Raises:
         InvalidInputError: `target` exists, no column is given, or a column has another length than the
@@ -119,7 +119,7 @@ def add_trainer_columns(
 
 
 class _Column:
-    """The values of one column, taken one after the other."""
+    """The values of one column, which are read and checked one rollout at a time."""
 
     def __init__(self, name: str, values: Iterable[Any]) -> None:
         self._name, self._values = name, iter(values)
@@ -149,7 +149,7 @@ class _Column:
         return floats
 
     def flush(self) -> Any:
-        """Return what was taken since the last call as a `pyarrow.Array`."""
+        """Return the values taken since the last call, as a `pyarrow.Array`."""
         taken, self._taken = self._taken, []
         return pyarrow().array(taken, trainer_fields()[self._name].type)
 

@@ -1,6 +1,6 @@
 """Columns that a trainer adds to saved rollouts: its own log-probs, and rewards.
 
-All are optional and may be null in a row. T is the number of the row's output tokens::
+All columns are optional, and may be null in a row. T is the number of the row's output tokens::
 
     trainer_logprobs                list<float>, T; natural log-probs over the whole vocabulary
     trainer_masked_logprobs         list<float>, T; natural log-probs over the candidate sets
@@ -29,7 +29,7 @@ class TrainerScores:
 
     Attributes:
         logprobs: float32 [T], the trainer's log-prob of each token over the whole vocabulary; or None.
-        masked_logprobs: float32 [T], the same over the candidate sets; or None.
+        masked_logprobs: float32 [T], the trainer's log-prob of each token over its candidate set; or None.
         reward: the reward; or None.
     """
 
@@ -57,7 +57,7 @@ def has_rollout_columns(found: Any) -> bool:
 
 
 class TrainerRows:
-    """The trainer's columns of a table of rollouts; columns that it lacks read as null."""
+    """A reader of the trainer's columns in a table of rollouts. Missing columns read as null."""
 
     def __init__(self, table: Any) -> None:
         self._columns = {

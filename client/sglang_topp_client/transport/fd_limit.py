@@ -1,8 +1,8 @@
-"""File-descriptor limit: how many connections the process may open, and the error if none is left.
+"""File-descriptor limit: how many connections a client may open, and the error if no descriptor is left.
 
 Every connection is an open file. The soft limit (`ulimit -n`, RLIMIT_NOFILE) is often 1,024, and 256 on
-macOS. The client does not raise it, because `select` elsewhere in the process fails on descriptors from 1,024
-on.
+macOS. The client does not raise the limit, because `select` elsewhere in the process fails on descriptors of
+1,024 and above.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ except ImportError:  # pragma: no cover - Windows has no such limit
 
 __all__ = ["FileLimitError", "max_connections", "shortage"]
 
-# For files that the process opens later, and for files that opening a connection needs: threads resolve
+# Descriptors kept free for files that the process opens later, and for opening connections: threads resolve
 # names, and two addresses may be tried at once.
 _RESERVE = 64
 
@@ -31,9 +31,9 @@ class FileLimitError(TransportError):
 def max_connections(wanted: int) -> int:
     """Return how many connections a client may have: `wanted`, or fewer if the limit of open files is low.
 
-    Subtracted from the process's limit are the files open now and a reserve: 64 files, or an eighth of the
-    limit if that is less. A client may always have one connection, because an error about the shortage is
-    better than an endless wait.
+    The upper bound is the process's limit of open files, less the files open now and a reserve. The reserve
+    is 64 files, or an eighth of the limit if that is less. A client may always have one connection, because
+    an error about the shortage is better than an endless wait.
     """
     limit = _limit()
     if limit is None:
@@ -64,7 +64,7 @@ def _limit() -> int | None:
 
 
 def _num_open() -> int:
-    """Return how many files this process has open, or 0 if the system does not say."""
+    """Return how many files this process has open, or 0 if the system cannot list them."""
     try:
         return len(os.listdir("/dev/fd"))
     except OSError:
@@ -72,7 +72,7 @@ def _num_open() -> int:
 
 
 def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
-    """Return the error numbers of an error, of its causes, and of the errors that it groups."""
+    """Return the `errno` values of an error, of its causes, and of the members of an exception group."""
     if error is None or id(error) in seen:
         return set()
     seen.add(id(error))
@@ -84,9 +84,9 @@ def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
 
 
 def _is_none_left() -> bool:
-    """Return whether opening a file fails now.
+    """Return whether opening a file fails now, because no file descriptor is left.
 
-    A name lookup that fails for lack of descriptors reports no error number.
+    A name lookup that fails for lack of descriptors raises an error without an `errno` that says so.
     """
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))

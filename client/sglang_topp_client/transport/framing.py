@@ -3,7 +3,8 @@
 Lines end with a line feed (NDJSON, server-sent events). Frames may hold any bytes; each begins with its
 length, a little-endian uint64.
 
-No memory is allocated for an announced length. A message that exceeds the limit raises before it has arrived.
+A frame takes memory only for the bytes that have arrived, whatever length it announces. A message that
+exceeds the limit raises before all of it has arrived.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""HTTP client of one server, on aiohttp: requests, streamed answers, and the errors that statuses map to.
+"""HTTP client of one server, built on aiohttp: send requests, stream answers, and turn statuses into errors.
 
 The client is sized for hundreds of generations at once. It sets no limit on the time between two reads,
 because a generation may take an hour.
 
-aiohttp pools the connections without a limit, because the caller limits its calls. Paired runs with 1,000
-samples in flight to `benchmarks/harness/fake_engine.py` measured samples per second. aiohttp reached 1.2 to
-1.4 times the rate of a pool over httpcore, and httpx's pool 0.6 times. httpx compares every idle connection
-with every other one whenever a request starts or ends.
+The connection pool has no limit, because the dispatcher limits the calls. aiohttp was chosen for its speed.
+In paired runs with 1,000 samples in flight to `benchmarks/harness/fake_engine.py`, aiohttp finished 1.2 to
+1.4 times as many samples per second as a pool over httpcore, and httpx's pool 0.6 times as many. httpx
+compares every idle connection with every other one whenever a request starts or ends.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CONNECT_TIMEOUT_S = 10.0
 # SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
 # server closes its connection at the same moment, so the client closes idle connections first.
 _KEEPALIVE_S = 3.0
-# aiohttp warns about longer bodies that are passed as bytes.
+# Longer bodies are passed as a stream, because aiohttp warns about long bodies in bytes.
 _MAX_BYTES_BODY = 1 << 20
 _MAX_ERROR_BYTES = 1 << 16
 _USER_AGENT = "sglang-topp"
@@ -73,7 +73,7 @@ _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The address of a server, its key, headers and TLS settings, and the client's limits.
+    """The configuration of one server's connections: address, key, headers, TLS settings, and limits.
 
     Proxies from the environment are not used, because rollouts stay inside a cluster.
 
@@ -133,8 +133,7 @@ def check_url(name: str, value: Any) -> None:
 class HttpClient:
     """An HTTP client of one server, for the event loop in which it was created.
 
-    The client closes when `asyncio.run` ends that loop. A client that is later used from another loop
-    therefore leaves no open sockets.
+    The client closes its connections when `asyncio.run` ends that loop, so that no socket stays open.
 
     Args:
         config: where the server is.
@@ -179,8 +178,8 @@ class HttpClient:
             on_received: called whenever a part of the answer has arrived.
 
         Raises:
-            ResponseError: the answer's status is not 200. If a sidecar names another SglangToppError, that is
-                raised instead.
+            ResponseError: the answer's status is not 200. If a sidecar's answer names another
+                SglangToppError, that error is raised instead.
             TransportError: the answer did not arrive completely.
             WireError: a message is longer than `max_line_bytes`; the rest is not read.
         """
@@ -293,7 +292,7 @@ class HttpClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
-            # A loop that shuts down closes the async generators that started in it.
+            # Start a generator that closes the session: a loop that shuts down closes its async generators.
             self._closer = _close_at_end(self._session)
             await anext(self._closer)
         return self._session
@@ -304,7 +303,7 @@ async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, 
         yield
     finally:
         await session.close()
-        # Transports close in the loop's next iteration.
+        # Wait for the loop's next iteration, in which the transports close.
         await asyncio.sleep(0)
 
 
@@ -380,7 +379,7 @@ async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
     if 400 <= status < 500:
         return BadRequestError(message, status=status, body=body)
     if status >= 500:
-        # The sidecar names the error of its 5xx, because not all of them are retryable.
+        # A sidecar names the error type in its 5xx answers, because not every such error is retryable.
         if isinstance(reported.get("type"), str) and reported["type"] in errors.__all__:
             return error_from_json(reported | {"status": status})
         return ServerError(message, status=status, body=body)

@@ -1,7 +1,7 @@
 """LongMessageLimit: limit how many long messages are read at the same time, to save memory.
 
-A message is as long as a sample's candidate sets, and it can be decoded only once it is complete. If many
-samples end together, all of their messages would be half read in memory. A message that waits for a place
+A message holds all candidate sets of a sample, and can be decoded only once it is complete. Without a limit,
+many samples that end together would all be half read in memory. The rest of a message that waits for a place
 stays at the server.
 """
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 __all__ = ["LONG_BYTES", "UNLIMITED", "LongMessageLimit", "MessageReader"]
 
 LONG_BYTES = 1 << 20
-"""A message with more bytes is long."""
+"""The length, in bytes, above which a message counts as long."""
 
 UNLIMITED = 1 << 30
 
@@ -25,7 +25,8 @@ class LongMessageLimit:
     """A limit on the long messages that are read at the same time, within one event loop.
 
     Args:
-        max_long_messages: how many long messages are read at once. If they make no progress, more are read.
+        max_long_messages: how many long messages are read at once. If these make no progress for 5 s, more
+            are read.
     """
 
     def __init__(self, max_long_messages: int) -> None:
@@ -48,8 +49,8 @@ class LongMessageLimit:
     async def enter(self) -> bool:
         """Wait for a place. Return True, or False if the caller may continue without a place.
 
-        The latter happens if the messages that hold places make no progress for 5 s. A server that hangs in
-        the middle of its messages must not block the messages of others.
+        It returns False if the messages that hold places make no progress for 5 s. A server that hangs in
+        the middle of its messages must not block the messages of other servers.
         """
         while True:
             num_steps = self._num_steps
@@ -68,7 +69,7 @@ class LongMessageLimit:
 
 
 class MessageReader:
-    """One answer, whose long messages take places under the limit."""
+    """A reader of one answer. Each long message takes one of the limit's places while it is read."""
 
     def __init__(self, limit: LongMessageLimit) -> None:
         self._limit = limit

@@ -21,8 +21,8 @@ _T = TypeVar("_T")
 class LoopThread:
     """A background thread with an event loop.
 
-    The thread starts at the first `run`, and again after a fork, because a fork does not copy threads. It
-    ends with `stop`, with this object, or with the interpreter.
+    The thread starts at the first `run`, and again after a fork, because a fork does not copy threads. The
+    thread ends when `stop` is called, when this object is collected, or when the interpreter exits.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class LoopThread:
 
 
 class _Running:
-    """The thread and its loop, without a reference to the LoopThread, which can therefore be collected."""
+    """The thread and its loop. They hold no reference to the LoopThread, so that it can be collected."""
 
     finalizer: weakref.finalize[..., LoopThread]
 

@@ -1,4 +1,4 @@
-"""Check the headers that a caller adds to every request, and the name of the routing key's header."""
+"""Check the headers that a caller adds to every request, and define the name of the routing key's header."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_topp.errors import InvalidInputError, describe
 __all__ = ["ROUTING_KEY", "as_headers"]
 
 ROUTING_KEY = "X-SMG-Routing-Key"
-"""Gateways send requests with the same value to the same worker."""
+"""The header of the routing key. Gateways send requests with the same key to the same worker."""
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 # The client sets these for each request. Another value would break the connection or the answer's decoding.

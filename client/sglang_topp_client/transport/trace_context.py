@@ -1,4 +1,4 @@
-"""Trace context: the W3C headers `traceparent` and `tracestate`, for every request that a call causes."""
+"""Trace context: pass the W3C headers `traceparent` and `tracestate` on with every HTTP request of a call."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _forwarded: ContextVar[Mapping[str, str] | None] = ContextVar("forwarded_trace",
 def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
     """Send the trace context in `headers` with every request of this task and of the tasks that it starts.
 
-    A `traceparent` that the standard does not allow is ignored, and so is the `tracestate` beside it.
+    A `traceparent` that the standard does not allow is ignored, together with its `tracestate`.
 
     Args:
-        headers: a request's headers, with lowercase names or without regard to case.
+        headers: the headers of a received request, a mapping with lowercase names or one that ignores case.
     """
     parent, state = headers.get(_PARENT, ""), headers.get(_STATE, "")
     forwarded = {}
@@ -44,7 +44,7 @@ def trace_headers() -> Mapping[str, str]:
     """Return the trace context of the current task: the forwarded one, or OpenTelemetry's current span."""
     if (forwarded := _forwarded.get()) is not None:
         return forwarded
-    # A program that traces has loaded it.
+    # A program that uses tracing has imported OpenTelemetry already.
     if "opentelemetry" not in sys.modules:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -1,1 +1,1 @@
-"""The result types, `Rollout` and `Score`, the weight spans of their tokens, and the joining of rollouts."""
+"""Result types of the client: `Rollout`, `Score`, the weight version of each token, and joined rollouts."""

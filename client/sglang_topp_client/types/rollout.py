@@ -18,43 +18,43 @@ from sglang_topp_client.types.weight_spans import WeightSpans, join_spans, per_t
 __all__ = ["ABORT", "DISTRIBUTION", "EXTENDED", "SAMPLER", "Rollout"]
 
 ABORT, EXTENDED = "abort", "extended"
-"""The finish reasons of a sample that may be continued."""
+"""The finish reasons other than `"stop"` and `"length"`: aborted by the engine, or extended by the caller."""
 
 DISTRIBUTION, SAMPLER = "distribution", "sampler"
-"""The rules that make sets: the threshold p, or what the engine's sampler could draw."""
+"""The rules that make candidate sets: a threshold p, or all tokens that the engine's sampler could draw."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One sample of one prompt. T is the number of generated tokens.
+    """One sample of one prompt. T is the number of output tokens, generated or appended by `extend`.
 
     Attributes:
-        prompt_index: which of the request's prompts, from 0.
-        sample_index: which of the prompt's `n` samples, from 0.
+        prompt_index: the index of the prompt in the request, from 0.
+        sample_index: the index of the sample among the prompt's `n` samples, from 0.
         request_id: the engine's id of the request.
         prompt_ids: int32 [P], the prompt's token ids as the engine saw them.
-        output_ids: int32 [T], the generated token ids, and those that `extend` appended.
-        text: the generated text as the engine detokenized it; after `extend`, that of the last turn.
+        output_ids: int32 [T], the generated token ids, and the token ids that `extend` appended.
+        text: the generated text as the engine detokenized it; after `extend`, the text of the last turn only.
         logprobs: float32 [T], natural log-prob of each generated token under the full vocabulary; 0 for
             appended tokens.
         candidates: the candidate set of each token, T positions; empty for appended tokens. None if the
             request did not ask for sets.
         finish_reason: `"stop"` or `"length"`; `"abort"` if the sample was interrupted and the request had
             `on_abort="return"`; `"extended"` if `extend` appended the last tokens.
-        weight_version: the engine's name for the weights of the last token; None if they have no name.
+        weight_version: the engine's name for the weights of the last token; None if the weights have no name.
         cached_tokens: how many prompt tokens came from the engine's prefix cache; for a resumed sample, in
             its first request.
         latency_s: seconds from the engine's receipt of the request to its last token; for a resumed sample,
             the sum over its requests, without the time between them.
         top_logprobs_source: the rule that made the sets, `"distribution"` (the threshold p) or `"sampler"`
             (the tokens that the sampler could draw). None without sets, or if another engine made them.
-        weight_spans: the weights of the tokens, `((version, number of tokens), ...)` in order, T tokens in
-            all. The version of appended tokens is "". There is more than one span if weights were pushed
-            during a pause, or before the sample was resumed. None without sets, because SGLang's own record
-            can be off by one token.
+        weight_spans: the weight version of each token, run-length encoded: `((version, number of tokens),
+            ...)` in order, T tokens in total. Appended tokens have the version "". There are several spans if
+            weights were pushed during a pause, or before the sample was resumed. None without sets, because
+            SGLang's own field `weight_versions` can be off by one token.
         routing_key: the value of the header `X-SMG-Routing-Key` that gateways receive with this prompt. Its
-            suffix identifies the server that made the sample; `resume` sends the continuation there, for the
-            prefix cache. Empty if unknown.
+            suffix identifies the server that made the sample, so that `resume` can use that server's prefix
+            cache. Empty if unknown.
         top_logprobs_p: the requested threshold; None if no threshold made the sets.
         sampling_params: the sampling parameters that were sent, without `n`; for a resumed sample, the
             parameters given to `resume`. None if unknown.
@@ -87,7 +87,10 @@ class Rollout:
 
     @property
     def loss_mask(self) -> NDArray[np.int8]:
-        """int8 [T]: 1 for generated tokens, 0 for tokens that `extend` appended; `collate_rl` takes it."""
+        """int8 [T], an argument of `collate_rl`: 1 for generated tokens, 0 for tokens that `extend` appended.
+
+        A token with an empty candidate set also has the value 0.
+        """
         mask = np.ones(len(self.output_ids), np.int8)
         for start, end in self.appended_spans:
             mask[start:end] = 0
@@ -97,19 +100,19 @@ class Rollout:
 
     @property
     def turn_start(self) -> int:
-        """The index of the first token of the last turn: after the last appended token, or 0 without any."""
+        """The index of the last turn's first token: after the last appended token, or 0 without any."""
         appended = np.flatnonzero(self.loss_mask == 0)
         return int(appended[-1]) + 1 if len(appended) else 0
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
-        """Return this rollout with the tokens of a tool or an environment appended, exactly as ids.
+        """Return this rollout with the token ids of a tool or an environment appended.
 
         Appended tokens get empty candidate sets (no replay, and no loss), the log-prob 0, and the weight
-        version "". `resume` generates the next turn from there. `max_new_tokens`, stop strings, and `text`
-        then belong to that turn alone.
+        version "". `resume` then generates the next turn, and `max_new_tokens`, stop strings, and `text`
+        apply to that turn alone.
 
         Args:
-            token_ids: one id or more.
+            token_ids: one or more token ids.
 
         Raises:
             InvalidInputError: `token_ids` are not token ids.
@@ -143,5 +146,5 @@ class Rollout:
         return self.candidates.masked_logprobs
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show: tokens colored by their kept mass, with candidates on hover."""
+        """Return the HTML that notebooks show: tokens colored by kept mass, with candidates on hover."""
         return rollout_to_html(self)

@@ -1,4 +1,4 @@
-"""HTML of one rollout for notebooks: tokens colored by their kept mass, candidates on hover, no script."""
+"""Render one rollout as HTML for notebooks: tokens colored by kept mass, candidates on hover, no scripts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _MAX_TOKENS = 400
 _MAX_CANDIDATES = 12
 _MAX_TEXT_CHARS = 2000
 _SURE, _CUT = 0.999, 0.5
-"""A mass from which a token has no color, and one up to which it has the full color."""
+"""The ends of the color scale: a kept mass of 0.999 or more has no color, and 0.5 or less the full color."""
 
 
 def rollout_to_html(rollout: Rollout) -> str:
-    """Return the HTML. It shows the ids of the first 400 tokens, because a rollout has no texts of tokens."""
+    """Return the HTML of a rollout: its text, and the first 400 tokens.
+
+    The tokens are shown as ids, because a rollout does not hold the text of single tokens.
+    """
     num_tokens = len(rollout.output_ids)
     tokens = "".join(_token(rollout, t) for t in range(min(num_tokens, _MAX_TOKENS)))
     if num_tokens > _MAX_TOKENS:

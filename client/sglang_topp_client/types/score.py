@@ -16,11 +16,11 @@ __all__ = ["Score"]
 class Score:
     """One scored sequence. L is the number of its tokens; positions `start` to L - 1 are scored.
 
-    The distribution at a position is the model's own, given all tokens before it. A score is at temperature
-    1, without penalties, bias, or grammar, whatever the sequence was sampled with.
+    The distribution at a position is the model's own, given all tokens before it: at temperature 1, without
+    penalties, bias, or grammar, even if the sequence was sampled with other settings.
 
     Attributes:
-        sequence_index: which of the request's sequences, from 0.
+        sequence_index: the index of the sequence in the request, from 0.
         request_id: the engine's id of the request.
         token_ids: int32 [L], the whole sequence as the engine saw it.
         start: the first scored position, 1 to L; L if no position is scored.
@@ -28,9 +28,9 @@ class Score:
             the full vocabulary, for `t` from `start` on.
         candidates: the candidate set of each scored position, L - start sets, with `token_ids[t]` as the
             sampled token; None if the request did not ask for sets.
-        weight_version: the engine's name for the weights that scored every position. Without candidate sets,
-            and on SGLang before 0.5.19, it names the weights at the end of the request. If weights were
-            pushed during an `in_place` pause, earlier positions then come from the previous weights.
+        weight_version: the engine's name for the weights that scored every position. On SGLang before 0.5.19,
+            it names only the weights at the end of the request. Earlier positions may then come from older
+            weights, if weights were pushed during an `in_place` pause.
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """
 

@@ -1,7 +1,10 @@
-"""Weight spans: the weight version of each token, run-length encoded, to and from SGLang's `weight_versions`.
+"""Weight spans: run-length encoded weight versions of tokens, and their conversion to and from SGLang's JSON.
 
-SGLang's form is `[{"version": name, "start": first token, "end": one past the last token}, ...]`, one object
-for each span, in order. A sample without tokens has one object that ends at 0, or no object.
+SGLang's field `weight_versions` has one object for each span, in order::
+
+    [{"version": name, "start": first token, "end": one past the last token}, ...]
+
+A sample without tokens has one object that ends at 0, or no object.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _FIELD = "weight_versions"
 
 
 def spans_to_json(spans: WeightSpans) -> list[dict[str, Any]]:
-    """Return the spans in SGLang's form."""
+    """Return the spans in the form of SGLang's field `weight_versions`."""
     objects = []
     start = 0
     for version, count in spans:
@@ -32,7 +35,7 @@ def spans_to_json(spans: WeightSpans) -> list[dict[str, Any]]:
 
 
 def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
-    """Return the spans that `value` holds in SGLang's form, or None for null.
+    """Return the spans of a value of SGLang's field `weight_versions`, or None for null.
 
     Raises:
         WireError: `value` has another form, or does not cover each of the `num_tokens` tokens exactly once.
@@ -62,7 +65,7 @@ def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
 
 
 def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
-    """Return the spans of `first`, then those of `second`; equal versions at the seam become one span."""
+    """Return the spans of `first`, and then of `second`. Adjacent spans of the same version become one."""
     if first and second and first[-1][0] == second[0][0]:
         (version, count), *rest = second
         return (*first[:-1], (version, first[-1][1] + count), *rest)

@@ -1,1 +1,1 @@
-"""The page of `sglang-topp view`: one offline HTML file with statistics and tokens of saved rollouts."""
+"""Build the page of `sglang-topp view`: one offline HTML file with statistics and tokens of rollouts."""

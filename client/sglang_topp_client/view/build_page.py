@@ -1,4 +1,8 @@
-"""Build the page from rollouts in two passes: sum up and rank all of them, then read some in full."""
+"""Build the page of `sglang-topp view` from rollouts, in two passes.
+
+The first pass summarizes and ranks all rollouts. The second pass encodes only the rollouts that the page
+shows token by token, so memory never holds the tokens of all of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ __all__ = ["MAX_DETAILED", "page_of_file", "page_of_rollouts"]
 
 MAX_DETAILED = 64
 _MAX_DETAIL_BYTES = 28 * 2**20
-"""The limit on compressed tokens: 37 MiB in base64, so that a page stays below 50 MB."""
+"""The maximum size of all encoded rollouts: 37 MiB in base64, so that a page stays below 50 MB."""
 
 _CONTEXT = 12
 _MAX_SIBLINGS = 7
@@ -41,7 +45,7 @@ def page_of_file(
     tokenizer: TokenTexts | None = None,
     step: Step | None = None,
 ) -> Iterator[bytes]:
-    """Yield the page of the rollouts in a file or a directory.
+    """Yield the HTML of the page for the rollouts in a file or a directory, in chunks.
 
     Memory holds one row group at a time, and the content of the page.
 
@@ -67,7 +71,7 @@ def page_of_file(
 def page_of_rollouts(
     rollouts: Collection[Rollout], title: str, *, max_detailed: int = MAX_DETAILED
 ) -> Iterator[bytes]:
-    """Yield the page of rollouts in memory; see `page_of_file`."""
+    """Yield the HTML of the page for rollouts in memory; see `page_of_file`."""
 
     def read(wanted: Collection[int] | None) -> Iterator[tuple[int, ScoredRollout]]:
         for row, rollout in enumerate(rollouts):
@@ -133,8 +137,8 @@ def _page(
 def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], count: int) -> list[int]:
     """Return the numbers of up to `count` rollouts to show token by token.
 
-    The rollouts of the worst tokens come first. Other samples of their prompts take half of the places that
-    are left. Rollouts with the next worst tokens follow, and then the first ones of the file.
+    The rollouts of the worst tokens come first. Other samples of their prompts take up to half of the places
+    that are left. Rollouts with the next worst tokens follow, and then the first rollouts of the file.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [

@@ -1,7 +1,7 @@
-"""Fill the HTML template of the page with its style, its script, its data, and its security policy.
+"""Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
-The data are in script elements of types that no browser runs. No data can end its element, because `<` is
-escaped in JSON and does not occur in base64.
+The data are in script elements of types that no browser runs. The data cannot close their element, because
+`<` is escaped in JSON and does not occur in base64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["content_security_policy", "page_chunks", "script_text"]
 
-# In this order: a module may use the modules before it.
+# The order matters: a module may use only the modules before it.
 _MODULES = (
     "dom.js",
     "token_colors.js",
@@ -54,7 +54,7 @@ def _source_hash(text: str) -> str:
 
 @cache
 def content_security_policy() -> str:
-    """Return the security policy that the page declares: its own script and style, and nothing else."""
+    """Return the page's content security policy, which allows its own script and style, and nothing else."""
     return (
         f"default-src 'none'; script-src {_source_hash(script_text())};"
         f" style-src {_source_hash(_asset('page.css'))}; base-uri 'none'; form-action 'none'"
@@ -62,7 +62,7 @@ def content_security_policy() -> str:
 
 
 def _json_text(value: Any) -> str:
-    """Encode as JSON in which no HTML element can begin or end."""
+    """Encode `value` as JSON in which no HTML element can begin or end."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,7 +1,7 @@
-"""Percentile bands over positions (median, p10 to p90) for the page.
+"""Percentile bands for the charts of `sglang-topp view`: median, p10, and p90 by position in the output.
 
-Rollouts are counted one by one, in memory that does not grow. Each value is counted at the nearest point of a
-fixed grid. A percentile is exact to one step of the grid, which is far finer than a chart can show.
+Rollouts are added one by one, and memory does not grow, because each value is counted at the nearest point of
+a fixed grid. A percentile is exact to one step of the grid, which is far finer than a chart can show.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ ENTROPY_GRID = Grid(np.arange(3001, dtype=np.float64) * 0.005)
 class PositionBands:
     """Percentiles of a value by position in the output, in at most 128 bins of equal width.
 
-    A bin starts with one position. If a rollout has a position beyond the last bin, neighboring bins are
-    merged in pairs.
+    At first, each bin covers one position. If a rollout has a position beyond the last bin, neighboring bins
+    are merged in pairs.
     """
 
     def __init__(self, grid: Grid) -> None:

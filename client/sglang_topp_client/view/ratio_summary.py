@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 __all__ = ["OFF", "RatioSummary"]
 
 OFF = 0.1
-"""A ratio is off if it differs from 1 by more than this."""
+"""An importance ratio counts as off if it differs from 1 by more than this."""
 
-# The middle bar is centered on 0, that is on the ratio 1. The outer bars hold everything beyond.
+# The bounds of the histogram's bars, in log-ratios. The middle bar is centered on 0, which is the ratio 1.
+# The two outer bars count everything beyond.
 _EDGES = np.concatenate([[-np.inf], np.arange(-50.5, 51.0) * 0.02, [np.inf]])
 
 
 class RatioSummary:
-    """Statistics of importance ratios, which are added as logs.
+    """Statistics of importance ratios, which are added as log-ratios.
 
     Attributes:
         num_tokens: the number of ratios.

@@ -1,4 +1,4 @@
-"""The table of the page: one row per rollout, and the prompts that the rollouts belong to."""
+"""RolloutTable: the table of `sglang-topp view`, with one row per rollout, and groups of rows by prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RolloutTable:
         if len(self._rows) == MAX_ROWS:
             return
         rollout = scored.rollout
-        # A directory may hold several steps, and each step numbers its prompts from 0.
+        # A directory may hold several training steps, and each step numbers its prompts from 0.
         key = (rollout.prompt_index, hashlib.sha256(rollout.prompt_ids.tobytes()).digest())
         prompt = self._prompts.setdefault(key, len(self._prompts))
         if prompt == len(self._members):
@@ -66,11 +66,11 @@ class RolloutTable:
         )
 
     def samples_of_prompt(self, row: int) -> list[int]:
-        """Return the rows of the same prompt, `row` included."""
+        """Return the row numbers of all samples of the prompt of `row`, including `row`."""
         return self._members[self._rows[row]["prompt"]] if row < len(self._rows) else []
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Return the columns."""
+        """Return the columns of the table, by name."""
         names = self._rows[0] if self._rows else {}
         return {name: [row[name] for row in self._rows] for name in names}
 

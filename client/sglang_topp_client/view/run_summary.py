@@ -1,4 +1,4 @@
-"""Summary of the whole run, for the page: verdict, histograms, bands over positions, and table."""
+"""RunSummary: statistics of all rollouts for `sglang-topp view`: verdict, histograms, bands, and table."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RunSummary:
         self._num_aborted += rollout.finish_reason == ABORT
         self._reasons[rollout.finish_reason] += 1
         for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
-            # Appended tokens come from no weights.
+            # Appended tokens have the version "", because no weights generated them.
             if version or not rollout.appended_spans:
                 self._versions[version] += count
         source = None if rollout.candidates is None else rollout.top_logprobs_source or "another source"
@@ -94,7 +94,10 @@ class RunSummary:
         self._ratios["with"].add(metrics.log_replayed_ratio)
 
     def worst_tokens(self) -> list[tuple[str, TokenPlace]]:
-        """Return the worst tokens, each with the name of its metric. The metrics alternate."""
+        """Return the worst tokens, each with the name of its metric.
+
+        The metrics take turns: the worst token of each metric comes first, then the second worst of each.
+        """
         queues = {name: top.places() for name, top in self._worst.items() if top.places()}
         seen: set[TokenPlace] = set()
         chosen: list[tuple[str, TokenPlace]] = []
@@ -108,7 +111,10 @@ class RunSummary:
         return chosen
 
     def ranked_rows(self) -> list[int]:
-        """Return the numbers of the rollouts, the one with the worst token first. The metrics alternate."""
+        """Return the numbers of rollouts, ordered by each rollout's worst token.
+
+        The metrics take turns, as in `worst_tokens`.
+        """
         ranked = [[place.row for place in top.places()] for top in self._extremes.values()]
         longest = max(map(len, ranked), default=0)
         in_turn = (queue[i] for i in range(longest) for queue in ranked if i < len(queue))
@@ -141,7 +147,7 @@ class RunSummary:
         }
 
     def _size_histogram(self) -> dict[str, Any]:
-        """Return counts of sizes in `(2^(k-1), 2^k]`, so the first bar counts the sets of one candidate."""
+        """Return the histogram of set sizes. Bar k counts sizes in `(2^(k-1), 2^k]`, and bar 0 the size 1."""
         counts, largest = self._size_counts, len(self._size_counts) - 1
         num_bars = max(1, int(largest - 1).bit_length() + 1)
         bars = np.ceil(np.log2(np.maximum(np.arange(len(counts)), 1))).astype(np.int64)

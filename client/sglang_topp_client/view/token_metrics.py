@@ -30,7 +30,8 @@ class TokenMetrics:
         entropy: float64 [T], the entropy of the distribution within the set, in nats; NaN if unknown.
         log_ratio: float64 [T], the log of the importance ratio without replay: the trainer's log-prob over
             the whole vocabulary less the rollout's log-prob within the set. NaN if the trainer's is unknown.
-        log_replayed_ratio: float64 [T], the same with the trainer's log-prob within the set.
+        log_replayed_ratio: float64 [T], the log of the importance ratio with replay: the trainer's log-prob
+            less the rollout's, both within the set. NaN if the trainer's is unknown.
     """
 
     sizes: NDArray[np.int64]
@@ -52,7 +53,7 @@ class TokenMetrics:
 
 
 def token_metrics(scored: ScoredRollout) -> TokenMetrics:
-    """Compute the numbers of a rollout's tokens, with the ratios if the trainer's columns are there."""
+    """Compute the metrics of a rollout's tokens. The ratios need the columns that a trainer adds."""
     rollout, scores = scored
     num_tokens = len(rollout.output_ids)
     is_appended = np.zeros(num_tokens, np.bool_)

@@ -1,4 +1,7 @@
-"""The text of single tokens, from a model's `tokenizer.json`. Needs `tokenizers`, which SGLang installs."""
+"""TokenTexts: the text of single tokens, read from a model's `tokenizer.json`.
+
+It needs the package `tokenizers`, which SGLang installs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from sglang_topp_client.types.rollout import Rollout
 __all__ = ["TokenTexts"]
 
 TokenText: TypeAlias = "str | list[int]"
-"""Text, or the byte values of a token that is not valid UTF-8 by itself."""
+"""The text of a token, or its byte values if the token is not valid UTF-8 by itself."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -79,7 +82,7 @@ class TokenTexts:
         return piece.replace("▁", " ").encode()
 
     def texts_of(self, token_ids: Iterable[int]) -> dict[str, TokenText]:
-        """Return the texts by id, without ids that the tokenizer lacks."""
+        """Return the texts of tokens by id. Ids that the tokenizer lacks are left out."""
         texts = ((token_id, self.text_of(token_id)) for token_id in token_ids)
         return {str(token_id): text for token_id, text in texts if text is not None}
 
@@ -87,7 +90,7 @@ class TokenTexts:
         """Return whether this tokenizer decodes the output to the text that the engine returned.
 
         The engine leaves out stop strings and end tokens, so one text may be longer at its end. After
-        `extend`, the text is that of the last turn.
+        `Rollout.extend`, only the last turn is compared, because `Rollout.text` is the text of that turn.
         """
         ids = rollout.output_ids[rollout.turn_start :].tolist()
         mine, theirs = (self._tokenizer.decode(ids).strip(), rollout.text.strip())
@@ -95,7 +98,10 @@ class TokenTexts:
 
 
 def _byte_level() -> dict[str, bytes]:
-    """Return the alphabet of byte-level BPE: printable Latin-1 as itself, other bytes from U+0100 on."""
+    """Return the byte of each character in the alphabet of byte-level BPE.
+
+    Printable Latin-1 characters stand for themselves. Characters from U+0100 on stand for the other bytes.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): bytes([byte]) for byte in printable}

@@ -1,10 +1,10 @@
-"""The data of the token view: every token of one rollout as bytes, which the page decodes on demand.
+"""Encode every token of one rollout as bytes for the token view of the page, which decodes them on demand.
 
 The bytes are a gzip stream of three parts, little-endian: the length of the header (uint32), the header in
 JSON, and the arrays, each aligned to four bytes. The header's `arrays` lists `[name, dtype, length]` of each.
 
-The first `MAX_LISTED` candidates of a set are listed, and the sampled token. Size and mass are those of the
-whole set.
+For each set, the bytes hold the first `MAX_LISTED` candidates, the sampled token, and the size and the kept
+mass of the whole set.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _arrays(rollout: Rollout, metrics: TokenMetrics) -> dict[str, NDArray[Any]]:
 
 
 def listed_candidates(rollout: Rollout) -> NDArray[np.bool_]:
-    """Return which entries of the candidate sets a page lists, bool [n]."""
+    """Return which of a rollout's n candidates the page lists, bool [n]."""
     sets = rollout.candidates
     assert sets is not None
     ranks = np.arange(len(sets.token_ids)) - np.repeat(sets.offsets[:-1], sets.sizes)

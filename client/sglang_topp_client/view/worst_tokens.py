@@ -18,11 +18,11 @@ class TokenPlace(NamedTuple):
 
 
 class WorstTokens:
-    """The tokens with the `count` highest values. Among equal values, the first ones are kept.
+    """The `count` tokens with the highest values. Among equal values, the earliest tokens are kept.
 
     Args:
         count: the number of tokens to keep.
-        per_rollout: the number of tokens to keep of one rollout; None sets no limit.
+        per_rollout: the maximum number of tokens to keep from one rollout; None sets no limit.
     """
 
     def __init__(self, count: int, *, per_rollout: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Broadcast tensors to every engine of a fleet, over a process group beside the trainer's own."""
+"""Broadcast a model's tensors to every engine of a fleet, over a torch process group made for the push."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from sglang_topp_client.weight_push.named_tensors import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
 
-# Once an engine has failed, the others' collective operation may never end.
+# How long to wait for the other engines once one has failed: their collective operation may never end.
 _GRACE_S = 5.0
 
 
 async def push_broadcasts(
     engines: Sequence[EngineControl], parts: Iterator[Bucket], version: str, timeout_s: float
 ) -> Outcomes:
-    """Broadcast a model's tensors to paused engines, and return what became of each engine.
+    """Broadcast a model's tensors to paused engines, and return the outcome of each engine.
 
-    This process is rank 0 of a group that exists for this push. If an engine fails, all of them do, because
-    they take part in the same collective operations.
+    This process is rank 0 of a group that exists for this push. If one engine fails, the push fails on all
+    engines, because they take part in the same collective operations.
 
     Args:
-        engines: engines that `EngineControl.check` has read.
-        parts: the tensors of the whole model.
+        engines: the engines. `EngineControl.check` has set the `tp_size` of each.
+        parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
         timeout_s: the time limit of each collective operation.
     """
@@ -45,7 +45,7 @@ async def push_broadcasts(
     try:
         await group.broadcast(parts, version)
     except SglangToppError as error:
-        # An engine that still waits for the others cannot end its update; the next push ends it.
+        # An engine that still waits for other engines cannot end its update session. The next push ends it.
         return [group.failures.get(engine, error) for engine in engines]
     finally:
         await group.destroy()
@@ -64,10 +64,10 @@ class _Group:
         self.failures: dict[EngineControl, SglangToppError] = {}
 
     async def broadcast(self, parts: Iterator[Bucket], version: str) -> None:
-        """Make the group and broadcast all tensors.
+        """Form the group and broadcast all tensors.
 
         Raises:
-            SglangToppError: an engine or the group failed; `failures` has the engines' own errors.
+            SglangToppError: an engine or the group failed; `failures` has the error of each failed engine.
         """
         bucket, is_last = await asyncio.to_thread(next, parts)
         first = bucket[0][1]
@@ -128,12 +128,13 @@ class _Group:
     def _join(self, store: Any, world_size: int, backend: str) -> None:
         """Join the group as rank 0.
 
-        torch makes groups only within its default group, of which the engines are no members. SGLang's ranks
-        join through these private functions. So must this one, because both ends share the store's keys.
+        torch's public functions form groups only within the default group, which the engines do not belong
+        to. SGLang's ranks therefore join through private functions of torch. This process must call the same
+        functions, because all ranks exchange keys through one store.
         """
         from torch.distributed import distributed_c10d
 
-        # `Any`: its types differ between torch's releases.
+        # Typed as `Any`, because the module's types differ between torch releases.
         c10d: Any = distributed_c10d
         group, _ = c10d._new_process_group_helper(
             world_size,
@@ -163,7 +164,7 @@ class _Group:
     async def _together(
         self, step: Callable[[EngineControl], Coroutine[Any, Any, None]], work: Callable[[], None]
     ) -> None:
-        """Run a step on all engines while this process does its part.
+        """Run a step on all engines, and `work` in this process at the same time.
 
         Raises:
             SglangToppError: an engine, or this process, failed.
@@ -179,7 +180,7 @@ class _Group:
                 future.cancel()
             await asyncio.wait({own, *steps})
             if own.cancelled():
-                # Its thread still waits for peers. It frees the group when its time limit passes.
+                # The thread still waits for its peers, and frees the group when its time limit passes.
                 self._group, self._has_engines = None, False
         for task, engine in steps.items():
             error = None if task.cancelled() else task.exception()
@@ -195,7 +196,7 @@ class _Group:
 
 
 def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run `work` in a thread that does not hold up the end of the program, if a peer never answers."""
+    """Run `work` in a daemon thread, so that the program can exit even if a peer never answers."""
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:
@@ -211,13 +212,13 @@ def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
 
 
 def _own_address(urls: Sequence[str]) -> str:
-    """Return the address of this machine as engines on other machines see it, if there are any."""
+    """Return this machine's address as the engines see it. Prefer one that other machines can reach."""
     addresses = []
     for url in urls:
         parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
         family, kind, _, _, to = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(to)  # sends nothing
+            probe.connect(to)  # a UDP socket sends nothing here
             addresses.append(str(probe.getsockname()[0]))
     return next((one for one in addresses if not one.startswith("127.") and one != "::1"), addresses[0])

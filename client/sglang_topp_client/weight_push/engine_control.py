@@ -1,4 +1,4 @@
-"""EngineControl: SGLang's routes that pause one engine, update its weights, flush its cache, and continue."""
+"""EngineControl: pause one engine, update its weights, flush its cache, and continue, via its HTTP routes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAUSE_MODES = ("retract", "abort", "in_place")
 Transport: TypeAlias = Literal["disk", "tensor", "distributed"]
 TRANSPORTS = ("disk", "tensor", "distributed")
 
-# Aborted requests leave the scheduler within a few steps.
+# How long a flush waits for aborted requests, which leave the scheduler within a few steps.
 _ABORTED_LEAVE_S = 30
 
 
@@ -25,7 +25,7 @@ class EngineControl:
     Args:
         config: where the engine is, and its key.
         timeout_s: how long the engine may take for one step.
-        via: how the weights travel.
+        via: the transport of the weights.
 
     Attributes:
         tp_size: the number of tensor-parallel ranks; `check` sets it unless `via` is `"disk"`.
@@ -40,11 +40,11 @@ class EngineControl:
         self._timeout_s = timeout_s
 
     async def check(self) -> None:
-        """Check that an engine answers here that takes weights this way, and not a sidecar or a gateway.
+        """Check that the server is an engine, not a sidecar or a gateway, and accepts this transport.
 
         Raises:
-            InvalidInputError: it is something else, or its ranks cannot be reached this way.
-            SglangToppError: nothing answers, or the key is refused.
+            InvalidInputError: the server is not an engine, or the transport cannot reach all of its ranks.
+            SglangToppError: the server does not answer, or refuses the key.
         """
         try:
             info = await self._http.request_json("GET", "/server_info", timeout_s=self._timeout_s)
@@ -68,7 +68,7 @@ class EngineControl:
                 )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generation. Requests wait, or end if `mode` is `"abort"`."""
+        """Stop generation. Requests in flight wait; with the mode `"abort"`, they end."""
         await self._post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
@@ -79,10 +79,10 @@ class EngineControl:
         """Free the KV cache of a paused engine.
 
         Raises:
-            BadRequestError: requests hold or wait for cache. Before 0.5.21, SGLang does not flush while
+            BadRequestError: requests still hold the cache. SGLang before 0.5.21 also refuses a flush while
                 retracted requests wait.
         """
-        # A scheduler that is paused checks no deadline, so only an aborted one is given time.
+        # A paused scheduler never checks the timeout of a flush. Only the mode "abort" leaves it running.
         path = f"/flush_cache?timeout={_ABORTED_LEAVE_S}" if mode == "abort" else "/flush_cache"
         try:
             await self._http.request("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
@@ -96,24 +96,25 @@ class EngineControl:
             ) from error
 
     async def update_from_disk(self, path: str, version: str) -> None:
-        """Load the weights of a folder that the engine reads.
+        """Load the weights of a folder that the engine can read.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown. SGLang reports a
-                rollback, but reads the rejected folder for it.
+                rollback, but its rollback loads the rejected folder again.
         """
-        # The cache is flushed before and after. SGLang before 0.5.22 ends if it cannot flush in an update.
+        # Do not flush here: SGLang before 0.5.22 exits if a flush in an update fails. `push_to_fleet` flushes
+        # the cache before and after.
         body = {"model_path": path, "weight_version": version, "flush_cache": False}
         await self._update("/update_weights_from_disk", body)
 
     async def begin_update(self) -> None:
-        """Prepare the engine for tensors.
+        """Begin an update session, in which the engine accepts tensors.
 
-        SGLang takes tensors only within a session from 0.5.21 on, and has no sessions before. `begin_update`
-        and `end_update` are the only places that know this.
+        SGLang requires a session since 0.5.21. Earlier releases have no sessions, and this method does
+        nothing there.
 
         Raises:
-            SglangToppError: the engine did not begin.
+            SglangToppError: the engine did not begin a session.
         """
         try:
             await self._update("/begin_weight_update", {})
@@ -126,7 +127,7 @@ class EngineControl:
         self._is_updating = True
 
     async def update_from_tensors(self, body: bytes) -> None:
-        """Load some tensors; `body` is the JSON of SGLang's request.
+        """Load one bucket of tensors. `body` is the JSON of SGLang's request and holds the values.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.
@@ -134,11 +135,11 @@ class EngineControl:
         await self._update("/update_weights_from_tensor", body)
 
     async def join_group(self, body: dict[str, Any]) -> None:
-        """Let every rank of the engine join a process group; return once the group is complete."""
+        """Let every rank of the engine join a process group. Return once all members have joined."""
         await self._update("/init_weights_update_group", body)
 
     async def update_from_broadcast(self, body: dict[str, Any]) -> None:
-        """Load some tensors that the group's rank 0 broadcasts at the same time.
+        """Load one bucket of tensors, which rank 0 of the group broadcasts at the same time.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.
@@ -150,10 +151,10 @@ class EngineControl:
         await self._update("/destroy_weights_update_group", {"group_name": name})
 
     async def end_update(self) -> None:
-        """Let the engine finish an update that `begin_update` began.
+        """End the session that `begin_update` began, if there is one.
 
         Raises:
-            SglangToppError: the engine did not finish, and its weights are unknown.
+            SglangToppError: the engine did not end the session, and its weights are unknown.
         """
         if self._is_updating:
             self._is_updating = False

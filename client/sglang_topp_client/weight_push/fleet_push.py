@@ -12,7 +12,7 @@ from sglang_topp_client.weight_push.engine_control import EngineControl, PauseMo
 __all__ = ["Outcomes", "on_each", "push_to_fleet"]
 
 Outcomes: TypeAlias = list[SglangToppError | None]
-"""What became of each engine: None, or its error."""
+"""The outcome of a step on each engine, in the order of the engines: None for success, or the error."""
 
 _PAUSED = "The engines stay paused until a push succeeds"
 
@@ -26,17 +26,17 @@ async def push_to_fleet(
 ) -> None:
     """Pause all engines, send them the weights, flush their caches, and continue.
 
-    After an error or a cancellation, engines that were paused stay paused: a push that failed earlier may
-    have left other weights in each.
+    After an error or a cancellation, paused engines stay paused, because this push or an earlier one may have
+    left different weights in them.
 
     Args:
         engines: the engines.
         send: sends the weights to every engine.
         version: the name of the weights, for messages.
-        mode: the pause. All but `"in_place"` flush the cache before and after.
+        mode: how to pause. Every mode except `"in_place"` flushes the caches before and after the update.
 
     Raises:
-        WeightPushError: some engines may have the new weights, and none or not all continue.
+        WeightPushError: some engines may have the new weights, and not every engine continues.
         SglangToppError: an engine could not be paused or flushed; no weights were sent.
     """
     _raise_first(await on_each(engines, EngineControl.check))
@@ -44,7 +44,8 @@ async def push_to_fleet(
     _raise_first(await on_each(engines, lambda engine: engine.pause(mode)), unsent)
     flush = None if mode == "in_place" else lambda engine: engine.flush_cache(mode)
     if flush is not None:
-        # SGLang only says after an update that it cannot flush, and some releases end then.
+        # Flush before the update, because SGLang otherwise reports a failed flush only after it. Some
+        # releases even exit then.
         _raise_first(await on_each(engines, flush), unsent)
     try:
         outcomes = await send(engines)
@@ -79,7 +80,10 @@ async def push_to_fleet(
 async def on_each(
     engines: Sequence[EngineControl], step: Callable[[EngineControl], Awaitable[None]]
 ) -> Outcomes:
-    """Run a step on all engines at once, and return its outcomes. Other exceptions are raised."""
+    """Run a step on all engines at once, and return the outcomes.
+
+    Exceptions other than SglangToppError are raised.
+    """
 
     async def outcome(engine: EngineControl) -> SglangToppError | None:
         try:

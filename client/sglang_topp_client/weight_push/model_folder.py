@@ -1,4 +1,4 @@
-"""Model folders for pushes from disk: the caller's own, or a temporary one with a model's weights."""
+"""Provide the folder for a weight push from disk: the caller's folder, or a temporary one for a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_path_or_model(weights: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidInputError if the model's own weights are not what it computes with."""
+    """Raise InvalidInputError if the model has PEFT adapters, which its own weights do not include."""
     if getattr(model, "peft_config", None):
         raise InvalidInputError(
             "weights: got a model with PEFT adapters, expected merged weights: the engine would load the"
@@ -42,8 +42,8 @@ async def model_folder(weights: Any) -> AsyncGenerator[str, None]:
     """Yield a folder with the weights. A model is saved to a temporary folder, which is then removed.
 
     Args:
-        weights: what `check_path_or_model` accepts. A path that exists here becomes absolute; any other is
-            passed on, because it may exist only where the engine runs.
+        weights: a path or a model, checked by `check_path_or_model`. The path of a local directory becomes
+            absolute. Any other path is passed on unchanged, because it may exist only where the engine runs.
     """
     if isinstance(weights, str | os.PathLike):
         path = os.fspath(weights)

@@ -1,4 +1,4 @@
-"""Named tensors: a model's weights under their names in a checkpoint, in buckets for a push."""
+"""Named tensors: yield a model's weights under their checkpoint names, and group them in buckets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 Bucket: TypeAlias = tuple[list[NamedTensor], bool]
-"""Some of the tensors, and whether they are the last ones."""
+"""Consecutive tensors of a model, and whether they are its last ones."""
 
 __all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_or_tensors", "named_tensors"]
 
 MAX_BUCKET_BYTES = 128 * 2**20
-"""A bucket takes tensors until the next one would exceed this. It bounds the memory of an update."""
+"""The maximum size of a bucket in bytes, which bounds the memory of an update.
+
+A larger tensor is a bucket of its own.
+"""
 
 
 def check_model_or_tensors(weights: Any) -> None:
@@ -37,11 +40,11 @@ def check_model_or_tensors(weights: Any) -> None:
 
 
 def named_tensors(weights: Any) -> Iterator[NamedTensor]:
-    """Yield the name and the tensor of each weight, as a checkpoint has them.
+    """Yield the name and the tensor of each weight, as in a checkpoint.
 
     Args:
-        weights: what `check_model_or_tensors` accepts. A model's weights get the names and shapes that
-            `save_pretrained` writes. Pairs must have them already.
+        weights: a transformers model or pairs, checked by `check_model_or_tensors`. A model's weights get the
+            names and shapes that `save_pretrained` writes. Pairs must already have these names and shapes.
 
     Raises:
         InvalidInputError: an entry is not a name and a whole tensor.
@@ -67,7 +70,7 @@ def named_tensors(weights: Any) -> Iterator[NamedTensor]:
 
 
 def buckets(tensors: Iterable[NamedTensor]) -> Iterator[Bucket]:
-    """Yield buckets of at most `MAX_BUCKET_BYTES`, or of one tensor.
+    """Yield buckets of at most `MAX_BUCKET_BYTES`. A larger tensor is a bucket of its own.
 
     Raises:
         InvalidInputError: there are no tensors.
@@ -91,14 +94,14 @@ def _as_saved(model: Any) -> dict[str, torch.Tensor]:
     seen: set[tuple[Any, ...]] = set()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     for name, tensor in model.state_dict().items():
-        # Tied weights are one tensor under several names. A checkpoint has the first one.
+        # Tied weights are one tensor under several names. A checkpoint holds it under the first name only.
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
         is_tied = bool(tensor.numel()) and not tensor.is_meta and place in seen
         seen.add(place)
         if name not in ignored and not is_tied:
             state[name] = tensor
     try:
-        # Since version 5, transformers renames and joins some weights when it loads them.
+        # Since version 5, transformers renames and joins some weights when it loads them. Revert that.
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return state

@@ -1,4 +1,4 @@
-"""Push the values of tensors in requests, in buckets, to every engine of a fleet."""
+"""Send a model's tensors to every engine of a fleet in HTTP requests, one bucket per request."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["push_tensors"]
 
 
 async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket], version: str) -> Outcomes:
-    """Send a model's tensors to paused engines, and return what became of each engine.
+    """Send a model's tensors to paused engines, and return the outcome of each engine.
 
-    An engine that fails gets no further tensors; the others get them all.
+    An engine that fails gets no further tensors. The other engines get all of them.
 
     Args:
-        engines: engines that `EngineControl.check` has read.
-        parts: the tensors of the whole model.
+        engines: the engines. `EngineControl.check` has set the `tp_size` of each.
+        parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
     """
     outcomes = await on_each(engines, EngineControl.begin_update)
@@ -35,7 +35,7 @@ async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket]
 
 
 async def _on_sound(engines: Sequence[EngineControl], outcomes: Outcomes, body_of: dict[int, bytes]) -> None:
-    """Send a bucket to the engines that have not failed, and note those that fail now."""
+    """Send a bucket to the engines that have not failed, and record new failures in `outcomes`."""
     sound = [i for i, outcome in enumerate(outcomes) if outcome is None]
     results = await on_each(
         [engines[i] for i in sound],
@@ -46,11 +46,11 @@ async def _on_sound(engines: Sequence[EngineControl], outcomes: Outcomes, body_o
 
 
 def _bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
-    """Yield the JSON bodies of each bucket's request, by the number of tensor-parallel ranks."""
+    """Yield the JSON bodies of each bucket's requests: one for each number of tensor-parallel ranks."""
     import torch
 
     for bucket, is_last in parts:
-        # A tensor that is a view would be pickled with its whole storage.
+        # Copy the tensors, because pickling a view would include its whole storage.
         values = [
             (name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format))
             for name, tensor in bucket

@@ -1,4 +1,4 @@
-"""Choose how the weights of a push travel: from a folder, in requests, or over a process group."""
+"""Choose the transport of a weight push: a model folder, HTTP requests, or a torch process group."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ async def weight_sender(
     """Yield the function that sends the weights to paused engines.
 
     Args:
-        weights: checked for `via`.
+        weights: the weights, already checked for this transport.
         version: the name of the weights.
-        via: how the weights travel.
+        via: the transport.
         timeout_s: the time limit of one step.
 
     Raises:
-        InvalidInputError: the first tensors are wrong.
+        InvalidInputError: the first bucket of tensors is invalid.
     """
     if via == "disk":
         async with model_folder(weights) as folder:
             yield lambda engines: on_each(engines, lambda engine: engine.update_from_disk(folder, version))
         return
     rest = buckets(named_tensors(weights))
-    # Wrong weights are an error before any engine is paused.
+    # Read the first bucket now, so that invalid weights raise before any engine is paused.
     parts = chain([await asyncio.to_thread(next, rest)], rest)
     if via == "tensor":
         yield lambda engines: push_tensors(engines, parts, version)

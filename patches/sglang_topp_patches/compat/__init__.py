@@ -1,1 +1,1 @@
-"""Support several SGLang releases: list their seams, check them, and adapt to their internals."""
+"""Support several SGLang releases: list and check the functions that hooks use, and adapt to each release."""

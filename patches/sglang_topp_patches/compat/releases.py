@@ -1,8 +1,8 @@
-"""List the SGLang releases that the patch set serves, and the features that each one is refused.
+"""List the SGLang releases that the patch set supports, and the features that it refuses with each of them.
 
-No other module knows releases. A release has a class of SGLang's internals (`internals`), its seams
-(`seams`), and its refused features. The patch set refuses a release that is not listed, even if every seam
-holds: a signature does not tell what a log-prob means.
+No other module looks up the release number. A release has an adapter to its internals (`internals`), its
+seams (`seams`), and its refused features. The patch set refuses a release that is not listed, even if every
+seam holds: a signature does not tell what a log-prob means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals
 
 
 class Feature(StrEnum):
-    """A feature that a release may be refused, by the name that users know."""
+    """A feature that may be refused with a release. The value is the option or field that users know."""
 
     SAMPLER_SOURCE = "top_logprobs_source"
     WEIGHT_VERSIONS = "weight_versions"
@@ -52,9 +52,9 @@ class Release:
     """One SGLang release.
 
     Attributes:
-        internals: its internals, as the hooks need them.
-        seams: the functions that hooks wrap or call.
-        refused: the features that it is refused, and why.
+        internals: the adapter to its internals.
+        seams: its functions that hooks wrap or call.
+        refused: the features that are refused with this release, and why.
     """
 
     internals: Internals
@@ -110,8 +110,8 @@ _BEFORE_0_5_19 = {
 }
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
-    # Tensors reach the HTTP process unconverted. 0.5.12 also completes nixl transfers for
-    # hybrid models only.
+    # In 0.5.12, tensors reach the HTTP process unconverted. It also completes nixl transfers only for hybrid
+    # models.
     Feature.DISAGGREGATION: "a request for `top_logprobs_num` ends SGLang's prefill server",
 }
 
@@ -181,7 +181,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.17": Release(Sglang0516(), _SGLANG_0_5_16, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.16": Release(Sglang0516(), _SGLANG_0_5_16, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
-        # Speculation was run on 0.5.15.post1. The functions of its seams are the same here.
+        # Speculative decoding was tested on 0.5.15.post1. 0.5.15 has the same functions at the seams.
         "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTRIED),
         "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTRIED),
@@ -190,12 +190,12 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.12": Release(Sglang0512(), _SGLANG_0_5_12, _BEFORE_0_5_13 | _UNTRIED),
     }
 )
-"""The releases by version, the newest first."""
+"""The supported releases by version, newest first."""
 
 _REFUSING = (*_ALL, *seams.HTTP_CONTRACT, *seams.GRPC, *seams.NO_HTTP_CONTRACT)
 
 UNLISTED = Release(Sglang0523(), _REFUSING, dict.fromkeys(Feature, "is not a supported release"))
-"""A release that is not listed: the seams to refuse and report at, as far as it has them."""
+"""Any release that is not listed. At its seams, if they exist, hooks refuse requests and report."""
 
 
 @cache
@@ -209,10 +209,10 @@ def installed() -> tuple[str, Release]:
 
 
 def internals() -> Internals:
-    """Return the installed SGLang's internals."""
+    """Return the adapter to the internals of the installed SGLang."""
     return installed()[1].internals
 
 
 def refused(feature: Feature) -> str:
-    """Return why the installed SGLang is refused a feature, or an empty string."""
+    """Return why a feature is refused with the installed SGLang, or an empty string."""
     return installed()[1].refused.get(feature, "")

@@ -34,9 +34,9 @@ class Status:
     """The status of the patch set in this process.
 
     Attributes:
-        sglang_version: the installed SGLang's, or an empty string.
-        checks: one per seam. Empty if the release is not supported.
-        problems: every reason why the feature is refused. Empty if it is served.
+        sglang_version: the version of the installed SGLang; empty if SGLang is not installed.
+        checks: one check per seam. Empty if the release is not supported.
+        problems: every reason why candidate sets are refused. Empty if they are served.
     """
 
     sglang_version: str
@@ -72,16 +72,17 @@ def check_seams() -> Status:
 
 
 def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
-    """Return the listed release whose seams the installed SGLang has most of, and the check of each seam."""
+    """Return the supported release whose seams fit the installed SGLang best, and the check of each seam."""
     found = {name: _checks(release) for name, release in RELEASES.items()}
     best = min(found, key=lambda name: sum(bool(check.problem) for check in found[name]))
     return best, found[best]
 
 
 def _patch_of_slime() -> str:
-    """Return that SGLang's source has slime's patch of the sampler, or an empty string.
+    """Return a problem if the installed SGLang has slime's patch of the sampler, else an empty string.
 
-    Every seam holds with it, but the log-probs of some requests are renormalized before they reach us.
+    Every seam holds with that patch, but it renormalizes the log-probs of some requests before the hooks see
+    them.
     """
     for module in ("sampler", "utils.logprob", "logprob_processor"):
         try:
@@ -125,7 +126,7 @@ def status() -> Status:
 def _problem(seam: Seam) -> str:
     try:
         target = pkgutil.resolve_name(seam.target)
-    except Exception as error:  # an import that fails in any way is a seam that does not hold
+    except Exception as error:  # after any failure of the import, the seam does not hold
         return f"not found ({type(error).__name__}: {error})"
     try:
         names = tuple(inspect.signature(target).parameters)

@@ -1,7 +1,7 @@
 """List every function of SGLang that the patch set depends on, in groups.
 
 A seam is an SGLang function that hooks wrap or call. `seam_check` verifies at startup that each one exists
-and takes the parameters that the hooks rely on. `releases` says which groups a release has.
+and takes the parameters that the hooks rely on. `releases` lists the groups of each release.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Hook:
 
     Attributes:
         kind: BEFORE, AFTER, or AROUND, as SGLang's `HookType` names them.
-        function: `module.function` of this package.
-        always: whether the hook is installed even where sets are refused, to refuse or to report.
+        function: the hook's path in this package, as `module.function`.
+        always: whether the hook is installed even if sets are refused, because it refuses or reports.
         state: the field of `plugin.ProcessState` that the hook gets as its first argument. Empty for a hook
             without state.
     """
@@ -220,7 +220,7 @@ COMMON = (
         (_after("http.server_info.report_state", always=True, state="scheduler"),),
     ),
 )
-"""In every release."""
+"""The seams that every release has."""
 
 IN_PROCESS = (
     Seam(
@@ -264,7 +264,7 @@ OPENAI = (
         (_around("http.openai.add_to_stream"),),
     ),
 )
-"""OpenAI's completion and chat routes."""
+"""The completion and chat routes of SGLang's OpenAI API."""
 
 RESUME = (
     Seam(
@@ -532,7 +532,7 @@ LOGPROB_PROCESSORS = (
         (_around("scheduler.prompt_sets.forward"),),
     ),
 )
-"""Processors of log-probs, since 0.5.16."""
+"""Classes that compute log-probs, since 0.5.16."""
 
 NORMALIZER = (
     Seam(
@@ -555,7 +555,7 @@ SCORED_ROWS_ON_HOST = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The scored rows of a pass, also on the host, since 0.5.21."""
+"""The scored rows of a pass, on the device and on the host, since 0.5.21."""
 
 SEND_WITH_STATE = (
     Seam(
@@ -565,7 +565,7 @@ SEND_WITH_STATE = (
         (_around("http.tokenizer_manager.write_sets", state="http"),),
     ),
 )
-"""A function that sends an answer, given its state, since 0.5.19."""
+"""A function that sends an answer and gets its state as an argument, since 0.5.19."""
 
 FEW_STATUSES = (
     Seam(
@@ -575,7 +575,7 @@ FEW_STATUSES = (
         (_after("http.tokenizer_manager.answer_with_status"),),
     ),
 )
-"""An HTTP server that answers few errors with their status, before 0.5.23."""
+"""An HTTP server that answers only few errors with their own status, before 0.5.23."""
 
 STREAMER = (
     Seam(
@@ -604,7 +604,7 @@ SCORED_ROWS = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The scored rows of a pass, on the device alone, before 0.5.21."""
+"""The scored rows of a pass, only on the device, before 0.5.21."""
 
 COPY_TO_HOST = (
     Seam(

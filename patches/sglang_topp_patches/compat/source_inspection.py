@@ -3,10 +3,10 @@
 `doctor` uses it to find where a missing function moved to. The tests use it to check every seam of SGLang
 releases that are not installed.
 
-griffe 2.4.1 was tried in its place, on 0.5.23. It finds none of the 53 seams and 12 imported names:
-`sglang/srt` has no `__init__.py`, so griffe does not take it for a part of the package. Loading that folder
-alone takes griffe 30 s of CPU, where this takes 1.3 s for all of them, and names imported as
-`sglang.srt...` stay unresolved.
+The package griffe 2.4.1 was tried instead, on SGLang 0.5.23. It finds none of the 53 seams and 12 imported
+names: `sglang/srt` has no `__init__.py`, so griffe does not treat it as a part of the package. To load that
+folder alone, griffe needs 30 s of CPU, and names imported as `sglang.srt...` stay unresolved. This module
+finds all of the names in 1.3 s.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class PackageSource:
     def parameters(self, target: str) -> tuple[str, ...]:
         """Return the parameter names of `module.function`, `module.Class`, or `module.Class.method`.
 
-        They are in the order of `inspect.signature`: with `self`, without the class of a classmethod. For a
-        class they are its constructor's, with the fields of dataclasses and structs.
+        The names and their order are those of `inspect.signature`: with `self`, but without the class
+        argument of a classmethod. A class has the parameters of its constructor, or the fields of a dataclass
+        or struct.
 
         Raises:
-            LookupError: the target does not exist, or has no parameters. The message says which part.
+            LookupError: the target does not exist, or has no parameters. The message names the missing part.
         """
         module, node = self._resolve(target)
         if isinstance(node, ast.ClassDef):
@@ -163,7 +164,7 @@ class PackageSource:
                     fields.setdefault(statement.target.id, by_keyword or alone)
         if not fields:
             raise LookupError(f"{module}.{node.name} shows neither a constructor nor fields")
-        return tuple(sorted(fields, key=fields.__getitem__))  # stable: keywords go last
+        return tuple(sorted(fields, key=fields.__getitem__))  # stable sort: keyword-only fields go last
 
     def _imported_from(self, module: str, statement: ast.ImportFrom) -> str:
         if not statement.level:
@@ -196,7 +197,7 @@ class PackageSource:
 
 
 def _definitions(tree: ast.AST, *, nested: bool = True) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the names that a module or class defines, on every branch. `nested` adds `Class.name`."""
+    """Yield the names that a module or class defines, in every branch. `nested` adds `Class.name`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, _Function | ast.ClassDef):
             yield node.name, node

@@ -1,7 +1,8 @@
-"""Stubs of two kernel packages that SGLang 0.5.12 imports on a CPU, and never calls.
+"""Stubs of two kernel packages that SGLang 0.5.12 imports on a CPU but never calls there.
 
 `sgl_kernel` needs the CUDA driver to be imported, and SGLang does not depend on `vllm`. The CPU platform
-takes plain-torch paths, which call no kernel of either package. A call of a stub is an error that names it.
+takes plain-torch paths, which call no kernel of either package. A call of a stub raises an error that names
+the kernel.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _PACKAGE = "sgl_kernel"
 def install() -> None:
     """Make `import sgl_kernel`, with its submodules, and `import vllm._custom_ops` succeed in this process.
 
-    Only the CPU platform calls it. A second call does nothing.
+    Only the CPU platform calls this function. A second call does nothing.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Kernel:
-    """A kernel that has every attribute and cannot be called."""
+    """The stub of a kernel. It has every attribute, and raises an error when it is called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -64,4 +65,4 @@ class _Finder(MetaPathFinder, Loader):
         return _Stub(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: a stub has no code."""
+        """Do nothing: a stub module has no code to run."""

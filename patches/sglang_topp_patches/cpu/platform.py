@@ -1,14 +1,14 @@
 """An SGLang platform that serves on a CPU, on machines without an accelerator.
 
-`SGLANG_PLATFORM=sglang_topp_cpu` asks for it. SGLang resolves its platform while it is imported, before it
-parses its arguments, so `--device cpu` comes too late. Without the variable SGLang behaves as it does without
-this package: on a machine whose driver is broken it refuses to start.
+`SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang resolves its platform while it is imported,
+before it parses its arguments, so `--device cpu` comes too late. Without the variable, SGLang behaves as it
+does without this package: on a machine whose driver is broken, it refuses to start.
 
 SGLang's own CPU engine needs kernels that no package ships. This platform takes the plain-torch paths
 instead: slow, but with the same scheduler, sampler, and HTTP server as everywhere else.
 
-SGLang's platform interface changed between 0.5.12 and 0.5.23. The class implements all versions of it. No
-method looks at the release.
+SGLang's platform interface changed between 0.5.12 and 0.5.23. The class implements all versions of the
+interface, so no method depends on the release.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sglang_topp_patches.cpu import kernel_stubs
 
 __all__ = ["TorchCpuPlatform", "activate", "register"]
 
-_NAME = "sglang_topp_cpu"  # of the entry points
+_NAME = "sglang_topp_cpu"  # the name of both entry points
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
 
 
 def activate() -> str | None:
-    """Return the platform's class path if `SGLANG_PLATFORM` asks for it; the platform entry point.
+    """Platform entry point: return the platform's class path if `SGLANG_PLATFORM` selects it, else None.
 
     Raises:
         PatchError: the machine has an accelerator, or `SGLANG_USE_CPU_ENGINE=1` asks for another platform.
@@ -51,7 +51,8 @@ def activate() -> str | None:
             f"SGLANG_PLATFORM: got {_NAME} on a machine with an accelerator ({accelerator.type}), which parts"
             " of SGLang would use all the same; unset it, or hide the accelerator (CUDA_VISIBLE_DEVICES=)"
         )
-    # Older releases' tensor-parallel ranks use NCCL wherever its library loads. NCCL does not serve a CPU.
+    # In older releases, tensor-parallel ranks use NCCL wherever its library loads. NCCL does not work on a
+    # CPU.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
     if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # before 0.5.14
         kernel_stubs.install()
@@ -59,13 +60,13 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Register the hooks that 0.5.12 needs on a CPU; the entry point of the group `sglang.srt.plugins`."""
+    """Plugin entry point (group `sglang.srt.plugins`): register the hooks that 0.5.12 needs on a CPU."""
     if not _is_selected():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    # Since 0.5.13 SGLang asks the platform for the device. A later release removed the method.
+    # Since 0.5.13, SGLang asks the platform for the device. A later release removed this method.
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
@@ -99,7 +100,7 @@ def _without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: A
 
 
 class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no types
-    """SGLang on a CPU through torch's own kernels."""
+    """The platform that runs SGLang on a CPU with torch's own kernels."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -124,7 +125,7 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
         return "cpu"
 
     def set_device(self, device: Any) -> None:
-        """Do nothing: there is one CPU."""
+        """Do nothing: there is only one CPU device to select."""
 
     def get_device_name(self, device_id: int = 0) -> str:
         return f"cpu ({platform.machine()})"
@@ -153,7 +154,7 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
         gc.collect()
 
     def synchronize(self) -> None:
-        """Do nothing: no operation is asynchronous."""
+        """Do nothing: no operation on a CPU is asynchronous."""
 
     def get_torch_distributed_backend_str(self) -> str:
         return "gloo"

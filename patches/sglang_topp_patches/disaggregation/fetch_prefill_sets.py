@@ -1,9 +1,9 @@
-"""Fetch the sets of the first token and the prompt from the prefill server, on the decode server.
+"""On a decode server, fetch the sets of the prompt and the first token from the prefill server.
 
-The HTTP process asks at the prefill server's bootstrap server while the request runs (`open_question`).
-Nothing passes through the connection of the schedulers, whose buffers have a fixed size, and no scheduler
-waits. If the prefill server has no set, or not that of the answer's first token, the request ends as an
-error.
+While the request runs, the decode server's HTTP process asks the prefill server's bootstrap server for the
+sets (`open_question`). The sets do not use the connection between the schedulers, whose buffers have a fixed
+size, and no scheduler waits. If the prefill server has no sets, or sets for another first token, the request
+ends as an error.
 """
 
 from __future__ import annotations
@@ -27,32 +27,36 @@ __all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_que
 # The prefill server answers a question after 20 s at the latest.
 _READ_S = 40.0
 _RETRY_S = 0.5
-# The prefill server's scheduler and HTTP process are at most so far behind the KV cache.
+# How long the decode server waits for the sets. They arrive after the KV cache, because they pass through the
+# prefill server's scheduler and HTTP process.
 _LATE_S = 30.0
 
 
 def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
-    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`, in the scheduler: note that the set of the
-    token that came with the KV cache is on the prefill server."""
+    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: mark a prefill server's token.
+
+    The token arrives with the KV cache. The hook runs in the decode server's scheduler, and notes that the
+    prefill server has the token's set.
+    """
     req = decode_req.req
     if not req.return_logprob or not asking_field(custom_params(req).get) or is_refused(req):
         return
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
-    # A request that was retracted comes back with its last token, which has an entry.
+    # A retracted request comes back with its last token, which already has an entry.
     while len(entries) < len(req.output_ids):
-        if getattr(decode_req, "is_rebootstrap", False):  # 0.5.16 and later
+        if getattr(decode_req, "is_rebootstrap", False):  # the attribute exists since 0.5.16
             entries.append(Entry(None, "the prefill server drew the token again, without log-probs"))
         else:
             entries.append(Entry(None, handed_over=True))
 
 
 def num_scored_here(server_args: Any, state: Any) -> int | None:
-    """Return how many prompt positions this server's answer reports log-probs of, each of which needs a set.
+    """Return the number of prompt positions with reported log-probs. Each of them needs a set.
 
     Returns:
-        None on a decode server, which gets the prompt's sets with the first token's.
+        None on a decode server, which gets the prompt's sets together with the first token's set.
     """
     return None if server_args.disaggregation_mode == "decode" else len(state.input_token_logprobs_val)
 
@@ -62,7 +66,7 @@ async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Tas
     """Ask the prefill server for a request's first token while the context is open.
 
     Yields:
-        The task that asks; None if this is no decode server.
+        The task that fetches the first token's sets; None if this server is not a decode server.
     """
     if server_args.disaggregation_mode != "decode":
         yield None
@@ -77,10 +81,10 @@ async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Tas
 async def fetch_first_token(
     question: asyncio.Task[FirstToken] | None, state: Any, token_id: int | None
 ) -> FirstToken:
-    """Return the first token and its sets from the prefill server, or the problem as its entry.
+    """Return the first token and its sets from the prefill server. On failure, the entry has the problem.
 
     Args:
-        question: what `open_question` gave.
+        question: the task that `open_question` yielded.
         state: SGLang's `ReqState`.
         token_id: the token that the answer begins with.
     """

@@ -24,7 +24,8 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     sampling = {**(obj.sampling_params or {})}
     sampling.pop("max_new_tokens", None)
     if isinstance(custom := sampling.get("custom_params"), dict):
-        # Our own fields are compared below, wherever the caller put them. The cost appears only with them.
+        # Leave out our own fields, which are compared below wherever the caller put them. The cost (`KEY`)
+        # only accompanies them.
         others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
         sampling["custom_params"] = others or None
     if sampling.get("custom_params") is None:
@@ -41,5 +42,5 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
 
 
 def differing_names(left: Mapping[str, str], right: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names, sorted, whose values differ."""
+    """Return the sorted names of the inputs whose values differ."""
     return tuple(name for name in sorted({*left, *right}) if left.get(name) != right.get(name))

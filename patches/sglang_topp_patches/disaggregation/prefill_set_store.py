@@ -2,7 +2,7 @@
 
 The prefill server draws a request's first token and scores its prompt. SGLang sends the token and the KV
 cache to the decode server, in buffers of fixed size. The sets have no fixed size. They wait in the prefill
-server's HTTP process, by the request's bootstrap room, until the decode server's HTTP process asks for them.
+server's HTTP process, keyed by the request's bootstrap room, until the decode server's HTTP process asks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATH = "/sglang_topp/first"
 """The route of the prefill server's bootstrap server that delivers the sets of first tokens."""
 
 KEPT_S = 120.0
-"""Seconds after which sets are freed that no decode server asked for: its request has ended."""
+"""How many seconds sets are kept for a decode server. After this time the request has ended."""
 
 _FIELD = "the first token's set"
 _LINE_END = b"\n"
@@ -36,13 +36,13 @@ _LINE_END = b"\n"
 
 @dataclass(frozen=True)
 class FirstToken:
-    """A request's first token and the sets that were made with it.
+    """A request's first token, with its set and the sets of the prompt.
 
     Attributes:
-        token_id: the token.
+        token_id: the id of the token.
         inputs: the request's inputs on the prefill server, from `input_comparison.first_token_inputs`.
-        entry: the token's set, or why there is none.
-        prompt: the set of each scored prompt position; None where there is no distribution.
+        entry: the token's set, or the reason why it is missing.
+        prompt: the set of each scored prompt position; None for a position without a distribution.
     """
 
     token_id: int
@@ -83,7 +83,7 @@ class FirstToken:
         """Read what `to_bytes` wrote.
 
         Raises:
-            WireError: another version wrote it, or it is incomplete.
+            WireError: another version of this package wrote the bytes, or they are incomplete.
         """
         line, _, arrays = body.partition(_LINE_END)
         try:
@@ -117,7 +117,7 @@ def _little_endian(values: np.ndarray[Any, Any]) -> bytes:
 
 
 Answer: TypeAlias = FirstToken | tuple[str, ...]
-"""The answer to a question: the sets, or the names of the inputs that differ on the two servers."""
+"""The answer to a decode server: the sets, or the names of the inputs that differ on the two servers."""
 
 
 @dataclass(eq=False)
@@ -129,10 +129,11 @@ class _Question:
 
 
 class PrefillSets:
-    """The sets that wait in a prefill server's HTTP process, and the questions for them.
+    """The sets that wait in a prefill server's HTTP process, and the decode servers' open questions.
 
-    Use it in one event loop. Each entry is delivered once, and only to a caller whose request inputs match.
-    Entries count against the process's budget. An entry that does not fit is delivered as a refusal.
+    All calls must come from one event loop. Each entry is delivered once, and only to a caller whose request
+    inputs match. Entries count against the process's budget. An entry that does not fit is delivered as a
+    refusal.
     """
 
     def __init__(self, in_flight: InFlight, kept_s: float = KEPT_S) -> None:
@@ -165,9 +166,12 @@ class PrefillSets:
                     del self._expected[room]
 
     def put(self, room: int, first: FirstToken) -> None:
-        """Deliver `first` to a question for the room, open or to come. It replaces what the room had."""
+        """Deliver `first` to an open question for the room, or store it for a later question.
+
+        An earlier entry of the room is dropped.
+        """
         is_taken = False
-        # The last question first: the connections of those before it may be closed.
+        # Answer the newest question first: the connections of older questions may be closed.
         for question in reversed(self._questions.pop(room, [])):
             names = differing_names(question.inputs, first.inputs)
             if question.answer.done() or (is_taken and not names):
@@ -183,7 +187,7 @@ class PrefillSets:
         asyncio.get_running_loop().call_later(self._kept_s, self._drop, room, account)
 
     def note_request_without_sets(self, room: int) -> None:
-        """Answer every question for the room, open or to come, with the field that the request lacks."""
+        """Answer every open or later question for the room with `top_logprobs_p`, which the request lacks."""
         self._without_sets.add(room)
         asyncio.get_running_loop().call_later(self._kept_s, self._without_sets.discard, room)
         for question in self._questions.pop(room, []):
@@ -191,11 +195,11 @@ class PrefillSets:
                 question.answer.set_result((THRESHOLD,))
 
     async def take(self, room: int, inputs: Mapping[str, str], wait_s: float) -> Answer | None:
-        """Wait for what the room has, and take it.
+        """Wait for the room's sets, and remove them from the store.
 
         Returns:
-            None if it has nothing within `wait_s`. If it was made from other inputs, their names; then it
-            stays.
+            The sets. If they were made from other inputs, the names of those inputs, and the sets stay in the
+            store. None if the room has no sets within `wait_s` seconds.
         """
         if room in self._entries:
             first, account = self._entries[room]
@@ -223,7 +227,7 @@ class PrefillSets:
                     del self._questions[room]
 
     def _drop(self, room: int, account: Account | None = None) -> None:
-        """Free the room's entry; if an account is given, only an entry with that account."""
+        """Free the room's entry. With `account`, free it only if it belongs to that account."""
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):
             del self._entries[room]

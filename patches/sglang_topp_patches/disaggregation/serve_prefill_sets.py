@@ -1,9 +1,9 @@
-"""Serve the sets of the first token and the prompt to decode servers, on the prefill server.
+"""On a prefill server, serve the sets of the prompt and the first token to decode servers.
 
-The decode server answers the client, and never sees the distribution of the first token. So its HTTP process
-asks this one, at SGLang's bootstrap server, while a request runs. A decode server without the patch set does
-not ask, and would answer without sets. So a request for sets goes to the scheduler only after the decode
-server has asked.
+The decode server answers the client, but the prefill server draws the first token. So while a request runs,
+the decode server's HTTP process asks this server's HTTP process for the sets, at SGLang's bootstrap server. A
+decode server without the patch set would not ask, and would answer without sets. So the prefill server passes
+a request for sets to its scheduler only after a decode server has asked for them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
 
 __all__ = ["PrefillServer"]
 
-# The decode server asks again after this time: a proxy between the servers may close a silent connection.
+# How long a question stays unanswered. Then the decode server asks again, because a proxy between the servers
+# may close a silent connection.
 _QUESTION_S = 20.0
 _RETRY_S = 0.5
-# Both servers get a request at about the same time, unless one of them is paused.
+# How long a request waits for its decode server's question. Both servers get a request at about the same
+# time, unless one of them is paused.
 _SKEW_S = 30.0
 
 
@@ -38,14 +40,14 @@ class PrefillServer:
 
     def __init__(self, in_flight: InFlight) -> None:
         self.sets = PrefillSets(in_flight)
-        self._loop: asyncio.AbstractEventLoop | None = None  # known once a request has come
+        self._loop: asyncio.AbstractEventLoop | None = None  # set by the first request
 
     async def await_decode_server(
         self, original: Callable[..., Awaitable[Any]], manager: Any, obj: Any
     ) -> Any:
         """AROUND hook on `TokenizerManager._tokenize_one_request`: wait until the decode server asks.
 
-        SGLang sends the request to the scheduler afterwards.
+        SGLang sends the request to the scheduler only after this hook returns.
         """
         tokenized = await original(manager, obj)
         if _is_prefill_server(manager.server_args):
@@ -57,7 +59,7 @@ class PrefillServer:
     ) -> Any:
         """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: wait until the decode server asks.
 
-        SGLang may tokenize all prompts of a request at once.
+        SGLang calls the hooked function to tokenize all prompts of a request at once.
         """
         tokenized = await original(manager, batch_size, obj)
         if _is_prefill_server(manager.server_args):
@@ -66,10 +68,10 @@ class PrefillServer:
         return tokenized
 
     async def _await_question(self, obj: Any) -> None:
-        """Wait for the decode server's question for a request.
+        """Wait until the decode server asks for the sets of a request.
 
         Raises:
-            CallEndedError: no decode server asks.
+            CallEndedError: no decode server asked in time.
         """
         if (room := getattr(obj, "bootstrap_room", None)) is None:
             return
@@ -105,7 +107,7 @@ class PrefillServer:
             self.sets.put(obj.bootstrap_room, first)
 
     def add_route(self, result: None, bootstrap_server: Any) -> None:
-        """AFTER hook on `CommonKVBootstrapServer._setup_routes`: serve decode servers' questions.
+        """AFTER hook on `CommonKVBootstrapServer._setup_routes`: add the route at which decode servers ask.
 
         The bootstrap server runs in a thread of the HTTP process, with an event loop of its own.
         """

@@ -1,1 +1,1 @@
-"""Hook SGLang's HTTP process, which checks requests and writes candidate sets into answers."""
+"""Hooks in SGLang's HTTP process: they check requests and write candidate sets into answers."""

@@ -1,7 +1,7 @@
-"""Check requests and report the status by middleware, on SGLang before 0.5.22.
+"""Middleware that checks requests and reports the patch set's status, for SGLang before 0.5.22.
 
-Those HTTP servers have no function to hook for this. The middleware answers bad input to `/generate` with a
-400 before a stream begins, and adds the patch set's status to `GET /server_info`.
+The HTTP servers of these releases have no functions that hooks could wrap instead. The middleware answers bad
+input to `/generate` with a 400 before a stream begins, and adds the patch set's status to `GET /server_info`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SERVER_INFO = ("/server_info", "/get_server_info")
 
 
 class OlderReleaseMiddleware:
-    """ASGI middleware that runs after authentication."""
+    """ASGI middleware for SGLang before 0.5.22. It runs after authentication."""
 
     def __init__(self, app: ASGIApp, process: HttpProcess) -> None:
         self._app, self._process = app, process
@@ -66,8 +66,10 @@ class OlderReleaseMiddleware:
 def install(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: put the middleware before the routes of SGLang's HTTP
-    server, in a process that has it."""
+    """AFTER hook on `TokenizerManager.__init__`: install the middleware in front of SGLang's routes.
+
+    A process that has not imported SGLang's HTTP server needs no middleware.
+    """
     module = sys.modules.get(HTTP_SERVER)
     if module is None or module.app.middleware_stack is not None:
         return
@@ -80,7 +82,10 @@ def _manager() -> Any:
 
 
 def _names_our_fields(body: bytes) -> bool:
-    """Return whether a body may contain our fields, escaped or not. SGLang handles other bodies."""
+    """Return whether a body may contain our fields, whose names JSON may escape.
+
+    SGLang handles all other bodies.
+    """
     return b"\\u" in body or any(field.encode() in body for field in FIELDS)
 
 
@@ -93,8 +98,11 @@ def _problem(process: HttpProcess, body: bytes, manager: Any) -> str | None:
 
 
 def _sampling_problem(body: Any, manager: Any) -> str | None:
-    """Return what SGLang's own checks find. SGLang makes them later: in a stream it reports them without a
-    status, or closes the connection."""
+    """Return the problem that SGLang's own checks of `sampling_params` find, or None.
+
+    SGLang runs these checks later. In a stream, it then reports a problem without a status, or closes the
+    connection.
+    """
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     given = body.get("sampling_params") if isinstance(body, Mapping) else None
@@ -104,13 +112,16 @@ def _sampling_problem(body: Any, manager: Any) -> str | None:
                 checked = SamplingParams(**{**(manager.preferred_sampling_params or {}), **params})
                 checked.normalize(manager.tokenizer)
                 checked.verify(manager.model_config.vocab_size)
-            except Exception as error:  # `stop_regex` raises its own kinds, and `stop` may be anything
+            except Exception as error:  # `stop_regex` has its own errors, and `stop` may be of any type
                 return f"sampling_params: {error}"
     return None
 
 
 def _with_code(send: Send) -> Send:
-    """Add the code 400 to an error event. 0.5.12 reports a bad request in a stream without one."""
+    """Return a `send` that adds the code 400 to an error event without a code.
+
+    SGLang 0.5.12 sends no code when it reports a bad request in a stream.
+    """
 
     async def send_on(message: Message) -> None:
         event = message.get("body", b"")

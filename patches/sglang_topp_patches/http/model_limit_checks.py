@@ -1,6 +1,7 @@
-"""Refuse requests for sets that would crash SGLang's scheduler: token ids, positions, and names of the model.
+"""Refuse requests for sets that do not fit the served model and would crash SGLang's scheduler.
 
-SGLang leaves some of a request's values unchecked against the served model. A bad one gets a 400 here.
+SGLang does not check all values of a request against the model. The checks in this file cover texts, token
+ids, embeddings, positions, list lengths, and sampling parameters. They answer a bad value with a 400.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from sglang_topp.errors import InvalidInputError
 
 __all__ = ["ModelLimits", "num_prompts"]
 
-_MAX_SAMPLES = 8192  # of one request, as the sidecar has it by default
-_TOKEN_CHARS = 64  # if the tokenizer does not list its tokens
+_MAX_SAMPLES = 8192  # the limit for one request, which is also the sidecar's default
+_TOKEN_CHARS = 64  # the assumed longest token if the tokenizer does not list its tokens
 _JSON = (bool, int, float, str, list, dict)
 _ONE_OR_PER_PROMPT = (
     *("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt"),
@@ -40,7 +41,7 @@ class ModelLimits:
     """The limits of the served model.
 
     Attributes:
-        model: its sizes.
+        model: the vocabulary size, the context length, and the characters of the longest token.
         hidden_size: the width of one input embedding.
         dtype: the name of the model's dtype.
         is_disaggregated: whether the server only prefills or only decodes.
@@ -67,7 +68,7 @@ class ModelLimits:
 
     @property
     def max_top_logprobs(self) -> int:
-        """The largest `top_logprobs_num` that the server takes."""
+        """The largest `top_logprobs_num` that the server accepts."""
         return _MAX_TRANSFERRED_TOP_LOGPROBS if self.is_disaggregated else self.model.vocab_size
 
     def to_record(self) -> dict[str, int]:
@@ -78,7 +79,7 @@ class ModelLimits:
         """Check a request for candidate sets.
 
         Args:
-            field: returns a field of the request before SGLang normalized it, or None.
+            field: returns the value that a request field had before SGLang normalized the request, or None.
 
         Raises:
             InvalidInputError: names the field, what was got, and what is expected.
@@ -94,7 +95,7 @@ class ModelLimits:
         is_batch = _holds(ids, list)
         if (
             isinstance(ids, list) and not ids and field("text") is not None
-        ):  # without a text SGLang refuses it
+        ):  # without a text, SGLang refuses the empty list itself
             raise InvalidInputError("input_ids: got no token id, expected at least one")
         for name, one in (
             _each("input_ids", ids, list) if is_batch else [("input_ids", () if ids is None else ids)]
@@ -149,7 +150,7 @@ def num_prompts(field: Callable[[str], Any]) -> int | None:
         return len(text)
     if text is None and _holds(ids, list):
         return len(ids)
-    # One prompt of embeddings is a list of lists itself.
+    # A single prompt of embeddings is already a list of lists.
     if text is None and ids is None and _holds(embeds, list) and _holds(embeds[0], list):
         return len(embeds)
     return None
@@ -162,9 +163,9 @@ def _session_fields() -> set[str]:
 
 
 def _check_processor(name: str, given: str) -> None:
-    """Raise InvalidInputError unless a processor has SGLang's form. The scheduler fails on another one.
+    """Raise InvalidInputError unless a custom logit processor has SGLang's serialized form.
 
-    The code inside is not checked.
+    The scheduler fails on any other form. The code of the processor is not checked.
     """
     try:
         bytes.fromhex(json.loads(given)["callable"])
@@ -175,7 +176,7 @@ def _check_processor(name: str, given: str) -> None:
 
 
 def _check_embeds(embeds: Any, limits: ModelLimits) -> None:
-    """Raise InvalidInputError for embeddings that do not fit the model: they would end the scheduler."""
+    """Raise InvalidInputError for embeddings that do not fit the model and would crash the scheduler."""
     if not isinstance(embeds, list):
         return
     if limits.dtype != "bfloat16":
@@ -208,7 +209,7 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
             if not isinstance(one, int):
                 continue
             if name == "logprob_start_len" and one < -1:
-                # The scheduler does not count it from the prompt's end.
+                # The scheduler does not count a negative position from the prompt's end.
                 raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
             if name == "top_logprobs_num" and one > limits.max_top_logprobs:
                 is_all = limits.max_top_logprobs == limits.model.vocab_size
@@ -230,7 +231,7 @@ def _holds(value: Any, kind: type) -> bool:
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
     """Return the entries of a field that holds one value or one per prompt, with their names.
 
-    Entries of another type are left out, for SGLang to refuse.
+    Entries of another type are left out, because SGLang refuses them itself.
     """
     entries = enumerate(value) if isinstance(value, list) else ()
     given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]

@@ -1,7 +1,7 @@
-"""Accept our fields as keywords of `sglang.Engine.generate` and `async_generate`, the offline engine.
+"""Accept the patch set's request fields as keywords of the offline engine, `sglang.Engine`.
 
-Both methods pass a request object to `TokenizerManager.generate_request` without an `await` in between. So a
-context variable can carry the keywords to that object.
+`Engine.generate` and `Engine.async_generate` pass a request object to `TokenizerManager.generate_request`
+without an `await` in between. So a context variable can carry the keywords to that object.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Serve candidate sets on the OpenAI routes, in the HTTP process.
 
-SGLang builds its own request from OpenAI's. The hooks put the fields on it that `route_policy.Guard` found in
-the body. SGLang then builds OpenAI's answer from the engine's. The hooks collect the sets on the way, and put
-them into the answer's `sglext`, where SGLang puts its other extensions:
+SGLang turns an OpenAI request into its own request. The hooks copy the fields that `route_policy.Guard` found
+in the body to SGLang's request. They then collect the sets from the engine's answers, and add them to the
+OpenAI answer's `sglext`, where SGLang puts its other extensions:
 
     "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 
-Each choice has one entry, with its index and the fields that `/generate` has in `meta_info`. A stream has
-them in a last chunk without choices. An answer that lacks an entry is an error.
+Each choice has one entry, with its index and the fields that `/generate` returns in `meta_info`. A stream has
+the entries in a last chunk without choices. If a choice has no entry, the answer is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Collector:
     """Collects the sets of one call from the engine's answers.
 
     Attributes:
-        entries: each finished sample's sets by its index; None for a sample that does not ask for any.
+        entries: the sets of each finished sample, by its index; None for a sample that did not ask for sets.
         problem: why a finished sample has no sets; empty while all have them.
         status: the status of the error that ended the call; 0 if it has none.
     """
@@ -42,7 +42,7 @@ class _Collector:
         self._request = request
 
     def add(self, index: int, sample: Mapping[str, Any]) -> None:
-        """Take the sets of a sample that has ended."""
+        """Collect the sets of a sample if it has ended."""
         meta_info = sample["meta_info"]
         if (reason := meta_info.get("finish_reason")) is None:
             return
@@ -74,7 +74,7 @@ async def add_to_answer(
     collector = _ask(adapted_request)
     answer = await original(self, adapted_request, request, raw_request)
     if collector is None or not hasattr(answer, "model_dump"):
-        return answer  # without sets, or an error already
+        return answer  # a call that asks for no sets, or an error answer
     import orjson
     from starlette.responses import Response
 
@@ -106,7 +106,10 @@ def collect_sets(
 
 
 def _ask(adapted_request: Any) -> _Collector | None:
-    """Put a call's fields on SGLang's request. Return None if the call asks for no sets."""
+    """Set the call's fields on SGLang's request, and return the collector of its sets.
+
+    Return None if the call asks for no sets.
+    """
     call = current_call.get()
     if call is None or call.fields is None:
         return None
@@ -133,7 +136,7 @@ async def _collect(answers: AsyncGenerator[Any, None], collector: _Collector) ->
                     collector.add(sample.get("index", index), sample)
                 yield answer
         except ValueError as error:
-            # SGLang's OpenAI routes make a 400 of any ValueError.
+            # SGLang's OpenAI routes turn any ValueError into a 400.
             collector.status = int(getattr(error, "status_code", 0))
             if is_first and collector.status:
                 raise HTTPException(collector.status, str(error)) from error
@@ -141,9 +144,9 @@ async def _collect(answers: AsyncGenerator[Any, None], collector: _Collector) ->
 
 
 async def _with_sets(events: AsyncGenerator[str, None], collector: _Collector) -> AsyncGenerator[str, None]:
-    """Yield the events of a stream, with the sets before the last one.
+    """Yield the events of a stream, with an event that has the sets before the last event (`[DONE]`).
 
-    If there are no sets, yield an error event instead, unless one was sent already.
+    If sets are missing, yield an error event instead, unless the stream has sent an error already.
     """
     template: dict[str, Any] = {}
     is_answered = False

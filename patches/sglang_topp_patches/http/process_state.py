@@ -1,4 +1,4 @@
-"""The state of one HTTP process, which its hooks share."""
+"""The state that the hooks of one HTTP process share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_topp_patches.refused_configurations import server_problems
 __all__ = ["HTTP_SERVER", "HttpProcess", "mark_guarded", "note_model", "note_server_args"]
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-"""The module that holds the application of SGLang's HTTP server, in a process that has it."""
+"""The module of SGLang's HTTP server and its application. Some processes do not import it."""
 
 
 @dataclass
@@ -25,10 +25,10 @@ class HttpProcess:
 
     Attributes:
         in_flight: counts the candidates that the process holds.
-        prefill_server: keeps sets for decode servers.
+        prefill_server: keeps sets until decode servers fetch them.
         server_args: SGLang's `ServerArgs`; None before they are known.
         model: the served model's limits; None before they are known.
-        scheduler_states: each scheduler's report, as of the last `GET /server_info`; None for a scheduler
+        scheduler_states: each scheduler's status, as of the last `GET /server_info`; None for a scheduler
             without the patch set.
     """
 
@@ -45,7 +45,7 @@ class HttpProcess:
     def route_problems(self) -> tuple[str, ...]:
         """Return why a route may ignore a request for candidate sets; empty if none does."""
         module = sys.modules.get(HTTP_SERVER)
-        # A process without a tokenizer manager may have imported the module, and serves nothing.
+        # A process without a tokenizer manager may have imported the module, but it serves nothing.
         if self.server_args is None or module is None:
             return ()
         if getattr(module.app.state, "sglang_topp_guarded", False):
@@ -56,7 +56,7 @@ class HttpProcess:
         """Check a request for candidate sets against the served model.
 
         Args:
-            get: returns a field of the request before SGLang normalized it, or None.
+            get: returns the value that a request field had before SGLang normalized the request, or None.
 
         Raises:
             InvalidInputError: names the field, what was got, and what is expected.
@@ -69,17 +69,17 @@ class HttpProcess:
 def note_server_args(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: keep the server's arguments."""
+    """AFTER hook on `TokenizerManager.__init__`: store the server's arguments."""
     process.server_args = server_args
 
 
 def note_model(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: keep the model's limits."""
+    """AFTER hook on `TokenizerManager.__init__`: store the model's limits."""
     process.model = ModelLimits.of(self, server_args)
 
 
 def mark_guarded(app: Any) -> None:
-    """Note that every route of an application refuses requests for sets that it would ignore."""
+    """Mark an application whose routes all refuse the requests for sets that they cannot answer."""
     app.state.sglang_topp_guarded = True

@@ -1,4 +1,4 @@
-"""Add `return_prompt_token_ids`, the token ids of a prompt, to SGLang 0.5.12, which lacks the field."""
+"""Return the token ids of prompts on SGLang 0.5.12, which lacks the field `return_prompt_token_ids`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Check the fields of a request in the HTTP process, and pass them to the scheduler.
+"""Check the patch set's request fields in the HTTP process, and pass them to the scheduler.
 
-They reach the scheduler inside `sampling_params.custom_params`, which SGLang already carries. A caller
-whose library passes only sampling parameters on may write the fields there itself.
+The fields travel to the scheduler in `sampling_params.custom_params`, which SGLang already transmits. A
+caller may also write them there, if its library passes on only sampling parameters.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ __all__ = [
 def extend_request_class(cls: type[Any]) -> None:
     """Add the fields to the dataclass `cls` (`GenerateReqInput`), in place.
 
-    `dataclasses.dataclass` replaced each `field(...)` by its default. They are put back first, so that
-    keyword-only fields and default factories survive the second pass. Those of a base class stay there.
+    When SGLang created the class, `dataclasses.dataclass` replaced each `field(...)` by its default. This
+    function restores the `field(...)` objects before it applies the decorator again. So keyword-only fields
+    and default factories are kept. Fields of a base class stay there.
     """
     for name, field in cls.__dataclass_fields__.items():
         if name in cls.__annotations__:
             setattr(cls, name, field)
-    # `Any`: pydantic would silently coerce some bad input, which `check_body` refuses with a sentence.
+    # `Any`: pydantic would silently coerce some bad input, which `check_body` refuses with a message.
     cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
     for name in (*FIELDS, RESUMED):
         setattr(cls, name, False if name in (BASE64, NUCLEUS) else None)
@@ -71,9 +72,9 @@ def extend_request_class(cls: type[Any]) -> None:
 
 
 def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None:
-    """AFTER hook on `generate_contract_error`: return the sentence for HTTP 400, or None.
+    """AFTER hook on `generate_contract_error`: return the message for HTTP 400, or None.
 
-    Later errors of a streaming request arrive inside a 200, so this check runs first.
+    Once a stream has begun, an error arrives inside a 200. So this check runs before the stream.
     """
     if error is not None or not isinstance(body, Mapping):
         return error
@@ -93,7 +94,7 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
     get = vars(self).get
     names = (*FIELDS, RESUMED, "input_ids", "sampling_params", "return_logprob")
     raw = {name: get(name) for name in (*names, "top_logprobs_num", "token_ids_logprob")}
-    # Checked before SGLang repeats the prompts `n` times.
+    # Check the request before SGLang repeats the prompts `n` times.
     if _asks(raw.get):
         process.check_request(get)
     original(self)
@@ -121,7 +122,7 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: keep the fields of one request of a batch."""
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy the fields to one request of a batch."""
     for name in (*FIELDS, RESUMED):
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)
@@ -135,10 +136,10 @@ class _RequestedSets:
     """The sets that a request asks for, one entry per prompt.
 
     Attributes:
-        thresholds: the threshold; None or 0 is off.
-        sampler: whether the sets are what the sampler could draw.
-        base64: whether the sets come as packed arrays.
-        nucleus: whether they come in slime's fields. The threshold is then `top_p`.
+        thresholds: the threshold p of the sets; None or 0 asks for no such sets.
+        sampler: whether the sets hold what the sampler could draw.
+        base64: whether the sets are returned as packed arrays.
+        nucleus: whether the sets are returned in slime's fields. The threshold is then `top_p`.
     """
 
     thresholds: Sequence[float | None]
@@ -157,13 +158,13 @@ class _RequestedSets:
 
     @property
     def field(self) -> str:
-        """The field that error messages name."""
+        """The field that asks for the sets. Error messages name it."""
         if any(self.nucleus):
             return NUCLEUS
         return THRESHOLD if any(self.thresholds) else SOURCE
 
     def fields(self) -> dict[str, list[Any]]:
-        """Return the request's own fields, one value per prompt."""
+        """Return the values of the request's own fields, by name, with one value per prompt."""
         sources = [SAMPLER if drawn else None for drawn in self.sampler]
         return {
             THRESHOLD: list(self.thresholds),
@@ -173,10 +174,10 @@ class _RequestedSets:
         }
 
     def to_scheduler(self, i: int, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a prompt's sampling parameters with the fields, and with what one candidate costs.
+        """Return a prompt's sampling parameters, with its fields and the cost of a candidate added.
 
-        The cost is for the budget. It also shows the scheduler that the request passed these checks
-        (`scheduler.refuse_unchecked_requests`).
+        The scheduler's budget uses the cost. The cost also shows the scheduler that the request passed these
+        checks (`scheduler.refuse_unchecked_requests`).
         """
         custom = sampling_params.get("custom_params") or {}
         asked: dict[str, Any] = {NUCLEUS: True} if self.nucleus[i] else {}
@@ -186,11 +187,11 @@ class _RequestedSets:
 
     @classmethod
     def of(cls, process: HttpProcess, field: Callable[[str], Any], num_prompts: int) -> _RequestedSets:
-        """Check the fields of one request.
+        """Read and check the fields of one request.
 
         Args:
             process: the HTTP process.
-            field: returns a field of the request before SGLang normalized it, or None.
+            field: returns the value that a request field had before SGLang normalized the request, or None.
             num_prompts: the number of prompts.
 
         Raises:
@@ -275,7 +276,7 @@ class _RequestedSets:
 
 
 def _asks(field: Callable[[str], Any]) -> bool:
-    """Return whether the request asks for candidate sets anywhere, with valid values or not."""
+    """Return whether the request asks for candidate sets in any place, even with invalid values."""
     given = field("sampling_params")
     params = given if isinstance(given, list) else [given]
     customs = [item.get("custom_params") for item in params if isinstance(item, Mapping)]

@@ -16,18 +16,19 @@ __all__ = ["ResponseAccumulator"]
 
 
 class ResponseAccumulator:
-    """The sets that were received for one sample and may still be sent.
+    """The sets that the HTTP process received for one sample and may still send to the client.
 
     Attributes:
         num_tokens: the number of visible tokens.
-        first_token_id: the first of them; None before.
-        generated: the set of each token; None if it has none, or if the set was sent for the last time.
-        prompt: the set of each scored prompt position; None at the first.
-        weight_spans: the weights that each token, and the prompt's positions, came from.
-        problem: why a token has no set; empty while all have one.
-        refusal: the scheduler's entry that refuses more sets; the request has to end.
-        lacks_first: the first token is visible, and its set is still on the server that drew it.
-        is_aborted: the sample was aborted because a position has no set.
+        first_token_id: the first visible token; None until there is one.
+        generated: the set of each visible token; None if the set is missing or was sent for the last time.
+        prompt: the set of each scored prompt position; None for the first position.
+        weight_spans: the weight versions behind the tokens and the prompt's positions.
+        problem: why a token has no set; empty while all tokens have one.
+        refusal: the entry with which the scheduler refused the request; None if it did not. A refused request
+            ends as an error.
+        lacks_first: whether the first token is visible while its set is still on the prefill server.
+        is_aborted: whether the HTTP process aborted the sample because a position has no set.
     """
 
     def __init__(self, cost: int) -> None:
@@ -84,7 +85,7 @@ class ResponseAccumulator:
         self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
 
     def add_first_token(self, first: FirstToken) -> None:
-        """Add the sets of the first token and of the prompt, which the prefill server made."""
+        """Add the sets of the first token and of the prompt, which came from the prefill server."""
         self.lacks_first = False
         if first.entry.is_refusal:
             self.refusal = first.entry
@@ -101,7 +102,7 @@ class ResponseAccumulator:
         """Return the first token's entry and the prompt's sets, for the decode server that continues.
 
         Args:
-            problem: why some token or prompt position has no set, or nothing.
+            problem: why a token or prompt position has no set, or an empty string.
         """
         if self.refusal is not None:
             return self.refusal, ()
@@ -111,8 +112,10 @@ class ResponseAccumulator:
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Count the sets that are held for the HTTP call. `abort` stops the sample in the scheduler if the
-        call ends."""
+        """Count the sets in the account of the HTTP call.
+
+        If the call is ended early, the sets are freed, and `abort` stops the sample in the scheduler.
+        """
         if call is not None and self._call is None:
             self._call, self._account = call, call.open_account(in_flight)
             call.at_end(self._free)
@@ -122,7 +125,7 @@ class ResponseAccumulator:
             self._count(candidates, positions)
 
     def check_call(self) -> None:
-        """Raise CallEndedError if the call was ended: its sets are gone."""
+        """Raise CallEndedError if the call was ended early, because its sets were freed then."""
         if self._call is not None and self._call.problem:
             raise CallEndedError(f"candidate sets: {self._call.problem}")
 
@@ -152,15 +155,15 @@ class ResponseAccumulator:
 
     @property
     def status(self) -> int:
-        """The HTTP status of the error that a problem becomes."""
+        """The HTTP status of the error that ends a failed sample."""
         return self.refusal.status if self.refusal else HTTPStatus.INTERNAL_SERVER_ERROR
 
     def check(self, num_prompt: int | None) -> str:
-        """Return why some visible token has no set, or nothing.
+        """Return why a visible token or a prompt position has no set, or an empty string.
 
         Args:
-            num_prompt: the number of prompt positions that need a set too; None if the server that scored
-                them has checked that.
+            num_prompt: the number of prompt positions that need a set too. None skips this comparison, which
+                is made where the prompt is scored.
         """
         if self.refusal is not None:
             return self.refusal.problem

@@ -1,13 +1,14 @@
-"""Continue the answer of an interrupted request: the field `resumed_tokens`.
+"""Continue an interrupted answer: the request field `resumed_tokens`.
 
-The field is the number of prompt tokens, counted from the end, that belong to the answer. 0 means that none
-do, and that the answer may be resumed later. Stop strings and the text then begin at those tokens, as if
-there had been no interruption. An aborted answer has every token up to the abort:
+The field is the number of tokens at the end of the prompt that belong to the answer. 0 means that none do,
+and that the answer may be resumed later. The text and the search for stop strings begin at the resumed
+tokens, as if there had been no interruption. If a request with the field is aborted, its answer has every
+token up to the abort:
 
-- The token that the last pass drew is checked first. If it ends the answer, the answer is finished. SGLang
-  alone would report it as aborted, and a caller would continue past its end.
-- The answer of a retracted request that waits is sent with all of its tokens. SGLang alone would send only
-  the tokens that it had streamed.
+- The hooks first check the token that the last pass drew. If it ends the answer, the answer is finished.
+  SGLang alone would report it as aborted, and a caller would continue past its end.
+- If a retracted request is aborted while it waits, its answer has all of its tokens. SGLang alone would send
+  only the tokens that it had streamed.
 
 The field reaches the scheduler inside `sampling_params.custom_params`, and is repeated in `meta_info`.
 """
@@ -41,7 +42,7 @@ def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts:
 
     Args:
         process: the HTTP process.
-        field: returns a field of the request before SGLang normalized it, or None.
+        field: returns the value that a request field had before SGLang normalized the request, or None.
         num_prompts: the number of prompts.
 
     Raises:
@@ -100,10 +101,10 @@ def spread(process: HttpProcess, self: Any, field: Callable[[str], Any]) -> None
     Args:
         process: the HTTP process.
         self: the `GenerateReqInput`.
-        field: returns a field as it was before SGLang normalized the request.
+        field: returns the value that a request field had before SGLang normalized the request, or None.
 
     Raises:
-        InvalidInputError: as `check_fields`.
+        InvalidInputError: for the same reasons as `check_fields`.
     """
     if field(RESUMED) is None:
         return
@@ -141,7 +142,7 @@ def note_in_meta_info(
 
 
 def _num_resumed(req: Any) -> int | None:
-    """Return `resumed_tokens` of a scheduler's request; None without it.
+    """Return `resumed_tokens` of SGLang's `Req`; None if the request has no such field.
 
     A value that bypassed the checks is capped at the prompt's length.
     """
@@ -164,7 +165,7 @@ def finish_or_abort(original: Callable[..., None], self: Any, *args: Any, **kwar
 
 
 def _is_requested(reason: Any) -> bool:
-    """Return whether a caller requested the abort. A refusal has a status."""
+    """Return whether a caller requested the abort. An abort that refuses a request has a status."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return isinstance(reason, FINISH_ABORT) and reason.status_code is None
@@ -205,7 +206,7 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
     params = self.sampling_params
     if (not params.stop_strs and not params.stop_regex_strs) or not (count := _num_resumed(self)):
         return original(self, new_accepted_len)
-    # The number of tokens that SGLang searches if the answer has as many.
+    # SGLang searches this many tokens at the end of an answer that has so many.
     num_tokens = max(params.stop_str_max_len, params.stop_regex_max_len) + 1 + max(new_accepted_len - 1, 0)
     missing = min(num_tokens - len(self.output_ids), count)
     if missing <= 0:
@@ -237,7 +238,8 @@ def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
 def begin_text(original: Callable[[Any], tuple[Any, int]], self: Any) -> tuple[Any, int]:
     """AROUND hook on `Req.init_incremental_detokenize`: begin the text at the resumed tokens.
 
-    The interruption may have split a character between two tokens.
+    The new tokens are decoded together with the resumed tokens, because the interruption may have split a
+    character between two tokens.
     """
     is_first = self.surr_offset is None or self.read_offset is None
     decode_ids, offset = original(self)

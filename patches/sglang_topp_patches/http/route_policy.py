@@ -1,8 +1,8 @@
-"""List the routes of SGLang's HTTP server that serve candidate sets, and refuse requests on the others.
+"""List SGLang's HTTP routes that serve candidate sets, and refuse requests for sets on all other routes.
 
-SGLang ignores fields that it does not know. `Guard` runs before the routes. A route that cannot answer with
-candidate sets refuses a body that asks for them, instead of answering without them. The guard also keeps the
-budget account of each served call until its answer has been sent.
+SGLang ignores fields that it does not know, so most routes would answer without the sets. `Guard` runs before
+the routes, and refuses a request for sets on a route that cannot return them. It also keeps each served
+call's budget account open until the answer has been sent.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ NO_PROMPT = frozenset(
         *("/hicache/storage-backend", "/hicache/storage-backend/clear", "/get_hicache_l3_cache_layout"),
         *("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/pd_role_switch"),
         *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
-        # Gone since 0.5.19.
+        # Routes that 0.5.19 removed.
         *("/weight_version", "/get_weight_version", "/get_load", "/clear_hicache_storage_backend"),
         *("/start_profile", "/stop_profile", "/set_trace_level", "/start_expert_distribution_record"),
         *("/stop_expert_distribution_record", "/dump_expert_distribution_record"),
@@ -106,11 +106,12 @@ NO_PROMPT = frozenset(
 
 _ASKING = (*FIELDS, RESUMED)
 _TOO_DEEP = "a body nested too deep to be read"
-# A reader that does not take a piece within this time is disconnected.
+# `Guard` disconnects a client that does not take a piece of this size within this time.
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
 _TRANSPORT = "sglang_topp_transport"
-# An attribute of the application's state. SGLang's HTTP workers make the application before `HttpProcess`.
+# The attribute of the application's state that holds the `HttpProcess`. `Guard` cannot get it as an argument,
+# because SGLang's HTTP workers make the application first.
 _PROCESS = "sglang_topp_process"
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
@@ -121,13 +122,14 @@ path_without_sets: ContextVar[str] = ContextVar("sglang_topp_path_without_sets",
 
 
 class Call:
-    """One call of a served route, until its answer has been sent.
+    """One HTTP call of a route that serves sets, until its answer has been sent.
 
     Attributes:
         path: the route.
         account: counts the candidates of all samples; None before a sample has sets.
         problem: why the call was ended early; empty if it was not.
-        fields: our fields at the top level of an OpenAI body, until `openai` takes them; else None.
+        fields: our fields at the top level of an OpenAI body, until the hooks in `openai` take them; None
+            after that and on other routes.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
@@ -175,7 +177,7 @@ class Guard:
             return await self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == _GENERATE:
-            # `request_fields` checks the parsed body, so it is not parsed twice.
+            # `request_fields` checks the body after SGLang has parsed it, so it is not parsed twice.
             return await self._serve(Call(path), scope, receive, send)
         if path in NO_PROMPT:
             return await self._app(scope, receive, send)
@@ -218,7 +220,7 @@ def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: 
 
 
 def guard(app: Any) -> None:
-    """Install `Guard` before the routes of SGLang's application, before it starts to serve."""
+    """Install `Guard` in front of the routes of SGLang's application, which must not serve yet."""
     if not any(middleware.cls is Guard for middleware in app.user_middleware):
         app.user_middleware.append(Middleware(Guard))
         build = app.build_middleware_stack
@@ -229,7 +231,7 @@ def guard(app: Any) -> None:
 def _note_transport(app: ASGIApp) -> ASGIApp:
     """Store each connection's transport in its scope.
 
-    uvicorn's `send` has the transport, and the other middleware wraps that `send`.
+    Only uvicorn's own `send` has the transport. `Guard` gets a `send` that other middleware has wrapped.
     """
 
     async def noting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -240,7 +242,7 @@ def _note_transport(app: ASGIApp) -> ASGIApp:
 
 
 def guard_served_app(process: HttpProcess, result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: install `Guard`, in a process that has the application."""
+    """AFTER hook on `TokenizerManager.__init__`: install `Guard` if this process has the application."""
     module = sys.modules.get(HTTP_SERVER)
     if module is None:
         return
@@ -280,7 +282,7 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def misplaced(body: Any) -> str | None:
-    """Return the problem of a field that the current route ignores at its place, or None without a problem.
+    """Return an error message if the body has a field where the current route ignores it, or None.
 
     For SGLang's Vertex route, `body` is the request that the route builds from its own body.
     """
@@ -297,8 +299,8 @@ def misplaced(body: Any) -> str | None:
 
 
 def _asked_at(body: bytes) -> list[str]:
-    """Return the dotted places in a body that ask for sets or resume an answer."""
-    # A field's name may be escaped.
+    """Return the dotted paths of a body's fields that ask for sets or resume an answer."""
+    # JSON may escape the name of a field.
     if b"\\u" not in body and not any(field.encode() in body for field in _ASKING):
         return []
     try:
@@ -330,7 +332,7 @@ def _top_level(body: bytes) -> dict[str, Any]:
 
 
 def _openai_problem(asked: list[str]) -> str:
-    """Return why an OpenAI call cannot be answered with sets, or nothing."""
+    """Return why an OpenAI call cannot be answered with sets, or an empty string."""
     if problems := _server_problems():
         return f"candidate sets are not served here: {'; '.join(problems)}"
     if all(place.endswith(BASE64) for place in asked):
@@ -384,7 +386,7 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
                 await send({"type": "http.response.body", "body": body, "more_body": more_body})
         except TimeoutError:
             if transport is not None:
-                transport.abort()  # `close` would wait until the reader has taken what is buffered
+                transport.abort()  # `close` would wait until the reader has taken all buffered data
             account.end(f"the reader took nothing for {_PIECE_TIMEOUT_S:g} s")
             raise ConnectionError(call.problem) from None
 

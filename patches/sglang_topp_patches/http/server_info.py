@@ -19,9 +19,9 @@ __all__ = ["add_status", "note_scheduler_states", "report_state"]
 async def note_scheduler_states(
     process: HttpProcess, original: Callable[[Any], Awaitable[list[Any]]], self: Any
 ) -> list[Any]:
-    """AROUND hook on `TokenizerManager.get_internal_state`: keep the states of the schedulers.
+    """AROUND hook on `TokenizerManager.get_internal_state`: store the status of each scheduler.
 
-    SGLang awaits it for `GET /server_info`.
+    SGLang awaits the hooked function for `GET /server_info`.
     """
     states = await original(self)
     process.scheduler_states = [state.get(KEY) for state in states]
@@ -33,7 +33,7 @@ def add_status(
 ) -> dict[str, Any]:
     """AFTER hook on `build_server_info`: add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
 
-    The sidecar checks requests against the limits and the model's sizes in it.
+    The sidecar checks requests against the limits and the model's sizes in this status.
     """
     report = status().to_dict()
     problems = [*refused_configurations.server_problems(server_args), *process.route_problems()]
@@ -57,7 +57,7 @@ def add_status(
 
 
 def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int]:
-    """Return how often rows did not fit their staging area, summed over the schedulers."""
+    """Return the `StagingCounts` of all schedulers, summed."""
     there = [state["staging"] for state in scheduler_states if state and "staging" in state]
     return {name: sum(each[name] for each in there) for name in StagingCounts().to_dict()}
 

@@ -1,13 +1,14 @@
-"""Answer the fields of slime's trainer: the nucleus of each token, and log-probs renormalized over it.
+"""Support slime's request field: return each token's nucleus, and log-probs renormalized over the nucleus.
 
-slime sets `return_top_p_token_ids` in `sampling_params.custom_params` if its `--rollout-top-p` is not 1. It
-reads two arrays of `meta_info`, base64 of little-endian int32::
+slime is an RL trainer. It sets `return_top_p_token_ids` in `sampling_params.custom_params` if its
+`--rollout-top-p` is not 1. It then reads two arrays from `meta_info`, in base64 of little-endian int32::
 
     top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
     top_p_token_offsets   start index of each position, then the end of the last one: T + 1 entries
 
-Each log-prob of `output_token_logprobs` is then renormalized over that set. slime ships a patch of SGLang's
-sampler for this (`sglang-top_p.patch`). Here the fields are another form of our sets at p = `top_p`.
+Each log-prob in `output_token_logprobs` is renormalized over the set of its position. slime ships a patch of
+SGLang's sampler for this (`sglang-top_p.patch`). This module needs no such patch: it encodes our sets, with
+`top_p` as the threshold.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
 
 __all__ = ["check_request", "nucleus_threshold", "write_nuclei"]
 
-# SGLang reports these over the whole vocabulary, beside log-probs that are renormalized.
+# SGLang reports these log-probs over the whole vocabulary, so they do not match the renormalized ones.
 _OTHER_LOGPROBS = ("top_logprobs_num", "token_ids_logprob")
 
 
@@ -31,11 +32,12 @@ def nucleus_threshold(sampling_params: Any) -> float:
     """Return the threshold of a prompt's sets: its `top_p`.
 
     Args:
-        sampling_params: the prompt's, as the caller sent them. The scheduler checks the final ones
-            (`scheduler.refuse_unchecked_requests`), because a server may have defaults of its own.
+        sampling_params: the prompt's sampling parameters, as the caller sent them. The scheduler checks the
+            final parameters (`scheduler.refuse_unchecked_requests`), because a server may have defaults of
+            its own.
 
     Raises:
-        InvalidInputError: the sampler draws from something else than the nucleus of `top_p`.
+        InvalidInputError: `top_p` is invalid, or the sampler does not draw from the nucleus of `top_p` alone.
     """
     params = sampling_params if isinstance(sampling_params, Mapping) else {}
     top_p = 1.0 if params.get("top_p") is None else params["top_p"]
@@ -51,10 +53,10 @@ def check_request(field: Callable[[str], Any]) -> None:
     """Refuse a request that also asks for log-probs which would not be renormalized.
 
     Args:
-        field: returns a field of the request before SGLang normalized it, or None.
+        field: returns the value that a request field had before SGLang normalized the request, or None.
 
     Raises:
-        InvalidInputError: names the field.
+        InvalidInputError: the request has such a field, which the message names.
     """
     for name in _OTHER_LOGPROBS:
         value = field(name)
@@ -69,7 +71,7 @@ def write_nuclei(meta_info: dict[str, Any], positions: Positions) -> None:
     """Write the two arrays, and renormalize the log-probs of the generated tokens.
 
     Args:
-        meta_info: of one chunk, or of the answer. Its `output_token_logprobs` is replaced.
+        meta_info: the `meta_info` of a chunk or of the answer. Its `output_token_logprobs` is replaced.
         positions: the sets of the same tokens. Each row has its highest log-prob first.
 
     Raises:

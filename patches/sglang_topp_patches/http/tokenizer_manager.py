@@ -2,11 +2,11 @@
 
 1. `receive_entries` removes the entries from the scheduler's message before `_handle_batch_output` reads it.
 2. `write_meta_info` adds a request's entries to its accumulator, and records which positions the next chunk
-   contains. `_handle_batch_output` calls it. SGLang also calls it for a request that is aborted in the queue.
+   contains. It runs within `_handle_batch_output`, and for a request that is aborted in the queue.
 3. `write_sets` writes the sets of those positions into the chunk when it is sent.
 
 A request that asked for sets and lacks one for a visible token ends as an error (finish reason `abort`,
-status 500). A missing set never passes for a request without sets.
+status 500). So an answer with a missing set never looks like an answer to a request without sets.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
     if entries is not nothing or prompt_rows is not nothing:
         recv_obj.customized_info = info or None
     ours = zip(getattr(recv_obj, "output_ids", nothing), entries, prompt_rows, strict=True)
-    # One event loop handles one message at a time.
+    # The next message may overwrite this: the event loop handles one message at a time.
     setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
 
 
@@ -100,7 +100,7 @@ def write_meta_info(
         return
     stream = getattr(state.obj, "stream", False) and not at_end
     is_shown = stream or finished
-    # An incremental chunk holds the positions since the last one; everything else is cumulative.
+    # An incremental chunk holds the positions since the previous chunk. All other output is cumulative.
     start = state.last_output_offset if stream and internals().streams_increments(self) else 0
     if base64 and top_logprobs_num and is_shown and not at_end:
         _write_top_k(meta_info, state, start)
@@ -114,9 +114,9 @@ def write_meta_info(
         self.abort_request(state.obj.rid)
     if not is_shown:
         return
-    # The source "sampler" gives the prompt no sets, because prompt tokens were not sampled. The scored
-    # positions are counted by SGLang's log-probs. Those of generated tokens are not: with `max_new_tokens` 0
-    # SGLang may report one.
+    # The source "sampler" gives the prompt no sets, because prompt tokens were not sampled. The number of
+    # SGLang's log-probs is the number of scored prompt positions. Generated tokens cannot be counted this
+    # way: with `max_new_tokens` 0, SGLang may report a log-prob without a token.
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
@@ -127,7 +127,7 @@ def write_meta_info(
         if finished:
             _fail(meta_info, f"{field}: {problem}", accumulator)
         else:
-            meta_info[KEY] = None  # not to be shown
+            meta_info[KEY] = None  # `write_sets` drops this chunk
         return
     meta_info[KEY] = [start, accumulator.num_tokens]
 
@@ -143,7 +143,8 @@ def write_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
 
-    A reader that is slower than the engine gets only some of the chunks. The others cost nothing.
+    A client that reads more slowly than the engine generates gets only some of the chunks. No sets are
+    written for the other chunks.
     """
     chunks = original(self, obj=obj, state=state, request=request)
     if not asking_field(vars(obj).get):
@@ -154,9 +155,9 @@ def write_sets(
 def answer_with_status(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, *, obj: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: give errors their status.
+    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: answer errors with their status.
 
-    SGLang gives only some errors their status there.
+    Before 0.5.23, SGLang answers only some errors with their own HTTP status.
     """
     return _with_status(chunks, obj) if asking_field(vars(obj).get) else chunks
 
@@ -168,8 +169,10 @@ def write_sets_of(
     obj: Any,
     request: Any = None,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AROUND hook on `TokenizerManager._wait_one_response` before 0.5.19: `write_sets` and
-    `answer_with_status`."""
+    """AROUND hook on `TokenizerManager._wait_one_response` before 0.5.19: write sets and error statuses.
+
+    It does the work of both `write_sets` and `answer_with_status`.
+    """
     chunks = original(self, obj, request)
     if not asking_field(vars(obj).get):
         return chunks
@@ -237,7 +240,8 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, accumulator: Respons
     at_end = getattr(obj, AT_END, False)
     is_incremental = getattr(obj, "stream", False) and internals().streams_increments(self) and not at_end
     if not is_incremental:
-        # Copies, as long as the chunk's tokens: SGLang extends its own lists while a caller holds them.
+        # Copy the lists up to the chunk's last token, because SGLang extends its own lists while a caller
+        # holds them.
         if "output_ids" in out:
             out["output_ids"] = out["output_ids"][:stop]
         for name in _PER_TOKEN:
@@ -291,7 +295,7 @@ def merge_chunks(
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(formats.merge_stream_chunks(parts))
-        # If sets are written at the end, only the last chunk has them.
+        # If sets are written only at the end (`AT_END`), only the last chunk has the key.
         if any(KEY in part for part in parts[:-1]):
             if all(part.get(KEY) for part in parts):
                 result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
@@ -301,11 +305,11 @@ def merge_chunks(
 
 
 def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
-    """AROUND hook on `TokenizerManager._handle_abort_req`: correct the last chunk of a waiting request.
+    """AROUND hook on `TokenizerManager._handle_abort_req`: correct the last chunk of an aborted request.
 
-    A request that waits again after a pause may have been streamed in part. Before 0.5.20, or if chunks are
-    incremental, SGLang's last chunk then has all of the text and the log-probs, and only the last token. With
-    this hook, the chunk has all tokens, or nothing if chunks are incremental.
+    A request that is aborted while it waits after a pause may have been streamed in part. Before 0.5.20, or
+    if chunks are incremental, SGLang's last chunk then has all of the text and the log-probs, but only the
+    last token. With this hook, the chunk has all tokens, or nothing if chunks are incremental.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
@@ -335,7 +339,7 @@ def _list_form(self: Any, side: formats.Side, positions: Positions, with_text: b
 
 
 def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
-    """Replace SGLang's fixed-k lists by arrays. Its own flat form stays."""
+    """Replace SGLang's lists of top-k log-probs by packed arrays. SGLang's own flat form is kept."""
     sides: tuple[tuple[formats.Side, int], ...] = (("input", 0), ("output", start))
     for side, first in sides:
         if meta_info.pop(f"{side}_top_logprobs", None) is not None:
@@ -348,8 +352,8 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
 def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumulator) -> None:
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
-        # The request was aborted for another reason, which comes first.
-        if reason.get("status_code") is None:  # it may show tokens
+        # The request was aborted for another reason, which takes precedence.
+        if reason.get("status_code") is None:  # such an answer may show tokens
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}
         return

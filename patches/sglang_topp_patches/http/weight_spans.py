@@ -1,8 +1,9 @@
 """Record which weights generated each token, and correct SGLang's `weight_versions`.
 
-At a push, SGLang attributes the tokens that it has counted to the old weights. With overlap scheduling the
-old weights may have generated one more token, which is not counted yet. SGLang attributes it to the new
-weights. So every pass that makes sets records its version, and these spans replace SGLang's in the answer.
+When weights are pushed, SGLang attributes the tokens that it has counted to the old weights. With overlap
+scheduling, the old weights may have generated one more token that is not counted yet. SGLang attributes this
+token to the new weights. So every pass that makes sets records its weight version, and these spans replace
+SGLang's in the answer.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ __all__ = ["WeightSpans"]
 
 
 class WeightSpans:
-    """The versions of one sample's tokens, from the first one on.
+    """The versions of the weights that generated one sample's tokens, from the first token on.
 
     Attributes:
-        prompt: the version of the prompt's positions. They are scored with one version or not at all, and the
-            pass that scored the last one drew the first token.
+        prompt: the weight version that scored the prompt's positions. One version scores all of them, or the
+            request fails. The pass that scored the last position drew the first token.
     """
 
     def __init__(self) -> None:
         self.prompt = ""
-        self._spans: list[tuple[str, int]] = []  # a version, and where its tokens end
+        self._spans: list[tuple[str, int]] = []  # a version, and the index after its last token
 
     def add(self, version: str) -> None:
         """Append the version of the next token."""
@@ -42,9 +43,9 @@ class WeightSpans:
     def meta_info(self, num_tokens: int) -> dict[str, Any]:
         """Return SGLang's two fields for the first `num_tokens` tokens.
 
-        `weight_version` is the last token's. `weight_versions` holds
-        `{"version": name, "start": first token, "end": the one after the last}` in order. Without a token
-        both are the prompt's, and its one span ends at 0.
+        `weight_version` is the version of the last token. `weight_versions` lists the spans in order, as
+        `{"version": name, "start": first index, "end": index after the last}`. Without a token, both fields
+        give the prompt's version, and the one span ends at 0.
         """
         spans: list[dict[str, Any]] = []
         if not num_tokens:

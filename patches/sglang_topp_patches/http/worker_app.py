@@ -2,7 +2,7 @@
 
 With `--tokenizer-worker-num` above 1, SGLang spawns workers that load no plugins. They import their
 application by name (`SGLANG_HTTP_SERVER_APP_PATH`). `plugin.register`, which runs in the launcher, makes
-them import this module instead. It loads the plugins and returns the configured application.
+them import this module instead, which loads the plugins and returns the configured application.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Memory bounds of the patched processes."""
+"""Limit the memory that candidate sets take in SGLang's processes."""

@@ -31,31 +31,33 @@ __all__ = [
 ]
 
 LIST_FORM_COST = 16
-"""How many candidates one candidate in JSON lists counts as: Python objects and text take that much more
-memory."""
+"""The cost of a candidate in JSON lists, in candidates. Python objects and text take that much more memory
+than packed arrays."""
 
 _PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
 _IN_FLIGHT = "SGLANG_TOPP_MAX_CANDIDATES_IN_FLIGHT"
 _STAGED = "SGLANG_TOPP_STAGED_CANDIDATES_PER_ROW"
 _DEFAULT_PER_SAMPLE = 1 << 25
 _DEFAULT_STAGED = 256
-# Raw, joined, in base64, and as the body of an answer, a candidate takes some 40 bytes at the worst moment.
-# So all requests in flight take at most a sixth of the memory.
+# At the peak, a candidate exists raw, joined, in base64, and in an answer's body, and takes about 40 bytes.
+# With one candidate for every 256 bytes, all requests in flight take at most a sixth of the memory.
 _BYTES_PER_CANDIDATE = 256
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits in candidates. A candidate is one token at one position: 8 bytes, or `LIST_FORM_COST` times
-    that.
+    """The limits of one process, in candidates.
+
+    A candidate is one token at one position. It takes 8 bytes, or `LIST_FORM_COST` times that in JSON lists.
 
     Attributes:
-        max_candidates_per_sample: of one sample and its prompt. The default is 2^25, which is 358 MB of
-            base64.
-        max_candidates_in_flight: of all samples in flight in one process. The default is one for every 256
-            bytes of memory of the machine or container.
-        staged_candidates_per_row: the size of a GPU's staging area for the sets of a pass, per row. It limits
-            nothing: rows that do not fit are taken again, which waits for the device (`scheduler.staging`).
+        max_candidates_per_sample: the limit for one sample and its prompt. The default is 2^25, which is 358
+            MB of base64.
+        max_candidates_in_flight: the limit for all samples in flight. The default is one candidate for every
+            256 bytes of memory of the machine or container.
+        staged_candidates_per_row: the capacity of a GPU's staging area for the sets of a pass, per row. No
+            request is refused because of it: rows that do not fit are taken again, which waits for the device
+            (`scheduler.staging`).
     """
 
     max_candidates_per_sample: int
@@ -83,7 +85,7 @@ class Budget:
 
 @cache
 def budget() -> Budget:
-    """Return this process's limits. They are all 0 if the environment's cannot be read."""
+    """Return this process's limits. All limits are 0 if the environment has an invalid limit."""
     try:
         return Budget.of(os.environ, _memory_bytes())
     except InvalidInputError:
@@ -91,7 +93,7 @@ def budget() -> Budget:
 
 
 def budget_problem() -> str:
-    """Return why the environment's limits cannot be read, or an empty string."""
+    """Return why a limit in the environment is invalid, or an empty string."""
     try:
         Budget.of(os.environ, 0)
     except InvalidInputError as error:
@@ -100,10 +102,10 @@ def budget_problem() -> str:
 
 
 class InFlight:
-    """The candidates of all accounts of a process. Beyond the limit, the largest account with an owner ends.
+    """Counts the candidates of all accounts. Beyond the limit, it ends the largest account with an owner.
 
     Args:
-        limit: how many candidates all accounts together may hold.
+        limit: the number of candidates that all accounts together may hold.
         trimmer: returns the memory of large accounts to the OS.
     """
 
@@ -117,8 +119,8 @@ class InFlight:
         """Open an account.
 
         Args:
-            end: ends the account's owner, given the reason. It is called at most once. None for memory that
-                belongs to no owner in particular.
+            end: called at most once, with a reason, to end the request or call that owns the account. None
+                for memory without such an owner.
         """
         account = Account(self, end)
         self._accounts.add(account)
@@ -140,7 +142,7 @@ class InFlight:
 
 
 class Account:
-    """The candidates of one owner. It closes with its last reference at the latest."""
+    """Counts the candidates of one owner. An account closes at the latest when it is garbage-collected."""
 
     def __init__(self, in_flight: InFlight, end: Callable[[str], None] | None) -> None:
         self._in_flight, self._end = in_flight, end
@@ -163,7 +165,7 @@ class Account:
             self._in_flight.end_largest()
 
     def end(self, reason: str) -> None:
-        """Close the account and end its owner, unless it is closed."""
+        """Close the account and end its owner, unless the account is closed already."""
         if not self.is_closed:
             self.close()
             if self._end is not None:
@@ -182,7 +184,7 @@ class Account:
 
 
 def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
-    """Return why one sample may not hold so much, or an empty string."""
+    """Return why one sample may not hold so many candidates, or an empty string."""
     limit = limits.max_candidates_per_sample
     if candidates <= limit:
         return ""
@@ -195,7 +197,12 @@ def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
 
 
 def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
-    """Return why the sets of a prompt are refused: beside all others, or by themselves."""
+    """Return the message that refuses the sets of a prompt.
+
+    Args:
+        limits: the limits of this process.
+        is_busy: whether all requests together exceed their limit, rather than this request its own.
+    """
     limit, name = (
         (limits.max_candidates_in_flight, _IN_FLIGHT)
         if is_busy

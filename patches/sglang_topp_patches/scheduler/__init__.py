@@ -1,1 +1,1 @@
-"""Hook SGLang's scheduler processes, which take candidate sets from log-probs."""
+"""Hooks in SGLang's scheduler processes: they take candidate sets from log-probs."""

@@ -1,9 +1,9 @@
-"""Copy a pass's output to the host and commit it, on SGLang before 0.5.19.
+"""Copy a pass's candidate sets to the host and add them to their requests, on SGLang before 0.5.19.
 
-Later releases do this for auxiliary outputs. Here, the output is an attribute of the pass's result. Its
-copies are issued right before SGLang's own, under the same event. The output is consumed after SGLang appends
-the tokens to their requests, and before SGLang sends them. By then SGLang has resolved overlap, retraction,
-and stops, so a token that did not become visible is not among the commits.
+Later releases do this for every auxiliary output of a pass. Here, the sets are an attribute of the pass's
+result. The hooks copy the sets right before SGLang's own copies, under the same event. They add the sets to
+the requests after SGLang has appended the tokens, and before it sends them. By then SGLang has resolved
+overlap, retraction, and stops, so only visible tokens get a set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Committed:
     """The tokens of one request that became visible in a step.
 
     Attributes:
-        output_index: the place of the first token in the request's output.
+        output_index: the index of the first token in the request's output.
         token_ids: the tokens.
     """
 
@@ -39,14 +39,14 @@ class Committed:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose tokens are being appended."""
+    """A scheduler step whose tokens SGLang is appending to their requests."""
 
     output: Any
     batch: Any
     starts: list[int]
 
     def consume(self) -> None:
-        """Consume the output, now that the tokens are appended."""
+        """Add the sets to their requests, to which SGLang has appended the tokens by now."""
         pairs = zip(self.batch.reqs, self.starts, strict=True)
         self.output.consume(self.batch, [_committed(req, start) for req, start in pairs])
 
@@ -56,15 +56,18 @@ _step: ContextVar[_Step | None] = ContextVar("sglang_topp_step", default=None)
 
 
 def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Issue the copies: BEFORE hook on `GenerationBatchResult.copy_to_cpu`, which records its event after."""
+    """Issue the copies to the host: BEFORE hook on `GenerationBatchResult.copy_to_cpu`.
+
+    SGLang records the event of its own copies afterward, so the event covers these copies too.
+    """
     output = take(self.logits_output)
     if output is not None:
         setattr(self, _HOST, output.copy_to_host(_copy))
-        setattr(self, _KEPT, output)  # until the copies are done: they may run on a stream of their own
+        setattr(self, _KEPT, output)  # until the copies end, which may run on another stream
 
 
 def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> Any:
-    """Note the step: AROUND hook on `process_batch_result_prefill` and `process_batch_result_decode`."""
+    """Record the step: AROUND hook on `process_batch_result_prefill` and `process_batch_result_decode`."""
     step = _step_of(batch, result)
     if step is None:
         return original(self, batch, result)
@@ -79,7 +82,7 @@ def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) ->
 def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> None:
     """Commit a prefill server's first tokens: AROUND hook on `process_batch_result_disagg_prefill`.
 
-    SGLang sends those tokens later, once the KV cache is transferred. Within the step it sends only requests
+    SGLang sends these tokens later, once the KV cache is transferred. Within the step, it sends only requests
     that failed.
     """
     step = _step_of(batch, result)
@@ -92,7 +95,7 @@ def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: An
 
 
 def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Commit the tokens of the step: BEFORE hook on `stream_output`, which sends them."""
+    """Add the step's sets to their requests: BEFORE hook on `stream_output`, which sends the tokens."""
     if (step := _step.get()) is not None:
         _step.set(None)
         step.consume()
@@ -124,5 +127,5 @@ def _committed(req: Any, start: int) -> Committed | None:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy without waiting: torch uses pinned memory."""
+    """Copy a tensor to pinned host memory without waiting for the device."""
     return tensor.to("cpu", non_blocking=True)

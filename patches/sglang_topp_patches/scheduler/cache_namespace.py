@@ -1,16 +1,16 @@
-"""Cache namespaces: a scored prompt shares the prefix cache only with prompts scored by the same weights.
+"""Give scored prompts cache namespaces, so that they never read KV that older weights computed.
 
-A weight push with `flush_cache=false` keeps the prefix cache. A push while requests are in flight needs this
-setting. KV of the old weights then stays in the cache, and requests in flight add more of it. A scored prompt
-(one that asks for sets) must not read such KV. So until the cache is flushed, it gets a cache namespace of
-the current weights, in SGLang's `extra_key`. Prompts that are scored with the same weights still share
-prefixes.
+A scored prompt is one that asks for the sets of its own positions. A weight push with `flush_cache=false`
+keeps the prefix cache. A push while requests are in flight needs this setting. KV of the old weights then
+stays in the cache, and requests in flight add more of it. A scored prompt must not read such KV. So until the
+cache is flushed, each scored prompt gets a namespace of the current weights (SGLang's `extra_key`). Prompts
+that are scored with the same weights still share prefixes.
 
 `weights_of` returns the weights that a request's prefill began with. If a later pass has other weights,
-`prompt_sets` ends the request, because later chunks attend to the KV of earlier ones.
+`prompt_sets` ends the request, because later chunks attend to the KV of earlier chunks.
 
-This module counts pushes and does not compare weight versions. A push may have no version, and the scheduler
-of an older SGLang does not receive it.
+This module counts pushes and does not compare weight versions: a push may have no version, and the scheduler
+of an older SGLang does not receive the version.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Weights:
 
 
 class PrefixCache:
-    """The weights whose KV a scheduler's prefix cache holds.
+    """Tracks the weights that computed the KV in a scheduler's prefix cache.
 
     Attributes:
         pushes: the number of weight pushes.
@@ -68,14 +68,17 @@ class PrefixCache:
 
         A push that fails counts too, because it may have changed some weights.
         """
-        # Wait for an accelerator that still runs the last pass, which uses the old weights.
+        # The accelerator may still run the last pass, which uses the old weights. Wait for it.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.pushes += 1
         self.is_of_one_push = False
 
     def note_flush(self, is_flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        """AFTER hook on `Scheduler.flush_cache`, which does nothing while a request holds KV."""
+        """AFTER hook on `Scheduler.flush_cache`: note that the cache has no KV of older weights.
+
+        SGLang does not flush the cache while a request holds KV.
+        """
         if is_flushed:
             self.is_of_one_push = True
 
@@ -84,11 +87,11 @@ class PrefixCache:
         return Weights(self.pushes, internals().weight_version())
 
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
-        """BEFORE hook on `Req.init_next_round_input`, which looks up a cached prefix if it gets `tree_cache`.
+        """BEFORE hook on `Req.init_next_round_input`: choose the cache namespace of a scored prompt.
 
-        SGLang passes `tree_cache` whenever it tries to admit a waiting or retracted request, and omits it for
-        the next chunk of a prompt. Every rank must choose the same namespace, because their caches mirror
-        each other.
+        SGLang looks up a cached prefix there if it passes `tree_cache`. It passes `tree_cache` whenever it
+        tries to admit a waiting or retracted request, and omits it for the next chunk of a prompt. Every rank
+        must choose the same namespace, because the caches of the ranks mirror each other.
         """
         if tree_cache is None or not scores_prompt(req):
             return
@@ -110,7 +113,7 @@ def scores_prompt(req: Any) -> bool:
 
 
 def outside_kv_problem(scheduler: Any) -> str:
-    """Return why a scored prompt may read KV of other weights despite the count of pushes, or nothing."""
+    """Return why a scored prompt may still read KV of other weights, or an empty string."""
     for name in _OUTSIDE:
         if getattr(scheduler, name, False):
             return f"{name}: KV that is stored outside of the engine may come from other weights"

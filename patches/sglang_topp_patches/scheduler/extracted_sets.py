@@ -15,13 +15,13 @@ __all__ = ["ExtractedSets"]
 
 @dataclass(frozen=True)
 class ExtractedSets:
-    """The sets of some rows, on one device.
+    """The complete sets of some rows, on one device; n is the number of candidates in all sets.
 
     Attributes:
         token_ids: int32 [n].
         logprobs: float32 [n].
-        offsets: int64 [rows + 1].
-        problems: why a row has no set, by row.
+        offsets: int64 [rows + 1], where each row's set begins, then n.
+        problems: the reason why a row has no exact set, by the row's index.
     """
 
     token_ids: torch.Tensor
@@ -31,25 +31,25 @@ class ExtractedSets:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows, with or without a set."""
         return len(self.offsets) - 1
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> ExtractedSets:
-        """Copy every tensor. On a GPU the copies may still be under way."""
+        """Return the sets with every tensor copied. On a GPU, the copies may still be under way."""
         return ExtractedSets(
             copy_tensor(self.token_ids), copy_tensor(self.logprobs), copy_tensor(self.offsets), self.problems
         )
 
     def with_problems(self, problems: Mapping[int, str]) -> ExtractedSets:
-        """Add rows that have no exact set."""
+        """Return the sets with more rows marked as having no exact set."""
         return replace(self, problems={**self.problems, **problems})
 
     def settled(self) -> ExtractedSets:
-        """Return the same sets: they are whole."""
+        """Return this object, because its sets are always complete."""
         return self
 
     def on_host(self) -> ExtractedSets:
-        """Return the same sets. The tensors must be on the host by now."""
+        """Return this object. Its tensors must be on the host by now."""
         return self
 
     def spans(self) -> list[Span]:

@@ -1,7 +1,8 @@
 """Take candidate sets from log-probs on the device.
 
-`extract` applies the threshold rule. `extract_support` takes the tokens that the sampler could draw. On a GPU
-neither waits (`staging`); on a CPU the sets are complete when they return.
+`extract` applies the threshold rule. `extract_support` takes the tokens that the sampler could draw. On a
+GPU, both return without waiting for the device (`staging`). On a CPU, the sets are complete when the
+functions return.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ def extract(
     lowest: float | None = None,
     is_taken: torch.Tensor | None = None,
 ) -> Sets:
-    """Take the sets of the rows whose threshold is not 0. A row that cannot be exact fails alone.
+    """Take the sets of the rows whose threshold is not 0. A row without an exact set fails alone.
 
     Args:
         process: the scheduler process, which counts staged rows.
-        logprobs: float [B, V], natural log-probs. On a GPU they may be read again later: until then, only
-            their dtype's lowest value may be written to them, over -inf.
+        logprobs: float [B, V], natural log-probs. On a GPU, they may be read again until the scheduler
+            consumes the pass. Until then, the only permitted change is to overwrite -inf with the dtype's
+            lowest value.
         thresholds: B thresholds; 0 gives an empty set.
-        sampled_ids: integer [B], members of their sets.
-        lowest: log-probs at or below it stand for probability 0. None is the dtype's lowest value.
-        is_taken: bool [B] on the device of `logprobs`, which rows get a set at all; by default, all do.
+        sampled_ids: integer [B], the sampled tokens. Each is a member of its row's set.
+        lowest: log-probs at or below this value stand for probability 0. None is the dtype's lowest value.
+        is_taken: bool [B] on the device of `logprobs`: whether a row gets a set. None means that all rows do.
     """
     if staging.is_staged(logprobs):
         return staging.by_threshold(process, logprobs, thresholds, sampled_ids, lowest, is_taken)
@@ -74,14 +76,16 @@ def extract_support(
     *,
     lowest: float | None = None,
 ) -> Sets:
-    """Take the sets of `nucleus.support_candidates`. A row that cannot be exact fails alone.
+    """Take the sets of tokens that the sampler could draw. A row without an exact set fails alone.
+
+    `nucleus.support_candidates` defines the sets.
 
     Args:
         process: as for `extract`.
         logprobs: float [B, V], as for `extract`.
-        rows: int64 [R], the rows of the weights, rising.
-        is_drawn: bool [R, W], which weights are above 0.
-        token_ids: int32 [R, W], the tokens of the weights, highest weight first. None where W is V.
+        rows: int64 [R], ascending: the rows of `logprobs` that the sampler's weights belong to.
+        is_drawn: bool [R, W], whether each weight is above 0.
+        token_ids: int32 [R, W], the tokens of the weights, highest weight first. None if W is V.
         sampled_ids: integer [B].
         lowest: as for `extract`.
     """
@@ -89,7 +93,7 @@ def extract_support(
         return staging.by_weights(process, logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)
     logprobs, sampled_ids = _with_zeros(logprobs[rows], lowest), sampled_ids[rows]
     if token_ids is not None:
-        # The weights above 0 stand first, so the rest of the vocabulary need not be read again.
+        # The weights above 0 come first, so the rest of the vocabulary need not be read again.
         width = max(1, int(is_drawn.sum(1).amax()))
         is_drawn, token_ids = is_drawn[:, :width], token_ids[:, :width]
     problems: dict[int, str] = {}

@@ -1,10 +1,12 @@
-"""Take the sets of the generated tokens, in the scheduler processes.
+"""Take the candidate sets of generated tokens, in the scheduler processes.
 
-`ModelRunner.sample` runs around the function that has both the log-probs that SGLang reports and the sampled
-tokens. The sets travel to the host with SGLang's results. `consume` adds them to their requests once the
-tokens are committed, when SGLang has resolved overlap, retraction, and stops.
-
+The hook `sample` runs around `ModelRunner.sample`, and attaches the sets to the pass. Within that call,
+SGLang computes the log-probs that it reports. The hook `compute_logprobs` (before 0.5.16, `attach_logprobs`)
+runs around that computation, which has both the log-probs and the sampled tokens, and takes the sets.
 Meanwhile, `sampler_support` captures the tokens that the sampler could draw.
+
+The sets travel to the host with SGLang's results. `GeneratedSets.consume` adds them to their requests once
+the tokens are committed. By then SGLang has resolved overlap, retraction, and stops.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def compute_logprobs(
 ) -> Any:
     """Take the sets of a pass: AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
 
-    The original clamps -inf in place, which would show in the sets. So they are taken before.
+    The original function clamps -inf in place, which would change the sets. So the hook takes the sets first.
     """
     _take(logprobs, batch_next_token_ids)
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
@@ -111,9 +113,10 @@ class GeneratedSets:
 
     Attributes:
         rows: the rows as they were when the pass was built.
-        sets: by the threshold rule, one per row; None if no row asks by threshold.
-        weight_version: the weights that the pass ran with.
-        drawn: what the sampler could draw, one for each of `rows.drawn`; None if there are none.
+        sets: the sets by the threshold rule, one per row; None if no row asks by threshold.
+        weight_version: the version of the weights that the pass ran with.
+        drawn: the sets of what the sampler could draw, one for each row in `rows.drawn`; None if there is no
+            such row.
     """
 
     rows: RequestedRows
@@ -122,13 +125,13 @@ class GeneratedSets:
     drawn: Sets | None = None
 
     def settled(self) -> GeneratedSets:
-        """Return the output with complete sets on the device. Waits for them."""
+        """Wait for the sets, and return this output with complete sets on the device."""
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
         )
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
-        """Issue the copies. SGLang waits for them before it calls `consume`."""
+        """Issue the copies to the host. SGLang waits for them before it calls `consume`."""
         return replace(
             self,
             sets=self.sets and self.sets.map(copy_tensor),
@@ -139,7 +142,8 @@ class GeneratedSets:
         """Append one entry to `customized_info` of every request with a newly visible token.
 
         A set that does not belong to its token (a row that moved, a token that was replaced after sampling, a
-        position that was skipped) becomes an entry with a problem. It ends the request as an error.
+        position that was skipped) becomes an entry with a problem. Such an entry ends the request as an
+        error.
         """
         spans, problems = self._by_row()
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
@@ -150,7 +154,7 @@ class GeneratedSets:
             add_entries(req, commit.output_index, [(candidates, problem)], self.weight_version)
 
     def _by_row(self) -> tuple[dict[int, Span], dict[int, str]]:
-        """Return the sets by row, and why a row has none."""
+        """Return the sets by row, and the reasons of the rows without a set."""
         spans: dict[int, Span] = {}
         problems: dict[int, str] = {}
         by_rule = ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn))
@@ -179,7 +183,8 @@ class GeneratedSets:
 def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
 
-    SGLang sends the values from `send_token_offset` on. It keeps all of them as long as it keeps the request.
+    SGLang sends the values from `send_token_offset` on, but would keep the earlier values as long as the
+    request.
     """
     for req in reqs:
         if req.finished_output:

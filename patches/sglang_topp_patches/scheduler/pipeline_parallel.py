@@ -1,10 +1,10 @@
 """Send the sets of a pass from the last pipeline stage, which samples, to the first, which answers.
 
-SGLang passes the results of a pass from stage to stage as a dictionary. It sends tensors as such, and pickles
-everything else. So the sets travel as tensors, and what is known of the rows is pickled.
+SGLang passes the results of a pass from stage to stage as a dictionary. It sends tensors directly, and
+pickles all other values. So the sets travel as tensors, and the description of their rows is pickled.
 
 The first stage counts the sets against the budget, because it holds them until they are sent. A request that
-exceeds it is aborted on all stages. The last stage takes its sets in the few passes until then.
+exceeds the budget is aborted on all stages. Until the abort, the last stage still takes the request's sets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PassPart(Protocol):
         """Copy every tensor, in a fixed order."""
 
     def settled(self) -> PassPart:
-        """Return the output with complete sets on the device. Waits for them."""
+        """Wait for the sets, and return this output with complete sets on the device."""
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Add the sets to their requests."""
@@ -38,20 +38,22 @@ class PassPart(Protocol):
 
 @dataclass(frozen=True)
 class PassSets:
-    """All sets of one pass: SGLang's `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput` in one.
+    """All sets of one pass, on the device and then on the host.
+
+    The class implements both of SGLang's interfaces, `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`.
 
     Attributes:
-        parts: the prompts' part, if any were scored, before the generated tokens' part.
+        parts: the sets of the prompts, if the pass scored any, then the sets of the generated tokens.
     """
 
     parts: tuple[PassPart, ...]
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassSets:
-        """Issue the copies. SGLang waits for them before it calls `consume`."""
+        """Issue the copies to the host. SGLang waits for them before it calls `consume`."""
         return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
 
     def settled(self) -> PassSets:
-        """Return the output with complete sets on the device. Waits for them."""
+        """Wait for the sets, and return this output with complete sets on the device."""
         return PassSets(tuple(part.settled() for part in self.parts))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
@@ -79,7 +81,7 @@ def add_to_stage_output(
         flat.append(tensor)
         return len(flat) - 1
 
-    # Only this stage can take the sets again that did not fit their staging area.
+    # Complete the sets here: only this stage can take sets again that did not fit their staging area.
     ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
     if not ours:
         return

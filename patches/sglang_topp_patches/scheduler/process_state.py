@@ -1,4 +1,4 @@
-"""`SchedulerProcess`: the state that the hooks of one scheduler process share."""
+"""The state that the hooks of one scheduler process share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["SchedulerProcess", "StagingCounts"]
 
 @dataclass
 class StagingCounts:
-    """How many rows of this process were staged.
+    """Counts of the rows whose sets this process has staged (`scheduler.staging`).
 
     Attributes:
         rows_staged: rows whose sets went through a staging area.
-        rows_taken_again: staged rows that did not fit, whose sets were taken again.
+        rows_taken_again: staged rows whose sets did not fit, and were taken again.
     """
 
     rows_staged: int = 0
@@ -33,8 +33,8 @@ class SchedulerProcess:
 
     Attributes:
         in_flight: counts the candidates that the process holds.
-        prefix_cache: which weights the cached KV is of.
-        staging: how many rows were staged.
+        prefix_cache: tracks the weights that computed the cached KV.
+        staging: counts the staged rows.
     """
 
     in_flight: InFlight

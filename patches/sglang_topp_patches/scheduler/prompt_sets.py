@@ -1,8 +1,8 @@
-"""Prompt sets: extract the sets of prompt positions (`logprob_start_len`), in the scheduler processes.
+"""Take the candidate sets of prompt positions (`logprob_start_len`), in the scheduler processes.
 
 SGLang scores a prompt from logits that it computes chunk by chunk, and the hooks see each chunk. Row `k` is
 the distribution of the token after position `k`. With chunked prefill, the rows of one request come from
-several passes. If weights are pushed between two passes of a request, it ends as an error.
+several passes. If weights are pushed between two passes of a request, the request ends as an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pa
 from sglang_topp_patches.scheduler.staging import StagedSets
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, Span
 
-# The limit on log-probs from which sets are extracted at once.
+# Sets are extracted from at most this many log-probs at once (rows times vocabulary).
 _VALUES_AT_ONCE = 1 << 25
 _MAX_UNSETTLED_CHUNKS = 2
 _OBSERVER = "sglang_topp_observer"
@@ -51,7 +51,10 @@ __all__ = [
 
 
 def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `InputLogprobProcessor.forward`: observe its logits. SGLang calls it with keywords."""
+    """AROUND hook on `InputLogprobProcessor.forward`: observe the logits that it computes.
+
+    SGLang passes all arguments by keyword.
+    """
     indices = kwargs["input_logprob_indices"]
     observer = _observer_of(self, kwargs["logits_metadata"], indices)
     if observer is None:
@@ -134,7 +137,7 @@ class _Observer:
         """Extract the sets of the next rows of the pass.
 
         Args:
-            logits: float [rows, V], of scored rows and of others.
+            logits: float [rows, V], the logits of the next rows, whether they are scored or not.
         """
         extraction, position = self._extraction, self._position
         self._position += len(logits)
@@ -175,10 +178,10 @@ def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Obser
 
 
 class PassExtraction:
-    """The sets that a pass has extracted so far.
+    """The prompt sets that a pass has extracted so far.
 
-    Extraction stops for a prompt that exceeds the budget. At p = 1, the rows of one pass may hold more than
-    any device can.
+    Extraction stops for a prompt that exceeds the budget, because at p = 1 the rows of one pass may hold more
+    candidates than any device can store.
 
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
@@ -224,7 +227,7 @@ class PassExtraction:
                 kept = [owner for owner in range(len(self._candidates)) if owner not in self.refused]
                 self._refuse(max(kept, key=lambda owner: self._candidates[owner]), is_busy=True)
             if self._candidates.sum() > _VALUES_AT_ONCE:
-                # The budget is the host's, and the device may have less memory.
+                # The budget limits the host's memory, and the device may have less.
                 chunk = chunk.map(lambda tensor: tensor.cpu())
         self._num_rows += num_rows
         return chunk
@@ -242,7 +245,7 @@ def compute_logprobs_only(
 ) -> None:
     """AROUND hook on `ModelRunner.compute_logprobs_only`: attach the sets of a pass that only scores prompts.
 
-    SGLang calls it in place of `sample` if `max_new_tokens` is 0.
+    SGLang calls the hooked function in place of `sample` if `max_new_tokens` is 0.
     """
     internals().begin_pass(logits_output)
     original(self, logits_output, forward_batch)
@@ -276,12 +279,12 @@ class PromptSets:
     """The sets of the prompt rows of one pass, on the device and then on the host.
 
     Attributes:
-        request_ids: the requests of the pass.
+        request_ids: the ids of the requests of the pass.
         thresholds: the threshold of each request; 0 if it asks for no sets.
         counts: the number of scored rows of each request.
         chunks: the sets of all scored rows, in order.
         weights: the weights that the pass ran with.
-        refused: see `PassExtraction`.
+        refused: the refused requests, as in `PassExtraction`.
     """
 
     request_ids: tuple[str, ...]
@@ -292,11 +295,11 @@ class PromptSets:
     refused: Mapping[int, bool] = field(default_factory=dict)
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
-        """Issue the copies; `consume` runs after SGLang has waited for them."""
+        """Issue the copies to the host. SGLang waits for them before it calls `consume`."""
         return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
     def settled(self) -> PromptSets:
-        """Return the same sets, complete on the device. This waits for the device."""
+        """Wait for the sets, and return this output with complete sets on the device."""
         return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
@@ -317,7 +320,8 @@ class PromptSets:
                 refuse_prompt(req, is_busy=self.refused[row])
                 continue
             info = req.customized_info = req.customized_info or {}
-            # After a retraction, SGLang scores the prompt again. The request has its rows already.
+            # After a retraction, SGLang scores the prompt again. Drop the new rows: the request has them
+            # already.
             if info.get(KEY):
                 continue
             # Even if no row was scored before the push, later chunks attend to the KV of earlier ones.

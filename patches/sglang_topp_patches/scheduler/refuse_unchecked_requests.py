@@ -1,7 +1,7 @@
 """Refuse requests for sets that reach the scheduler without the checks of `http.request_fields`.
 
 An HTTP server without the patch set (SGLang's Rust server, a gRPC server, a worker without the plugin) passes
-`custom_params` on unchecked. It would answer 200 without the sets.
+`custom_params` on unchecked. Such a server would answer 200 without the sets.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
 
 
 def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
-    """Return why the sets of slime's field are not those of the final sampling parameters, or nothing."""
+    """Return why slime's sets would not match the final sampling parameters, or an empty string."""
     if not custom.get(NUCLEUS):
         return ""
     if params.top_p != custom.get(THRESHOLD):
@@ -72,11 +72,11 @@ def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
 
 
 def _prompt_problem(scheduler: Any, req: Any) -> str:
-    """Return why the sets of a request's prompt cannot be exact, or nothing."""
+    """Return why the sets of a request's prompt cannot be exact, or an empty string."""
     if not scores_prompt(req):
         return ""
     asked = f"logprob_start_len: got {req.logprob_start_len}"
-    # SGLang ignores the field there.
+    # In a streaming session, SGLang ignores `logprob_start_len`.
     if getattr(getattr(req, "session", None), "streaming", False):
         return f"{asked} in a streaming session, where SGLang scores no prompt"
     problem = outside_kv_problem(scheduler)

@@ -1,11 +1,11 @@
-"""Count the candidates of each request in the scheduler, and end a request that exceeds a limit.
+"""Count the candidates of each request in the scheduler, and refuse a request that exceeds a limit.
 
-A request opens an account with its first set. The account closes once the request's output is sent, when the
-request is aborted while it waits, and at the latest with the request.
+A request opens an account with its first set. The account closes when the request's output is sent, when the
+request is aborted while it waits, or at the latest when the request is freed.
 
-Only the HTTP process can end a request: all tensor-parallel ranks must end it in the same step, but only one
-of them knows that a limit was exceeded. So the scheduler takes no more sets for the request, and sends its
-next token with the reason.
+The scheduler does not end a refused request itself: all tensor-parallel ranks would have to end it in the
+same step, but only one of them knows that a limit was exceeded. So the scheduler takes no more sets for the
+request, and sends the reason with the next token. The HTTP process then ends the request.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _REFUSED = "sglang_topp_refused"
 
 
 def admit(req: Any, in_flight: InFlight) -> None:
-    """Have `charge` count the candidates of a request among those of the process.
+    """Prepare a request for `charge`, which counts its candidates in `in_flight`.
 
-    Custom parameters may refer to their own request. This makes the reference weak, as SGLang does since
-    0.5.23. Before, an aborted request kept its sets and its account until a full garbage collection.
+    Custom parameters may refer to their own request. This function makes that reference weak, as SGLang does
+    since 0.5.23. With a strong reference, an aborted request would keep its sets and its account until a full
+    garbage collection.
     """
     setattr(req, _IN_FLIGHT, in_flight)
     custom = custom_params(req)
@@ -50,10 +51,10 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
     """Count new candidates of a request. A request that exceeds a limit is refused.
 
     Args:
-        req: SGLang's `Req`, which was admitted. The account of a finished one closes at once, because its
-            sets are about to be sent.
-        candidates: how many are new; negative where sets are dropped.
-        positions: how many positions they belong to.
+        req: SGLang's `Req`, after `admit`. The account of a finished request closes at once, because its sets
+            are about to be sent.
+        candidates: the number of new candidates; negative if sets are dropped.
+        positions: the number of positions that the candidates belong to.
     """
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is None:
@@ -78,7 +79,7 @@ def close_account(req: Any) -> None:
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
     """Close the accounts of aborted requests that wait: BEFORE hook on `Scheduler.abort_request`.
 
-    SGLang drops them without output. It may refer to them until two more passes have run.
+    SGLang drops these requests without output, but may refer to them until two more passes have run.
     """
     decode_queue = getattr(self, "disagg_decode_prealloc_queue", None)
     for req in (*self.waiting_queue, *getattr(decode_queue, "retracted_queue", ())):
@@ -97,12 +98,12 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status; not 500, which an entry without a set has.
+        status: the error's HTTP status. It must not be 500, which marks an entry whose set is missing.
     """
     refusal = Entry(None, reason, status)
     end_without_set(req)
     info = req.customized_info = req.customized_info or {}
-    # SGLang sends entries from `send_token_offset` on, so one must stand where the next token's entry goes.
+    # SGLang sends entries from `send_token_offset` on, so the list must reach to the next token's entry.
     # The prompt's rows are sent with the first token, if they have not been sent yet.
     info[KEY] = [refusal] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
     rows = internals().prompt_rows()
@@ -122,10 +123,10 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
 
 
 def end_without_set(req: Any) -> None:
-    """Take no more sets for a request, and send its next token at once, with the entry that tells why."""
+    """Take no more sets for a request, and send its next token at once, with the reason."""
     setattr(req, _REFUSED, True)
     close_account(req)
-    # Otherwise SGLang sends a request that is not streamed after every 50 tokens.
+    # SGLang would send the tokens of a request that is not streamed only after every 50 tokens.
     req.stream = True
     req.sampling_params.stream_interval = 1
 

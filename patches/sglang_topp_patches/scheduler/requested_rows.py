@@ -1,8 +1,8 @@
-"""Requested rows: note which rows of a forward pass ask for candidate sets, where SGLang builds the pass.
+"""Note which rows of a forward pass ask for candidate sets, when SGLang builds the pass.
 
-SGLang copies a `ForwardBatch` field by field on its way to the model, so the note is an attribute of a field:
-`top_logprobs_nums`, a list that also reaches the code that scores the prompt. If SGLang rebuilds that list,
-the note is lost, no sets are taken, and the requests end as errors.
+SGLang copies a `ForwardBatch` field by field on its way to the model. So the note is an attribute of one
+field, the list `top_logprobs_nums`, which also reaches the code that scores the prompt. If SGLang rebuilds
+that list, the note is lost, no sets are taken, and the requests end as errors.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RequestedRows:
-    """The rows of one forward pass, and what each asks for.
+    """The rows of one forward pass, and the sets that each row asks for.
 
     Attributes:
-        request_ids: each row's request.
-        thresholds: each row's threshold, 0 where its request does not ask by threshold.
-        drawn: rows whose sets are what the sampler could draw.
-        greedy: rows that are drawn greedily.
-        answers: whether this process's results reach the client. The other ranks only mirror them: they need
-            to know how to sample as this one does, and nothing else.
+        request_ids: the id of each row's request.
+        thresholds: each row's threshold; 0 if its request does not ask by threshold.
+        drawn: the indices of the rows whose sets hold what the sampler could draw, ascending.
+        greedy: the indices of the rows that are sampled greedily.
+        answers: whether this process's results reach the client. The other ranks only mirror them, and use
+            this object only to sample in the same way.
     """
 
     request_ids: tuple[str, ...]
@@ -73,7 +73,10 @@ class TopLogprobsNums(list[int]):
 def note_requested_rows(
     process: SchedulerProcess, forward_batch: Any, cls: type[Any], batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Note which rows ask: AFTER hook on `ForwardBatch.init_new`, which has the requests in row order."""
+    """Note the rows that ask for sets: AFTER hook on `ForwardBatch.init_new`.
+
+    The batch has its requests in the order of the rows.
+    """
     rows = requested_rows(batch)
     if rows is not None:
         nums = TopLogprobsNums(forward_batch.top_logprobs_nums)

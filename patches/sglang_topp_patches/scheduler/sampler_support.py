@@ -1,9 +1,9 @@
 """Capture the tokens that SGLang's sampler could draw, with their weights, in the scheduler.
 
 SGLang's sampler returns the weights that are left after its filters, but only for requests with its own
-`return_sampling_mask`. The hook makes it do so for requests for sets too, and keeps the weights. They come
-from the call that draws the token, so a set follows the filters, their order, and the tie rule of the
-sampling backend in use.
+`return_sampling_mask`. The hook `sample_from_probs` makes the sampler return them for requests for sets too,
+and keeps them. The weights come from the call that draws the token, so a set follows the filters, their
+order, and the tie rule of the sampling backend in use.
 
 All ranks sample this way, even those that answer no client, because all must draw the same token.
 """
@@ -36,14 +36,14 @@ __all__ = [
 
 @dataclass
 class Drawing:
-    """One sampling of a batch, and the weights of the rows that ask.
+    """One sampling of a batch, with the sampler's weights for the rows that ask for them.
 
     Attributes:
-        rows: the rows that ask, rising.
-        greedy: those of them that are drawn greedily. Their set is their token.
-        weights: float [R, W] after the sampling, one row for each of `rows`. None while SGLang draws without
-            probabilities, which it does where a whole batch is greedy.
-        token_ids: int32 [R, W], the tokens of the weights, highest weight first. None where W is the
+        rows: the indices of the R rows that ask for what the sampler could draw, ascending.
+        greedy: the rows that are sampled greedily. The set of such a row is its sampled token.
+        weights: float [R, W] after the sampling, one row for each of `rows`. None if SGLang draws without
+            probabilities, as it does if the whole batch is greedy.
+        token_ids: int32 [R, W], the tokens of the weights, highest weight first. None if W is the size of the
             vocabulary.
     """
 
@@ -71,7 +71,7 @@ class Drawing:
         rows = _to_device(self.rows, logprobs.device)
         if self.weights is not None:
             greedy = _to_device([row in self.greedy for row in self.rows], logprobs.device)
-            # A copy, because a CUDA graph writes to the weights again.
+            # The comparison copies, which is needed because a CUDA graph writes to the weights again.
             is_drawn = (self.weights > 0) & ~greedy[:, None]
             ids = self.token_ids
             return extract_support(process, logprobs, rows, is_drawn, ids, sampled_ids, lowest=lowest)
@@ -90,7 +90,7 @@ def _to_device(values: Sequence[int] | Sequence[bool], device: torch.device) -> 
 
 @dataclass
 class Capture:
-    """The sets that the hooks within one sampling of a batch take.
+    """The sets that the hooks take during one sampling of a batch.
 
     Attributes:
         forward_pass: the pass whose batch is sampled.
@@ -105,7 +105,8 @@ class Capture:
     drawn: Sets | None = None
 
 
-# `Sampler` and `OutputLogprobProcessor` do not get the pass that they work for.
+# The hooks on `Sampler` and `OutputLogprobProcessor` read the capture here, because SGLang does not pass the
+# forward pass to these classes.
 _capture: ContextVar[Capture | None] = ContextVar("sglang_topp_capture", default=None)
 
 
@@ -120,7 +121,7 @@ def capturing(capture: Capture) -> Iterator[None]:
 
 
 def current_capture() -> Capture | None:
-    """Return what is being filled, or None outside of a sampling whose rows ask."""
+    """Return the capture of the current sampling, or None if none of its rows asks for sets."""
     return _capture.get()
 
 
@@ -132,14 +133,14 @@ def sample_from_probs(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Capture the weights of the rows that ask: AROUND hook on `Sampler._sample_from_probs`."""
+    """Capture the weights of rows that ask for them: AROUND hook on `Sampler._sample_from_probs`."""
     capture = current_capture()
     drawing = capture.drawing if capture else None
     if drawing is None:
         return original(self, probs, sampling_info, *args, **kwargs)
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
-    # With both, ask for the whole batch: SGLang then copies none of its rows.
+    # If SGLang's own mask was asked for too, ask for all rows, which SGLang returns without a copy.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:
@@ -167,9 +168,9 @@ def sample_of_the_highest(
 ) -> Any:
     """Rank no more tokens than top_k keeps: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
 
-    SGLang sorts whole rows to return its weights. Where every row has a top_k, no token beyond the largest
-    one can be drawn, and SGLang without the weights ranks only that many. This hook does the same. With a
-    seed, SGLang always sorts whole rows.
+    To return its weights, SGLang sorts whole rows. If every row has a top_k, no token beyond the largest
+    top_k can be drawn, and SGLang ranks only that many tokens when it returns no weights. This hook does the
+    same. With a seed, SGLang always sorts whole rows.
     """
     seed = kwargs.get("sampling_seed", args[3] if len(args) > 3 else None)
     is_wide = max_top_k is None or max_top_k >= probs.shape[-1]

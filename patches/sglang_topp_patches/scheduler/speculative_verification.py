@@ -1,14 +1,17 @@
 """Take the sets of the tokens that speculative verification accepts, in the scheduler processes.
 
 A verification draws several tokens for each request: the accepted drafts, and one more. Each is drawn from
-the target's own distribution at its node of the request's tree. `sample` runs around SGLang's `eagle_sample`.
-It keeps what the sampling kernel drew from, and what `eagle_sample` returned. `compute_logprobs` runs around
-the function that reports the log-probs of the accepted tokens, and takes the sets.
+the target model's distribution at its node of the request's draft tree. The hook `sample` runs around
+SGLang's `eagle_sample`. It records the support that the sampling kernel drew from, and what `eagle_sample`
+returned. The hook `compute_logprobs` runs around the function that reports the log-probs of the accepted
+tokens, and takes the sets.
 
-How many tokens a request accepted is known on the device only. So every request that asks has as many slots
-as its tree is deep. Slots beyond the accepted tokens point to the root of the tree, and get no set.
+The number of tokens that a request accepted is known only on the device. So every request that asks for sets
+gets as many slots as its tree is deep. Slots beyond the accepted tokens point to the root of the tree, and
+get no set.
 
-Shape legend: B requests, R of them that ask, A slots of a request, S = R * A, V vocabulary.
+Shape legend: B requests, R requests that ask for sets, A slots per request, S = R * A slots, N tree nodes of
+all requests, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _FIELD = "sglang_topp_verification"
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Note what a verification draws, and from what: AROUND hook on `eagle_sample`."""
+    """Record the tokens and the support of a verification: AROUND hook on `eagle_sample`."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -80,11 +83,14 @@ def compute_logprobs(
 
 @contextmanager
 def _kernels_replaced_by(draw: Callable[..., Any]) -> Iterator[None]:
-    """Call `draw(kernel, ...)` where SGLang calls a sampling kernel, which it looks up for each call."""
+    """Within the block, call `draw(kernel, ...)` wherever SGLang calls a sampling kernel.
+
+    SGLang looks up the kernel by its name for each call.
+    """
     with ExitStack() as stack:
         for module, name in internals().verification_kernels():
             kernel = getattr(module, name, None)
-            if kernel is not None:  # otherwise SGLang has none here, and calls none
+            if kernel is not None:  # if None, SGLang neither has nor calls this kernel
                 setattr(module, name, partial(draw, kernel))
                 stack.callback(setattr, module, name, kernel)
         yield
@@ -94,13 +100,14 @@ class _Verification:
     """One verification of a batch whose requests ask for sets.
 
     Attributes:
-        rows: the requests.
-        asking: those that ask, rising.
-        result: what `eagle_sample` returned: the tokens int32 [nodes], how many each request accepted int32
-            [B], and their nodes int32 [B, A], padded with -1.
-        is_drawn: bool [R' * A, V], what the kernel could draw for the R' requests of `rows.drawn`. None if
-            SGLang called no kernel.
-        is_inside: bool [S], whether each drawn token had a probability. None likewise.
+        rows: the requests of the batch.
+        asking: the indices of the requests that ask for sets, ascending.
+        result: what `eagle_sample` returned: the token at each node, int32 [N]; the number of tokens that
+            each request accepted, int32 [B]; and their nodes, int32 [B, A], padded with -1.
+        is_drawn: bool [R' * A, V], whether the kernel could draw each token, for the R' requests of
+            `rows.drawn`. None if SGLang called no kernel.
+        is_inside: bool [S], whether each drawn token had a probability above 0. None if SGLang called no
+            kernel.
     """
 
     def __init__(self, rows: RequestedRows) -> None:
@@ -111,7 +118,7 @@ class _Verification:
         self.is_inside: Tensor | None = None
 
     def draw(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call SGLang's kernel, and keep the support of what it drew from."""
+        """Call SGLang's kernel, and record the support that it drew from."""
         result = kernel(*args, **kwargs)
         probs_NV = kwargs["target_probs"].flatten(0, 1)
         nodes_RA = self._nodes(kwargs["accept_index"], self.asking)
@@ -123,7 +130,7 @@ class _Verification:
         return result
 
     def sets(self, process: SchedulerProcess, logits_NV: Tensor, sampling_info: Any) -> VerifiedSets:
-        """Take the sets from the logits that SGLang reports log-probs of, in its order of operations."""
+        """Take the sets from the logits, with the operations that compute SGLang's reported log-probs."""
         predict, accept_lens, accept_index = self.result
         device, width = logits_NV.device, accept_index.shape[1]
         nodes_S = self._nodes(accept_index, self.asking).flatten()
@@ -162,7 +169,7 @@ class _Verification:
         width: int,
         lowest: float | None,
     ) -> Sets:
-        """Take the sets of what the kernel could draw, one for each slot of `rows.drawn`."""
+        """Take the sets of what the kernel could draw, one for each slot of the requests in `rows.drawn`."""
         device = logprobs_SV.device
         slots = [self.asking.index(row) * width + slot for row in self.rows.drawn for slot in range(width)]
         at = _to_device(slots, device)
@@ -192,15 +199,16 @@ class VerifiedSets:
 
     Attributes:
         rows: the requests as they were when the verification ran.
-        asking: those that ask, rising.
-        width: A, the slots of a request.
-        weight_version: the weights that the verification ran with.
-        sets: by the threshold rule, one for each of S slots; None if no request asks by threshold.
-        drawn: what the kernel could draw, one for each slot of `rows.drawn`; None if there are none.
+        asking: the indices of the requests that ask for sets, ascending.
+        width: A, the number of slots per request.
+        weight_version: the version of the weights that the verification ran with.
+        sets: the sets by the threshold rule, one for each of S slots; None if no request asks by threshold.
+        drawn: the sets of what the kernel could draw, one for each slot of the requests in `rows.drawn`; None
+            if there is no such request.
         token_ids: int32 [S], the tokens that the verification returned.
-        accept_lens: int32 [R], how many of its slots each request accepted.
-        is_inside: bool [S], whether each token had a probability where it was drawn. None if nothing was
-            drawn: the verification was greedy.
+        accept_lens: int32 [R], the number of slots that each request accepted.
+        is_inside: bool [S], whether each token had a probability above 0 where it was drawn. None if no
+            kernel drew, because the verification was greedy.
     """
 
     rows: RequestedRows
@@ -214,13 +222,13 @@ class VerifiedSets:
     is_inside: Tensor | None
 
     def settled(self) -> VerifiedSets:
-        """Return the output with complete sets on the device. Waits for them."""
+        """Wait for the sets, and return this output with complete sets on the device."""
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
         )
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> VerifiedSets:
-        """Issue the copies. SGLang waits for them before it calls `consume`."""
+        """Issue the copies to the host. SGLang waits for them before it calls `consume`."""
         return replace(
             self,
             sets=self.sets and self.sets.map(copy_tensor),
@@ -233,8 +241,8 @@ class VerifiedSets:
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append one entry to `customized_info` for each newly visible token of a request that asks.
 
-        SGLang may commit fewer tokens than were accepted: a stop ends the request before, or a grammar. The
-        tokens that it did commit must be those that were drawn, from the first on.
+        SGLang may commit fewer tokens than were accepted, if a stop or a grammar ends the request earlier.
+        The committed tokens must be the first of the drawn tokens.
         """
         by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
         found = self._by_slot()
@@ -259,7 +267,7 @@ class VerifiedSets:
             add_entries(req, commit.output_index, entries, self.weight_version)
 
     def _by_slot(self) -> list[tuple[Span | None, str]]:
-        """Return each slot's set, or why it has none."""
+        """Return each slot's set, or None and the reason why it has none."""
         count = len(self.asking) * self.width
         found: list[tuple[Span | None, str]] = [(None, "SGLang verified without reporting log-probs")] * count
         width, drawn = self.width, self.rows.drawn
@@ -283,7 +291,7 @@ class VerifiedSets:
         return found
 
     def _drawing_problem(self, slot: int) -> str:
-        """Return why the drawn token does not belong to what it was drawn from, or nothing."""
+        """Return why a slot's token cannot come from its recorded support, or an empty string."""
         if self.is_inside is not None:
             token_id = int(self.token_ids[slot])
             inside = bool(self.is_inside[slot])

@@ -1,16 +1,17 @@
-"""Staging: take the sets of a GPU pass without waiting for the device, through a staging area.
+"""Take the sets of a GPU pass without waiting for the device, through a staging area of fixed size.
 
-No value is read back between the sampling of a pass and SGLang's own copy of its results to the host. The
-sets go into a staging area of fixed size, which SGLang's copy includes. When the scheduler consumes the
-pass, the sizes are known. Rows that did not fit are then taken again from their log-probs, which waits for
-the device.
+The host reads no value from the device between the sampling of a pass and SGLang's own copy of the results.
+So the kernels write the sets into a staging area, which SGLang's copy includes. The host knows the sizes of
+the sets once the scheduler consumes the pass. If the sets of some rows did not fit, the host takes them again
+from the log-probs, which waits for the device.
 
 The log-probs of the rows that ask for sets are kept until the scheduler consumes the pass. They count against
 the budget. Their values stay valid until then, for three reasons:
 
-1. SGLang waits for the event behind its copies, so all earlier work on the sampling stream is done.
-2. If rows are extracted again, the host waits for that before it frees the tensors.
-3. SGLang only replaces -inf by the dtype's lowest value, which means the same here.
+1. SGLang waits for the event that follows its copies, so all earlier work on the sampling stream is done.
+2. If sets are taken again, the host waits for them before it frees the tensors.
+3. SGLang changes the log-probs only by replacing -inf with the dtype's lowest value, which this module reads
+   as -inf.
 
 The sampler's weights are copied, because the next replay of a CUDA graph overwrites them.
 """
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = ["StagedSets", "by_threshold", "by_weights", "is_staged", "warm_up"]
 
-_LEAST_ROWS = 16  # a small batch has room for the large sets of some of its rows
+_LEAST_ROWS = 16  # so that a small batch has room for the large sets of some of its rows
 _BYTES_PER_CANDIDATE = 8
 
 
 def is_staged(logprobs: torch.Tensor) -> bool:
-    """Return whether sets of these log-probs are staged: on a GPU, and in Triton's interpreter."""
+    """Return whether sets are staged: on a GPU or in Triton's interpreter, if Triton is installed."""
     return (logprobs.is_cuda or _is_interpreted()) and _has_triton()
 
 
@@ -63,14 +64,14 @@ _TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], ExtractedSets]
 
 
 class _Kept:
-    """The tensors that sets can be taken from again, until they are freed.
+    """The tensors from which sets can be taken again, until they are freed.
 
     Attributes:
         process: the scheduler process, which counts their memory.
         sampled_ids: int64 [R], the sampled tokens.
         vocab: the vocabulary's size.
-        lowest: log-probs at or below it stand for probability 0; None is the dtype's lowest value.
-        take_again: takes the sets of some of the R rows, on the device. Waits for their sizes.
+        lowest: log-probs at or below this value stand for probability 0; None is the dtype's lowest value.
+        take_again: takes the sets of some of the R rows on the device, and waits for their sizes.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ def by_threshold(
     lowest: float | None,
     is_taken: torch.Tensor | None = None,
 ) -> StagedSets:
-    """Do what `extraction.extract` does, without waiting."""
+    """Take sets by the threshold rule, as `extraction.extract` does, without waiting for the device."""
     from sglang_topp.nucleus import gpu_extraction
 
     asked = np.array(thresholds, np.float64)
@@ -112,7 +113,7 @@ def by_threshold(
         is_taken = None if is_taken is None else is_taken[on_device]
     elif logprobs.stride(1) != 1:
         logprobs = logprobs.contiguous()
-    # SGLang may replace sampled tokens in place, where a grammar or another rank decides.
+    # SGLang may replace sampled tokens in place, if a grammar or another rank decides on the token.
     sampled_ids, p = sampled_ids.long().clone(), asked[rows]
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
@@ -138,7 +139,11 @@ def by_weights(
     sampled_ids: torch.Tensor,
     lowest: float | None,
 ) -> StagedSets:
-    """Do what `extraction.extract_support` does, without waiting; `sampled_ids` are those of `rows`."""
+    """Take sets of what the sampler could draw, without waiting for the device.
+
+    The arguments are those of `extraction.extract_support`, but `sampled_ids` has one token for each of
+    `rows`.
+    """
     from sglang_topp.nucleus import gpu_extraction
 
     num_rows, device = len(rows), logprobs.device
@@ -174,10 +179,10 @@ def by_weights(
 
 @cache
 def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile the kernels before the first request that asks for sets; every request beside it would wait."""
+    """Compile the kernels before the first request for sets, so that no request waits for the compiler."""
     logprobs = torch.full((1, vocab), -math.log(vocab), dtype=dtype, device=device)
     first = torch.zeros(1, dtype=torch.int64, device=device)
-    process = SchedulerProcess(InFlight(sys.maxsize))  # its own: these sets are dropped at once
+    process = SchedulerProcess(InFlight(sys.maxsize))  # a separate count: these sets are dropped at once
     by_threshold(process, logprobs, [0.5], first, None)
     for width in (1, vocab):
         is_drawn = torch.ones((1, width), dtype=torch.bool, device=device)
@@ -196,10 +201,10 @@ class StagedSets:
 
     Attributes:
         area: the staging area, with the sets of R rows.
-        kept: the tensors that the sets can be taken from again.
-        rows: which rows those are, rising; the others have empty sets.
-        num_rows: how many rows there are.
-        problems: rows that are known to have no exact set, and why.
+        kept: the tensors from which the sets can be taken again.
+        rows: the indices of the R rows, ascending. All other rows have empty sets.
+        num_rows: the number of all rows.
+        problems: the reason why a row has no exact set, by the row's index, as far as it is known.
     """
 
     area: StagingArea
@@ -209,22 +214,22 @@ class StagedSets:
     problems: Mapping[int, str] = field(default_factory=dict)
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StagedSets:
-        """Copy the staging area. The copies may still be under way."""
+        """Return the sets with the staging area copied. The copies may still be under way."""
         return replace(self, area=self.area.map(copy_tensor))
 
     def with_problems(self, problems: Mapping[int, str]) -> StagedSets:
-        """Add rows that have no exact set."""
+        """Return the sets with more rows marked as having no exact set."""
         return replace(self, problems={**self.problems, **problems})
 
     def settled(self) -> ExtractedSets:
-        """Return the complete sets, on the device. Waits for them."""
+        """Wait for the sets, and return them complete, on the device."""
         device = self.area.rows.device
         return self.map(lambda tensor: tensor.cpu()).on_host().map(lambda tensor: tensor.to(device))
 
     def on_host(self) -> ExtractedSets:
-        """Return the sets, once. The staging area must be on the host by now.
+        """Return the sets from the staging area, which must be on the host by now. Call this once.
 
-        Waits only for rows that did not fit, and frees what was kept for them.
+        This waits for the device only if rows did not fit. It then frees the kept tensors.
         """
         read = self.area.read()
         found = read.problems(self.kept.sampled_ids, self.kept.vocab)
@@ -238,7 +243,7 @@ class StagedSets:
             again = self.kept.take_again(left_out).map(lambda tensor: tensor.cpu())
             ids, logprobs, offsets = _inserted((ids, logprobs, offsets), left_out, again)
         self.kept.free()
-        # SGLang wrote over the -inf of a sampled token that was taken again.
+        # In rows that were taken again, SGLang may have overwritten the -inf of the sampled token.
         lowest = np.finfo(np.float32).min if self.kept.lowest is None else self.kept.lowest
         logprobs = np.where(logprobs <= lowest, np.float32(-np.inf), logprobs)
         sizes = np.zeros(self.num_rows, np.int64)
@@ -253,7 +258,7 @@ _Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int6
 
 
 def _inserted(sets: _Flat, rows: NDArray[np.intp], again: ExtractedSets) -> _Flat:
-    """Insert the sets of `rows`, which are empty in `sets`."""
+    """Insert the sets of `rows` from `again` into `sets`, where these rows are empty."""
     ids, logprobs, offsets = sets
     sizes = np.diff(offsets)
     added = again.offsets.diff().numpy()

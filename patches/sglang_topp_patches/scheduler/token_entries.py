@@ -1,4 +1,4 @@
-"""Append an entry with its candidate set to the request for each token that becomes visible."""
+"""Append an entry with a candidate set to the request of each token that becomes visible."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def add_entries(
 
     Args:
         req: SGLang's `Req`.
-        output_index: the place of the first token in the request's output.
-        found: each token's set, and why it has none.
-        weight_version: the weights that drew the tokens.
+        output_index: the index of the first token in the request's output.
+        found: each token's set, or None and the reason why it is missing.
+        weight_version: the version of the weights that drew the tokens.
     """
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
-    # SGLang starts a retracted request over if its prompt came as embeddings.
+    # If the prompt came as embeddings, SGLang generates a retracted request again from the start.
     del entries[output_index:]
     skipped = output_index - len(entries)
     entries += [Entry(None, "a token became visible without passing through the sampler")] * skipped

@@ -84,9 +84,9 @@ def create_app(
     async def rollouts() -> Response:
         """Generate samples with their candidate sets.
 
-        The answer is one JSON object. With `stream`, it has one message per sample as it finishes, and a last
-        message `{"done": true, "rollouts": N}`. Messages are lines, or frames if `Accept` names that media
-        type. Disconnecting aborts the samples.
+        The answer is one JSON object. With `stream`, it is one message per sample, sent as the sample
+        finishes, and a last message `{"done": true, "rollouts": N}`. Messages are lines of JSON, or frames if
+        `Accept` names their media type. Disconnecting aborts the samples.
         """
         return SampleEndpoint(ROLLOUTS, engine, limits, bodies, concurrency, memory, metrics, recent)
 
@@ -99,7 +99,7 @@ def create_app(
     async def scores() -> Response:
         """Return the log-probs and candidate sets of given sequences.
 
-        The answer is one JSON object. With `stream`, it has one message per sequence, as for rollouts, and a
+        The answer is one JSON object. With `stream`, it is one message per sequence, as for rollouts, and a
         last message `{"done": true, "scores": N}`. Disconnecting aborts the request.
         """
         return SampleEndpoint(SCORES, engine, limits, bodies, concurrency, memory, metrics)
@@ -128,7 +128,7 @@ def create_app(
 def _lifespan(
     engine: EngineClient, concurrency: ConcurrencyLimit
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return the app's lifespan: watch the engine, and close its client once the aborts are delivered."""
+    """Return the app's lifespan: watch the engine, and at shutdown wait for aborts and close the client."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -186,14 +186,14 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
 
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics in the text format of Prometheus."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_view(app: FastAPI, recent: RecentRollouts) -> None:
     @app.get("/view", response_class=HTMLResponse)
     async def show_recent() -> Response:
-        """Return the page of `sglang-topp view` for the last rollouts."""
+        """Return an HTML page of the last rollouts, like the one that `sglang-topp view` writes."""
         if not len(recent):
             raise BadRequestError("GET /view: no rollout was served yet", status=404)
         headers = {"content-security-policy": content_security_policy(), "cache-control": "no-store"}

@@ -1,7 +1,7 @@
 """API-key middleware: check the bearer key before any byte of the body is read.
 
-The middleware is plain ASGI. Starlette's `BaseHTTPMiddleware` would put a task between the server and the
-route, and the route would not notice a disconnect.
+The middleware is plain ASGI. Starlette's `BaseHTTPMiddleware` would run the route in a task of its own, and
+the route would not notice when the caller disconnects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ApiKeyMiddleware:
     Args:
         app: the wrapped app.
         key: the key, or None to accept every request.
-        metrics: counts refusals.
+        metrics: counts the refused requests.
     """
 
     def __init__(self, app: ASGIApp, *, key: str | None, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""Chunked responses: encode samples as JSON in chunks of bounded size while they are sent.
+"""Encode samples as JSON in chunks of bounded size, while the chunks are sent.
 
 The candidate sets of a sample are encoded chunk by chunk. The text of an answer is therefore never in memory
 as a whole, and at most one chunk per connection waits for the reader.
@@ -24,7 +24,7 @@ _RAW_BYTES = CHUNK_BYTES // 4 * 3
 
 
 class SampleJson:
-    """The JSON of one finished sample or score in chunks, equal to that of the client's codecs.
+    """The JSON of one finished sample or score, in chunks. It has the format of the client's codecs.
 
     The length is known before the candidate sets are encoded.
 
@@ -66,7 +66,7 @@ class SampleJson:
 
 
 def rechunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in chunks of `CHUNK_BYTES`, and the rest in a last chunk."""
+    """Yield the same bytes in chunks of exactly `CHUNK_BYTES`, except for a shorter last chunk."""
     pending: list[bytes] = []
     size = 0
     for chunk in chunks:

@@ -20,12 +20,12 @@ __all__ = ["ROLLOUTS", "SCORES", "EndpointSpec", "place_of"]
 
 @dataclass(frozen=True)
 class EndpointSpec:
-    """The specification of one route.
+    """The parsers, checks, and names of one route.
 
     Attributes:
-        name: the field of the results in a JSON answer, and of their number in a stream's last message.
-        one: the singular noun for a result, in messages.
-        index: the field that names the prompt of a failure.
+        name: the field with the results in a JSON answer, and with their number in a stream's last message.
+        one: the singular noun for a result, in error messages.
+        index: the field with the index of the failed prompt, in a stream's error messages.
         media_type: the media type of a stream of frames.
         parse: parses a body.
         check: raises if the engine would not survive the request. Its last argument says whether the engine
@@ -61,7 +61,7 @@ SCORES = EndpointSpec(
 
 
 def place_of(sample: Rollout | Score) -> tuple[int, int]:
-    """Return the prompt index and the sample index of a sample in its request."""
+    """Return the prompt index and the sample index of a sample within its request."""
     if isinstance(sample, Score):
         return sample.sequence_index, 0
     return sample.prompt_index, sample.sample_index

@@ -1,4 +1,4 @@
-"""The last rollouts that the sidecar served, in memory, for `GET /view`."""
+"""Keep the last served rollouts in memory, for `GET /view`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RecentRollouts:
     """Keeps the last rollouts, up to a count and up to 256 MiB.
 
     Args:
-        count: how many to keep at most.
+        count: the maximum number of rollouts to keep.
     """
 
     def __init__(self, count: int) -> None:
@@ -40,10 +40,10 @@ class RecentRollouts:
             self._num_bytes -= num_bytes_of(self._rollouts.popleft())
 
     async def page(self) -> bytes:
-        """Return the page of the rollouts kept now.
+        """Return an HTML page of the rollouts that are kept now.
 
         Raises:
-            InvalidInputError: there are none yet.
+            InvalidInputError: no rollout is kept yet.
         """
         async with self._one_page_at_a_time:
             return await asyncio.to_thread(self._page, list(self._rollouts))

@@ -1,7 +1,7 @@
 """SampleEndpoint: serve one `POST /rollouts` or `POST /scores`, from its headers to the end of its answer.
 
-`SampleEndpoint` is the route's response object. It reads the body and sends the answer itself. It therefore
-holds its place in flight for exactly that time, and notices a disconnect at any moment. Starlette's
+`SampleEndpoint` is the route's response object. It reads the body and sends the answer itself, so it knows
+exactly how long the request is in flight, and notices a disconnect at any moment. Starlette's
 StreamingResponse would leave the generator of a broken stream to the garbage collector.
 """
 
@@ -42,8 +42,8 @@ from sglang_topp_server.schemas.field_types import SampleBody
 
 __all__ = ["SampleEndpoint"]
 
-# Checking a body this long, or encoding a sample this large, takes milliseconds. Other connections should not
-# wait for that.
+# From this size on, parsing a body or encoding a sample takes milliseconds. Such work runs in a thread, so
+# that the event loop can serve other connections.
 _OFF_LOOP_BYTES = 1 << 18
 _LAST_MESSAGE_TIMEOUT_S = 1.0
 
@@ -61,7 +61,7 @@ class SampleEndpoint(Response):
         concurrency: limits the requests in flight.
         memory: limits the bytes of samples that wait for their callers.
         metrics: counts the request.
-        recent: keeps the rollouts for `GET /view`; or None.
+        recent: keeps the rollouts for `GET /view`; None if that route is off.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class SampleEndpoint(Response):
                     records[place_of(sample)] = SampleJson(sample)
                     self._count(sample)
                     del sample
-                    # Yield to the event loop, which many samples that finish together would block.
+                    # Let other tasks run. Many samples that finish together would block the event loop.
                     await asyncio.sleep(0)
             expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
             if sorted(records) != expected:
@@ -180,8 +180,8 @@ class SampleEndpoint(Response):
     async def _answer_stream(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
-        The status is sent with the first sample. If no prompt succeeds, it is that of the first failure.
-        Otherwise failures are messages.
+        The HTTP status is sent with the first sample. If no prompt succeeds, the status is that of the first
+        failure. Otherwise, each failure is a message of the stream.
         """
         failures: list[FailedPrompt] = []
         num_sent = 0
@@ -236,10 +236,10 @@ class SampleEndpoint(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_chunks(self, send: Send, chunks: Iterable[bytes]) -> None:
-        """Send each chunk once the reader has taken all but the previous one."""
+        """Send the bytes in chunks. At most one chunk waits for a slow reader."""
         for chunk in rechunk(chunks):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            # Yield to the event loop, which a fast reader would block.
+            # Let other tasks run. With a fast reader, `send` returns at once, and this loop would block them.
             await asyncio.sleep(0)
 
     async def _send_message(self, send: Send, answer: dict[str, Any]) -> None:
@@ -252,12 +252,12 @@ class SampleEndpoint(Response):
     async def _send_error(self, send: Send, error: SglangToppError) -> None:
         """Send the error as the response, or as the last message of a stream.
 
-        A stream without its last message is never taken as complete. A JSON response that has begun can no
-        longer report an error. The answer stays incomplete, and uvicorn closes the connection.
+        Clients reject a stream without its last message. A JSON response that has begun can no longer report
+        an error, so it stays incomplete, and uvicorn closes the connection.
         """
         if self._is_started:
             if self._is_stream:
-                # With a time limit, because a reader that is behind may not read this message either.
+                # With a time limit, because a slow reader may not read this message either.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LAST_MESSAGE_TIMEOUT_S):
                         await self._send_message(send, error_body(error))

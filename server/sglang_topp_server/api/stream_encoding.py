@@ -1,4 +1,4 @@
-"""Stream encodings: encode messages as JSON lines, or as frames if the request's `Accept` names them."""
+"""Encode the messages of a stream: as JSON lines, or as frames if the request's `Accept` names them."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ class Encoding(Protocol):
 
 
 class JsonLines:
-    """One line of JSON per message; the default."""
+    """The default encoding: one line of JSON per message."""
 
     media_type = NDJSON
 
     def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
-        """See `Encoding`."""
+        """Encode a finished sample, or a score, as one line of JSON, in chunks."""
         return chain(SampleJson(sample), [b"\n"])
 
     def message(self, answer: dict[str, Any]) -> bytes:
-        """See `Encoding`."""
+        """Encode another message as one line of JSON."""
         return encode(answer) + b"\n"
 
 
 class Frames:
-    """One frame per message, after its length. Samples use the binary codec.
+    """One frame per message: its length, then its bytes. Samples use the binary codec.
 
     Args:
-        media_type: the media type of such a stream.
+        media_type: the media type of a stream of frames.
     """
 
     def __init__(self, media_type: str) -> None:
         self.media_type = media_type
 
     def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
-        """See `Encoding`."""
+        """Encode a finished sample, or a score, as one frame in the binary codec."""
         raw = score_to_bytes(sample) if isinstance(sample, Score) else rollout_to_bytes(sample)
         return [frame_head(len(raw)), raw]
 
     def message(self, answer: dict[str, Any]) -> bytes:
-        """See `Encoding`."""
+        """Encode another message as one frame of JSON."""
         raw = encode(answer)
         return frame_head(len(raw)) + raw
 
 
 def accepted_encoding(headers: Headers, framed: str) -> Encoding:
-    """Return frames if `Accept` names their media type `framed`, unless it prefers lines."""
+    """Return frames if `Accept` names their media type `framed`, unless it prefers JSON lines."""
     qualities = {NDJSON: 0.0, framed: 0.0}
     for media_type, quality in _accepted(",".join(headers.getlist("accept"))):
         if media_type in qualities:
@@ -77,7 +77,7 @@ def accepted_encoding(headers: Headers, framed: str) -> Encoding:
 
 
 def _accepted(header: str) -> Iterator[tuple[str, float]]:
-    """Yield each media type of an `Accept` header with its quality. Skip malformed ones."""
+    """Yield each media type of an `Accept` header with its quality. Skip malformed entries."""
     for one in header.split(","):
         media_type, *parameters = (part.strip().lower() for part in one.split(";"))
         by_name = dict(parameter.partition("=")[::2] for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Argument types: parse an option's text, or raise an error that says what is expected."""
+"""Argument types for argparse: parse an option's text, or raise an error that says what is expected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["completes_paths", "count", "json_object", "port", "seconds"]
 
-# `shtab.FILE`, for the shells that `sglang-topp completion` knows. Parsing works without shtab.
+# A copy of `shtab.FILE` for the shells that `sglang-topp completion` supports. The CLI works without shtab.
 _PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 
 
@@ -48,5 +48,5 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def completes_paths(action: argparse.Action) -> None:
-    """Let shells complete the paths of files for this argument."""
+    """Let shells complete file paths for this argument."""
     action.complete = _PATHS  # type: ignore[attr-defined]

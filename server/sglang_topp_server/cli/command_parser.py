@@ -1,4 +1,4 @@
-"""The parser of one command, whose help ends with examples."""
+"""Add a subcommand to `sglang-topp`, with examples at the end of its help."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def add_command(
     notes: str = "",
     usage: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a command, and return its parser.
+    """Add a subcommand, and return its parser.
 
     Args:
-        commands: the parsers of all commands.
-        name: the command's name.
-        summary: one line for `sglang-topp --help`, for the command's own help, and for shells.
+        commands: the parsers of all subcommands.
+        name: the subcommand's name.
+        summary: one line for `sglang-topp --help`, for the subcommand's own help, and for shell completion.
         examples: shell commands.
         details: sentences after the summary.
         notes: sentences after the options.
-        usage: the usage line; by default, argparse makes it.
+        usage: the usage line; None lets argparse generate it.
     """
     lines = "\n".join(f"  {example}" for example in examples)
     description = f"{summary[0].upper()}{summary[1:]}."

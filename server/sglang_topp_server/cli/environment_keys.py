@@ -1,4 +1,4 @@
-"""API keys from the environment, where they appear in no process list."""
+"""Read API keys from the environment, which process lists do not show."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE as ENGIN
 __all__ = ["ENGINE_KEY", "SIDECAR_KEY", "read_key"]
 
 SIDECAR_KEY = "SGLANG_TOPP_API_KEY"
-"""The variable with the key that callers of the sidecar send."""
+"""The environment variable with the key that callers must send to the sidecar."""
 
 
 def read_key(name: str) -> str | None:
-    """Return the key in the variable `name`, or None if it is not set.
+    """Return the key in the environment variable `name`, or None if the variable is not set.
 
     Raises:
         InvalidInputError: the key is empty, or begins or ends with white space.

@@ -1,4 +1,4 @@
-"""The table of `sglang-topp generate`: one row per token, with its candidates."""
+"""Print the table of `sglang-topp generate`: one row per token, with its candidates."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["print_rollouts", "server_token_texts", "token_texts"]
 
 _MAX_SHOWN = 6
 _SAMPLED, _HEADING, _FAINT = "bold cyan", "bold", "dim"
-# Output that is no terminal has no width to fit.
+# The console width for output to a file or a pipe, so that rows are not wrapped.
 _UNLIMITED = 1 << 16
 
 
 def token_texts(path: str | None) -> TokenTexts | None:
-    """Return the texts of tokens at `path`, or None without a path.
+    """Return the token texts of the tokenizer at `path`, or None if `path` is None.
 
     Raises:
         InvalidInputError: there is no tokenizer at `path`.
@@ -34,15 +34,15 @@ def token_texts(path: str | None) -> TokenTexts | None:
 
 
 def server_token_texts(info: Mapping[str, Any], rollouts: Sequence[Rollout]) -> TokenTexts | None:
-    """Return the texts of tokens of the server's model, if this machine has its tokenizer.
+    """Return the token texts of the server's model, if this machine has the model's tokenizer.
 
     Args:
-        info: the answer of `RolloutClient.server_info`, of a sidecar or an engine.
-        rollouts: their texts show whether it is the same tokenizer.
+        info: the answer of `RolloutClient.server_info` from a sidecar or an engine.
+        rollouts: rollouts of the server. Their texts show whether the local tokenizer is the same.
 
     Returns:
-        The texts of tokens, or None if the tokenizer is not here, decodes another text, or `tokenizers` is
-        not installed.
+        The token texts. None if this machine has no such tokenizer, the tokenizer decodes other texts, or
+        `tokenizers` is not installed.
     """
     engine = info.get("engine")
     path = (engine if isinstance(engine, Mapping) else info).get("model_path")
@@ -58,12 +58,12 @@ def server_token_texts(info: Mapping[str, Any], rollouts: Sequence[Rollout]) -> 
 def print_rollouts(rollouts: Sequence[Rollout], texts: TokenTexts | None) -> None:
     """Print a heading and a table for each rollout.
 
-    Colors are for terminals, and NO_COLOR turns them off. Texts of a model are printed as Python literals, so
-    that they cannot control the terminal.
+    Output to a terminal is colored, unless NO_COLOR is set. A model's text is printed as a Python literal, so
+    that it cannot control the terminal.
 
     Args:
-        rollouts: what to print.
-        texts: the texts of tokens; None prints ids.
+        rollouts: the rollouts to print.
+        texts: the token texts; None prints token ids.
     """
     console = Console(
         color_system=None if os.environ.get("NO_COLOR") else "auto",
@@ -116,7 +116,7 @@ def _table(rollout: Rollout, texts: TokenTexts | None) -> Table:
 
 
 def _candidates(rollout: Rollout, position: int, texts: TokenTexts | None) -> Text:
-    """Return the most likely candidates with their probabilities, and the number of others."""
+    """Return the most likely candidates with their probabilities, and the number of further candidates."""
     assert rollout.candidates is not None
     token_ids, logprobs = rollout.candidates[position]
     assert logprobs is not None

@@ -1,4 +1,4 @@
-"""The options of the sidecar, which `serve` and `sidecar` share, and the settings that they make."""
+"""The sidecar's command-line options, which `serve` and `sidecar` share, and the settings built from them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["KEYS_NOTE", "add_sidecar_options", "raise_file_limit", "settings_of"
 KEYS_NOTE = (
     f"Keys come from the environment: callers must send {SIDECAR_KEY}, and {ENGINE_KEY} is the engine's key."
 )
-"""A note for the help of commands with these options."""
+"""A note on API keys, for the help of commands with the sidecar's options."""
 
 _MAX_FILES = 1 << 16
 
 
 def add_sidecar_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the sidecar's address, its limits, and its page."""
+    """Add the options for the sidecar's address, its limits, and its page of recent rollouts."""
     limits = Limits()
     parser.add_argument("--host", default="127.0.0.1", help="the sidecar's listen address (%(default)s)")
     parser.add_argument("--port", type=port, default=30010, help="the sidecar's port (%(default)s; 0: free)")
@@ -65,7 +65,7 @@ def add_sidecar_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace, engine_url: str, **others: float) -> Settings:
-    """Return the settings of the parsed options and of the keys in the environment.
+    """Build the sidecar's settings from the parsed options and the keys in the environment.
 
     Raises:
         InvalidInputError: a key is empty, or begins or ends with white space.

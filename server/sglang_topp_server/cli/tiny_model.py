@@ -1,6 +1,6 @@
-"""Tiny model: create a small random Qwen2 and its tokenizer on disk, for demos and tests without downloads.
+"""Create a small random Qwen2 model and its tokenizer on disk, for demos and tests without downloads.
 
-Its text is meaningless, but its next-token distributions have the shape of a real model's.
+The model's text is meaningless, but its next-token distributions have the shape of a real model's.
 """
 
 from __future__ import annotations

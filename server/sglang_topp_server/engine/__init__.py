@@ -1,1 +1,1 @@
-"""The engine behind the sidecar: probes of its state, request checks, and the samples that it generates."""
+"""The sidecar's connection to its engine: a client, probes of the engine's status, and request checks."""

@@ -1,4 +1,4 @@
-"""EngineClient: the sidecar's client of its engine; it watches the status, and fetches and aborts samples."""
+"""EngineClient: watch the status of the sidecar's engine, and generate, score, and abort samples there."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from sglang_topp_server.schemas.rollouts import RolloutsBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 
-# Every vocabulary has this token. Its meaning does not matter.
+# Every vocabulary has token 0. Its meaning does not matter.
 _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
-# At most this many long messages are read and decoded at once. Finished samples are not counted.
+# The client reads and decodes at most this many long messages at once. Finished samples do not count here,
+# because `MemoryLimit` limits them.
 _MAX_LONG_MESSAGES = 4
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
@@ -91,7 +92,8 @@ class EngineClient:
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise if the engine cannot take requests.
 
-        An engine that does not answer probes now may only be busy. Its requests are sent all the same.
+        An engine that was ready before and does not answer probes now may only be busy. The sidecar still
+        sends requests to it.
 
         Raises:
             PatchError: the engine is not patched.
@@ -105,7 +107,7 @@ class EngineClient:
         return self.status.model
 
     async def _generate_one(self, timeout_s: float) -> None:
-        """Generate one token with its candidate set, on the path of all other requests."""
+        """Generate one token with its candidate set, through the client that all other requests use."""
         requests = plan([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)
         async for _ in self._runner.rollouts(requests, timeout_s=timeout_s, request_id=_PROBE_ID):
             pass
@@ -118,7 +120,7 @@ class EngineClient:
         """Yield each sample or score as it finishes, and add it to `share`.
 
         If a prompt fails, yield a FailedPrompt and continue with the others. Closing the iterator aborts the
-        rest in the engine, and waits for the aborts.
+        unfinished samples in the engine, and waits for the aborts.
         """
         finished: asyncio.Queue[Rollout | Score | FailedPrompt | None] = asyncio.Queue()
 
@@ -190,14 +192,14 @@ class EngineClient:
         )
 
     async def abort(self, request_id: str | None) -> None:
-        """Abort one request, or all requests in the engine. Each `on_abort` says what that caller gets.
+        """Abort one request, or all requests in the engine. A request's `on_abort` says what its caller gets.
 
         Args:
             request_id: the caller's name for a request of this sidecar, or the engine's id; None aborts all
                 requests.
 
         Raises:
-            SglangToppError: the engine refused the order, or did not answer.
+            SglangToppError: the engine refused the abort, or did not answer.
         """
         try:
             if request_id is None:

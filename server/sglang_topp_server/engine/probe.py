@@ -1,4 +1,4 @@
-"""EngineProbe: find out whether the engine, or a gateway before several engines, is ready and patched.
+"""EngineProbe: find out whether the engine, or a gateway in front of several engines, is ready and patched.
 
 A probe requests `/server_info`, where the patch set reports on itself. A gateway has no such route. It passes
 the older `/get_server_info` to one worker, lists all workers at `/workers`, and answers `/health` itself. The
@@ -22,11 +22,11 @@ from sglang_topp.errors import AuthenticationError, BadRequestError, SglangToppE
 __all__ = ["EngineProbe", "EngineStatus", "Phase"]
 
 Phase: TypeAlias = Literal["unreachable", "starting", "unpatched", "ready"]
-"""See `EngineStatus`."""
+"""The phases of an engine. `EngineStatus.phase` explains each of them."""
 
-# SGLang's /health waits 20 s for its token.
+# Longer than the 20 s for which SGLang's /health waits for the token that it generates.
 _TIMEOUT_S = 30.0
-# Shorter, because the list may name workers that this machine does not reach.
+# Shorter, because a gateway's list may name workers that this machine cannot reach.
 _WORKER_TIMEOUT_S = 10.0
 _INFO, _GATEWAYS_INFO = "/server_info", "/get_server_info"
 
@@ -38,9 +38,9 @@ class EngineStatus:
     Attributes:
         phase: `unreachable`: no answer, or an error; `starting`: the engine answers but does not serve yet;
             `unpatched`: the engine answers but returns no candidate sets; `ready`.
-        reason: a sentence for people if `phase` is not `ready`.
+        reason: a sentence that says why `phase` is not `ready`; empty if it is.
         model_path, sglang_version, weight_version: reported by the engine, or by one worker of a gateway.
-        patch: the patch set's report on itself; empty without one.
+        patch: the patch set's report on itself; empty if the engine sent none.
         model: the sizes against which requests are checked; None if they were never reported.
     """
 
@@ -59,7 +59,7 @@ class EngineStatus:
 
     @property
     def takes_grammars(self) -> bool:
-        """Whether, by its last report, the engine survives a grammar that leaves no token to draw."""
+        """Whether the engine's last report says that it survives a grammar that leaves no token to draw."""
         return self.patch.get("sanitizes_logits") is True
 
     @property
@@ -97,16 +97,17 @@ class EngineProbe:
         """Probe the engine once, and return its status.
 
         Args:
-            known: the previous status. Its values stay if there is no usable answer.
-            is_healthy: whether to skip `/health`, for which the engine generates a token.
+            known: the previous status. Its values are kept if the engine gives no usable answer.
+            is_healthy: whether to skip `/health`, which makes the engine generate a token.
         """
         if known.phase in ("unreachable", "unpatched"):
-            # Another engine may have taken the address.
+            # Another engine may have taken the address, so it must return a first set again.
             self._has_given_sets = False
         try:
             return await self._look(known, is_healthy=is_healthy)
         except Exception as error:
-            # For example no answer, invalid JSON, or an unknown host. The next probe may succeed.
+            # The engine may not answer, may send invalid JSON, or its host may be unknown. The next probe may
+            # succeed.
             return self._silent(known, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
@@ -143,7 +144,7 @@ class EngineProbe:
         return status if self._has_given_sets else await self._first_sets(known, status)
 
     async def _get_info(self) -> httpx.Response:
-        """Return the answer of the last route that worked, or of the other route if that is missing."""
+        """Request the info route that worked last, and the other route if the engine answers 404."""
         first = await self._http.get(self._info_path)
         if first.status_code != 404:
             return first
@@ -157,7 +158,7 @@ class EngineProbe:
     async def _workers(self) -> list[tuple[str, EngineStatus]]:
         """Return the address and status of every worker in the gateway's list that answers.
 
-        Other workers are ignored, because perhaps only the gateway reaches them or has their keys.
+        A worker that does not answer is ignored: perhaps only the gateway can reach it or has its key.
         """
         answer = await self._http.get("/workers")
         listed: Any = answer.json() if answer.status_code == 200 else None
@@ -173,7 +174,7 @@ class EngineProbe:
         return [(url, status) for url, status in zip(urls, found, strict=True) if status is not None]
 
     async def _worker(self, url: str) -> EngineStatus | None:
-        # A worker of several ranks is listed once for each: http://host:port@rank.
+        # The gateway lists a worker of several ranks once for each rank, as http://host:port@rank.
         with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
             answer = await self._http.get(url.partition("@")[0] + _INFO, timeout=_WORKER_TIMEOUT_S)
             if answer.status_code == 200 and isinstance(info := answer.json(), dict):

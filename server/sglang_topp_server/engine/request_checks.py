@@ -1,4 +1,4 @@
-"""Refuse requests that would end or block the engine, given the size of its model."""
+"""Refuse requests that would crash or block the engine, given the sizes of its model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["check_rollout_request", "check_score_request"]
 
 
 def check_rollout_request(request: RolloutsBody, model: Model, *, takes_grammars: bool) -> None:
-    """Check a request of `parse_rollouts` against the engine's model.
+    """Check a request that `parse_rollouts` returned against the engine's model.
 
     Args:
         request: the request.
         model: the sizes of the engine's model.
-        takes_grammars: whether the engine survives a grammar that leaves no token to draw. Such grammars
-            cannot be recognized in advance.
+        takes_grammars: whether the engine survives a grammar that leaves no token to draw. If it does not,
+            every grammar is refused, because such grammars cannot be recognized in advance.
 
     Raises:
         InvalidInputError: 400; the sentence names the field, the value, and the accepted values.
@@ -54,7 +54,7 @@ def check_rollout_request(request: RolloutsBody, model: Model, *, takes_grammars
 
 
 def check_score_request(request: ScoresBody, model: Model) -> None:
-    """Check a request of `parse_scores` against the engine's model.
+    """Check a request that `parse_scores` returned against the engine's model.
 
     Raises:
         InvalidInputError: 400; the sentence names the field, the value, and the accepted values.
@@ -64,7 +64,7 @@ def check_score_request(request: ScoresBody, model: Model) -> None:
 
 
 def _check_prompts(name: str, given: Any, wanted: Sequence[SampleRequest], model: Model) -> None:
-    """Check each prompt. `name` and `given` are the field's name and value, for errors."""
+    """Check each prompt. Errors quote the field's `name`, and `given` is the field's value."""
     is_list = len(wanted) > 1 or _holds_prompts(given)
     for one in wanted:
         at = f"{name}[{one.prompt_index}]" if is_list else name

@@ -1,1 +1,1 @@
-"""Bounds on concurrency, memory, request bodies, and slow peers."""
+"""The sidecar's limits on concurrency, memory, request bodies, and slow callers."""

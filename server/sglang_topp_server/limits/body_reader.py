@@ -1,4 +1,4 @@
-"""`BodyReader`: read request bodies, and refuse those that are too large, too slow, or too much in total."""
+"""Read request bodies (`BodyReader`), and limit their size, their rate, and their total memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_topp_server.limits.settings import MIN_BYTES_PER_S, Limits
 
 __all__ = ["BodyReader", "DisconnectedError"]
 
-# uvicorn buffers this much of every request anyway.
+# Bodies up to this size are not counted, because uvicorn buffers this much of every request anyway.
 _UNCOUNTED_BYTES = 1 << 16
 # All bodies together may hold this many times `max_body_bytes`.
 _MAX_LARGEST_BODIES = 4
@@ -26,13 +26,14 @@ class DisconnectedError(Exception):
 
 
 class BodyReader:
-    """The reader of all request bodies of one server.
+    """Reads all request bodies of one server. All bodies together may use four times `max_body_bytes`.
 
-    A body of more than 64 KiB reserves memory before it is read: its `Content-Length`, or `max_body_bytes` if
-    it has none. If too little memory is left, the body stays unread until other bodies release theirs.
+    A body of more than 64 KiB must reserve memory: its `Content-Length` before it is read, or
+    `max_body_bytes` after its first 64 KiB if it has no length. If too little memory is left, the rest of the
+    body stays unread until other bodies release theirs.
 
     Args:
-        limits: the size and the minimum rate of a body.
+        limits: the maximum size and the minimum rate of a body.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -42,7 +43,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, headers: Headers, receive: Receive) -> AsyncIterator[bytearray]:
-        """Yield the whole body. The memory stays reserved until the context ends.
+        """Yield the whole body. Its memory stays reserved until the context ends.
 
         Raises:
             BadRequestError: 413, the body exceeds `max_body_bytes`; 408, it arrives too slowly.
@@ -53,7 +54,7 @@ class BodyReader:
         if content_length is not None and content_length > self._limits.max_body_bytes:
             raise self._too_long(str(content_length))
         body = bytearray()
-        # Waiting for the caller uses up this time. Every MIN_BYTES_PER_S bytes add a second.
+        # The time left to wait for the caller. Every MIN_BYTES_PER_S bytes that arrive add a second.
         left_s = self._limits.max_stall_s
         async with AsyncExitStack() as reservation:
             is_counted = False
@@ -74,7 +75,7 @@ class BodyReader:
     async def _next(
         self, receive: Receive, left_s: float, num_bytes: int, content_length: int | None
     ) -> tuple[bytes, bool, float]:
-        """Return the next part of the body, whether it is the last, and the seconds that it took."""
+        """Return the next part of the body, whether it is the last, and the seconds spent waiting for it."""
         clock = asyncio.get_running_loop().time
         start_s = clock()
         try:
@@ -93,7 +94,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def _reserve(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserve memory for the context, in order of arrival, so that a long body is not starved."""
+        """Reserve memory until the context ends, in order of arrival, so that a long body is not starved."""
         if self._waiting or num_bytes > self._free_bytes:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((num_bytes, turn))

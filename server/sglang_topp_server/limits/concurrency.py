@@ -11,13 +11,13 @@ _RETRY_AFTER_S = 1.0
 
 
 class ConcurrencyLimit:
-    """A context manager that holds a place for one request.
+    """A limit on the requests in flight. Each request enters it as a context manager.
 
-    A request holds its place from the last byte of its body to the last byte of its answer.
+    A request is in flight from the last byte of its body to the last byte of its answer.
 
     Args:
         limit: the maximum number of requests in flight.
-        metrics: receives the current number.
+        metrics: receives the current number of requests in flight.
 
     Raises:
         OverloadedError: on entry, and from `require_place`, if the limit is reached.

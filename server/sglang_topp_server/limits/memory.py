@@ -1,7 +1,8 @@
-"""MemoryLimit: limit the memory of finished samples that wait for their callers, over all requests.
+"""MemoryLimit: limit the memory of finished samples that wait to be sent, over all requests.
 
-The engine does not wait for a slow reader, because GPU memory costs more. Its finished samples wait here. A
-request without `stream` holds all of its samples until the last one has finished.
+The engine never waits for a slow caller, because GPU memory is more expensive than the sidecar's memory. So
+finished samples wait in the sidecar. A request without `stream` holds all of its samples until the last one
+has finished.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["MemoryLimit", "MemoryShare", "num_bytes_of"]
 
 _BYTES_PER_CANDIDATE = 8
-# A token id in the JSON of an answer, and its log-prob.
+# Per token: its id as text in the JSON of an answer, and its log-prob.
 _BYTES_PER_TOKEN = 12
 
 
@@ -33,11 +34,12 @@ def num_bytes_of(sample: Rollout | Score) -> int:
 
 
 class MemoryShare:
-    """The memory that one request holds. Create it inside an event loop.
+    """The memory that one request holds. Create the share inside an event loop.
 
     Attributes:
         num_bytes: the bytes that the request holds.
-        excess: receives the error that ends the request, if the limit is exceeded and it holds the most.
+        excess: a future for the error that ends this request. The error is set if all requests together
+            exceed the limit and this request holds the most bytes.
     """
 
     def __init__(self, limit: MemoryLimit) -> None:
@@ -50,7 +52,7 @@ class MemoryShare:
         self._limit.change(self, num_bytes_of(sample))
 
     def remove(self, num_bytes: int) -> None:
-        """Remove bytes that were sent."""
+        """Remove bytes that were sent to the caller."""
         self._limit.change(self, -num_bytes)
 
 
@@ -59,7 +61,7 @@ class MemoryLimit:
 
     Args:
         limit: the bytes that all requests together may hold.
-        metrics: receives the current number.
+        metrics: receives the number of bytes that all requests hold.
     """
 
     def __init__(self, limit: int, metrics: Metrics) -> None:

@@ -2,15 +2,16 @@
 
     python -m sglang_topp_server.process.engine_supervisor <grace_s> <command> ...
 
-SGLang is a tree of processes. `serve` can stop them only while it lives, and after a SIGKILL it cannot. So
-the engine is the child of this small process, which outlives `serve` by design. It reads a pipe whose write
-end only `serve` holds. A byte on the pipe means stop. End-of-file without a byte means that `serve` was
-killed.
+SGLang runs as a tree of processes, and a `serve` that was killed with SIGKILL cannot stop them. So the engine
+is the child of this small supervisor process, which outlives `serve` by design. The supervisor reads a pipe
+whose write end only `serve` holds. A byte on the pipe means stop. End-of-file without a byte means that
+`serve` was killed.
 
-To stop, the supervisor sends SIGTERM to the engine's first process, and SGLang drains and ends its children.
-After `grace_s` seconds, or once that process has ended, the supervisor kills every process that is left. If
-`serve` was killed, the grace is at most one second. A SIGTERM to the supervisor skips the grace. The
-supervisor exits with the engine's status, after all of its processes have ended.
+To stop the engine, the supervisor sends SIGTERM to the engine's first process, and SGLang drains and ends its
+children. After `grace_s` seconds, or once the first process has ended, the supervisor kills every process
+that is left. If `serve` was killed, the grace period is at most one second. A SIGTERM to the supervisor skips
+the grace period. The supervisor exits with the engine's status, after all of the engine's processes have
+ended.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _HURRY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command until it ends, or until a byte or the end of standard input means stop.
+    """Run the command until it ends, and stop it if standard input delivers a byte or ends.
 
     Args:
-        argv: the grace in seconds, then the command; None uses the process's own arguments.
+        argv: the grace period in seconds, then the command; None uses the process's own arguments.
 
     Returns:
         The command's exit status; 128 + the signal's number if a signal ended it; 127 if it could not start.
@@ -71,10 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
-    """Return when the engine's first process has ended, or its grace is over."""
+    """Return when the engine's first process has ended, or its grace period is over."""
     watched = [pipe, woken]
     deadline = None
-    # WNOWAIT keeps the zombie, and with it the process group's number, until the group was killed.
+    # WNOWAIT keeps the ended process as a zombie, so that the kernel does not reuse the number of its process
+    # group before the group is killed.
     while os.waitid(os.P_PID, engine_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
@@ -90,9 +92,10 @@ def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
 
 
 def _end_orphans() -> None:
-    """Kill and reap all processes that the engine left, in any session (Linux only).
+    """Kill and reap all processes that the engine left behind, in any session (Linux only).
 
-    The supervisor is the subreaper, so it has become their parent. Other systems can only kill the group.
+    The supervisor is their subreaper, so it has become their parent. On other systems, only the engine's
+    process group is killed.
     """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while children.exists() and (pids := children.read_text().split()):

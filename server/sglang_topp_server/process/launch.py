@@ -1,4 +1,4 @@
-"""Launch: run the sidecar in this process and the engine in its own process tree, and stop both."""
+"""Run the sidecar in this process and the engine in its own process tree, and stop both."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ __all__ = ["check_free", "engine_command", "engine_environment", "listen", "run"
 
 _POLL_S = 0.1
 _UNTIL_THE_ENGINE_LISTENS = range(10_000, 22_000)
-# Time beyond the engine's grace for the supervisor to kill, reap, and exit.
+# Seconds beyond the grace period, in which the supervisor kills and reaps the engine's processes, and exits.
 _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
 _DEFAULTS = {
-    # Without this, a grammar that leaves no token to draw ends the scheduler. With it, only the answer ends.
+    # Without this, a grammar that leaves no token to draw ends SGLang's scheduler. With it, only the answer
+    # to that request ends.
     "SGLANG_SANITIZE_NAN_LOGITS": "1",
-    # After one of its processes has died, SGLang sleeps for 5 s to collect diagnostics. If other processes
-    # still run, it waits for another minute. Its callers wait as long.
+    # SGLang's crash diagnostics delay its exit, and its callers wait as long. After one of its processes has
+    # died, SGLang sleeps for 5 s to collect them, and for another minute if other processes still run.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
@@ -36,11 +37,11 @@ _DEFAULTS = {
 def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
     """Return the command that starts SGLang.
 
-    SGLang loads the patch set through its entry point. `sglang_with_env_key` reads the key from the
-    environment.
+    SGLang itself loads the patch set, which is installed as a plugin. `sglang_with_env_key` reads the
+    engine's key from the environment.
 
     Args:
-        model_path: the model.
+        model_path: the model: a path or a name that SGLang accepts.
         host, port: the engine's address.
         extra: SGLang's own arguments, passed on unchanged.
     """
@@ -57,8 +58,8 @@ def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) 
 def engine_environment(environment: Mapping[str, str], api_key: str | None) -> dict[str, str]:
     """Return the engine's environment.
 
-    It sets the engine's key, or removes it. It turns SGLang's check for NaN logits on and its crash
-    diagnostics off, unless they are set.
+    The engine's key is set, or removed if `api_key` is None. SGLang's check for NaN logits is turned on and
+    its crash diagnostics are turned off, unless `environment` sets them.
 
     Args:
         environment: this process's environment.
@@ -78,8 +79,9 @@ def url_of(host: str, port: int) -> str:
 def check_free(host: str, port: int) -> int:
     """Return `port` if no process listens there; for port 0, return a free port.
 
-    For port 0, the result is below 22,000. SGLang may also use the port 10,000 above it, and the engine
-    listens only half a minute later. Linux assigns ports from 32,768 on to outgoing connections.
+    For port 0, the result is below 22,000. SGLang may also use the port 10,000 above the result. Both ports
+    must stay free for half a minute, until the engine listens. Linux assigns ports from 32,768 on to outgoing
+    connections, so it takes neither of them.
 
     Raises:
         InvalidInputError: a process listens there. An engine started on that port would fail, and the sidecar
@@ -98,12 +100,14 @@ def _check_free(host: str, port: int) -> int:
 
 
 async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, then stop the engine and the sidecar. A second signal skips the grace.
+    """Serve until SIGINT or SIGTERM, then stop the sidecar and the engine.
+
+    A second signal skips the grace period.
 
     Args:
-        settings: how to serve.
-        command: the command that starts the engine, which ends with the sidecar. None if the engine runs
-            elsewhere.
+        settings: the sidecar's settings.
+        command: the command that starts the engine, which then also stops with the sidecar. None if the
+            engine runs elsewhere.
 
     Raises:
         InvalidInputError: the sidecar's port is taken.
@@ -149,7 +153,10 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
 
 
 async def _wait_until_ready(server: Server, supervisor: Process | None, settings: Settings, url: str) -> None:
-    """Print the addresses once the engine is ready. Raise when the started engine ends."""
+    """Print the addresses once the engine is ready, and raise when the engine ends.
+
+    Without a supervisor, print the sidecar's address at once, and wait until this task is canceled.
+    """
     if supervisor is None:
         print(f"sglang-topp sidecar at {url} (engine: {settings.engine_url})", flush=True)
         await asyncio.Event().wait()
@@ -185,7 +192,8 @@ async def _start_supervisor(command: Sequence[str], settings: Settings) -> Proce
         stdin=PIPE,
         # Standard output carries only the line with the servers' addresses.
         stdout=_STDERR,
-        # A Ctrl-C in the terminal reaches only this process, which then stops the engine in order.
+        # With a session of its own, the engine gets no Ctrl-C from the terminal. Only this process gets it,
+        # and stops the engine in order.
         start_new_session=True,
     )
 

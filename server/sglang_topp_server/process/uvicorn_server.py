@@ -1,4 +1,4 @@
-"""The sidecar's uvicorn server and its settings: addresses, keys, limits, and time limits."""
+"""The sidecar's uvicorn server, and its settings: addresses, keys, limits, and timeouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEEP_ALIVE_S = 75
 
 @dataclass(frozen=True)
 class Settings:
-    """How to serve.
+    """The settings of one sidecar.
 
     Attributes:
         host, port: the sidecar's address; port 0 takes a free port.
@@ -29,9 +29,9 @@ class Settings:
         api_key: the key that callers of the sidecar must send; None requires no key.
         engine_api_key: the key of the engine, or None.
         limits: the sidecar's limits.
-        ready_timeout_s: how long a started engine may take until it is ready.
-        grace_s: how long requests in flight may continue after a signal, and then how long the engine may
-            take to end.
+        ready_timeout_s: seconds until an engine that `serve` starts must be ready.
+        grace_s: seconds that requests in flight may continue after a signal. The engine then has the same
+            time again to end.
         view: how many of the last rollouts `GET /view` shows; 0 turns the route off.
     """
 
@@ -47,10 +47,10 @@ class Settings:
 
 
 class Server(uvicorn.Server):
-    """The sidecar's uvicorn server. It does not handle signals: `launch.run` also has to stop the engine.
+    """The sidecar's uvicorn server. `launch.run` handles signals, because it must also stop the engine.
 
     Args:
-        settings: how to serve.
+        settings: the sidecar's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
+        """Replace uvicorn's signal handlers by none, because `launch.run` handles signals."""
         yield
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Pydantic models and the parser of `POST /abort`."""
+"""Pydantic models of `POST /abort`, and the parser of its body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["AbortAnswer", "AbortBody", "parse_abort"]
 
 
 class AbortBody(BaseModel):
-    """The body of `POST /abort`. It has exactly one of the two fields."""
+    """The body of `POST /abort`. Exactly one of its two fields must be set."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,6 +39,6 @@ def parse_abort(body: bytes | bytearray) -> AbortBody:
 
 
 class AbortAnswer(BaseModel):
-    """The requests have stopped, or there were none of that name."""
+    """The answer of `POST /abort`: the requests have stopped, or no request has this id."""
 
     status: str = "ok"

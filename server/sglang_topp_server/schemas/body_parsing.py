@@ -13,7 +13,7 @@ from sglang_topp_client.argument_checks import truncate
 
 __all__ = ["num_prompts", "read_body"]
 
-# How many unknown fields an error names, because a body may hold millions.
+# An error names at most this many unknown fields, because a body may hold millions.
 _MAX_UNKNOWN = 4
 _MAX_NAME_CHARS = 60
 
@@ -44,7 +44,7 @@ def _with_few_unknown(given: Any, kind: type[BaseModel]) -> Any:
 
 
 def num_prompts(prompts: Any) -> int:
-    """Return the number of prompts in a field that was not checked yet."""
+    """Return the number of prompts in the value of a field that has not been checked yet."""
     is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int | dict))
     return 1 if is_one else len(prompts)
 

@@ -1,4 +1,4 @@
-"""Field types: the types, JSON schemas, and descriptions of fields that several request bodies share."""
+"""Types, JSON schemas, and descriptions of the fields that several request bodies share."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
     "TimeoutS",
 ]
 
-# `Any`, because `requests.generate` checks the elements: its errors name the wrong entry, and a batch may
-# hold millions of ids.
+# Fields that may hold millions of ids have the type `Any`, so that Pydantic does not check each element.
+# `requests.generate` checks them, and its errors name the wrong entry.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _TEXTS_OR_IDS = [
     {"type": "string"},

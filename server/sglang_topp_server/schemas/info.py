@@ -24,12 +24,12 @@ class ModelInfo(BaseModel):
 
     @classmethod
     def of(cls, model: Model) -> ModelInfo:
-        """Convert to the model."""
+        """Build the Pydantic model from the sizes that the engine reported."""
         return cls(**asdict(model), max_text_chars=model.max_text_chars)
 
 
 class EngineInfo(BaseModel):
-    """The engine behind the sidecar. Fields are null until it has answered."""
+    """The engine behind the sidecar. Fields are null until the engine has answered."""
 
     model_path: str | None
     sglang_version: str | None
@@ -47,7 +47,7 @@ class PatchInfo(BaseModel):
 
 
 class LimitsInfo(BaseModel):
-    """The sidecar's `Limits`."""
+    """The sidecar's limits; `Limits` documents each of them."""
 
     max_in_flight: int
     max_samples: int
@@ -58,7 +58,7 @@ class LimitsInfo(BaseModel):
 
     @classmethod
     def of(cls, limits: Limits) -> LimitsInfo:
-        """Convert to the model."""
+        """Build the Pydantic model from the sidecar's `Limits`."""
         return cls(**asdict(limits))
 
 

@@ -1,4 +1,4 @@
-"""Resume input: decode `rollouts` or `resumed_tokens` of a request that continues earlier answers."""
+"""Decode the fields `rollouts` and `resumed_tokens` of a request that continues earlier answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def read_rollouts(records: Any) -> list[Rollout]:
 
 
 def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[SampleRequest]:
-    """Return the requests with their `resumed_tokens`, one number for all or one for each.
+    """Return the requests in `wanted` with their `resumed_tokens` set.
+
+    Args:
+        given: the field's value: one number for all requests, or a list with one number for each.
+        wanted: the requests.
 
     Raises:
         InvalidInputError: a value is not a number of tokens, or exceeds its prompt's length.

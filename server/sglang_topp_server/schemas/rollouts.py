@@ -1,4 +1,4 @@
-"""Pydantic models and the parser of `POST /rollouts`."""
+"""Pydantic models of `POST /rollouts`, and the parser of its body."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _num_samples(request: RolloutsBody) -> int:
 
 
 class Timing(BaseModel):
-    """Seconds."""
+    """Durations in seconds."""
 
     latency_s: float
 

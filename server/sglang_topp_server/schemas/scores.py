@@ -1,4 +1,4 @@
-"""Pydantic models and the parser of `POST /scores`."""
+"""Pydantic models of `POST /scores`, and the parser of its body."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ export function isDetailed(row) {
   return document.getElementById(`detail-${row}`) !== null;
 }
 
-/** Decode a rollout's tokens; `view/token_view_data.py` describes the bytes. */
+/** Decode a rollout's tokens. `view/token_view_data.py` describes the bytes. */
 export async function openDetail(row) {
   if (!opened.has(row)) opened.set(row, decode(document.getElementById(`detail-${row}`).textContent));
   return opened.get(row);

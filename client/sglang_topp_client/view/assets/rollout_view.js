@@ -51,10 +51,10 @@ export async function drawRollout(view, row, position) {
   function select(next, block = "nearest") {
     shown.position = Math.max(0, Math.min(next, detail.ids.length - 1));
     if (!detail.ids.length) return;
-    // Before the scroll, because on a phone the panel is below the tokens and its height moves them.
+    // Draw the panel before the scroll: on a phone, it is below the tokens, and its height moves them.
     drawCandidates(panel, detail, shown.position);
     for (const flow of flows) if (shown.position < flow.detail.ids.length) flow.select(shown.position, block);
-    // If the address names another view already, its hashchange event comes next and must find that address.
+    // If the address already names another view, keep it: the coming hashchange event must find that address.
     if (location.hash.split("/")[2] === String(row)) history.replaceState(null, "", linkTo(row, shown.position));
   }
 
@@ -84,7 +84,7 @@ export async function drawRollout(view, row, position) {
 
   async function addColumn(other, name = null, box = null) {
     const otherDetail = other === row ? detail : await openDetail(other);
-    // The user may have switched it off or closed the view while its tokens were read.
+    // The user may have switched this sample off or closed the view while its tokens were read.
     if (wanted !== row || box?.checked === false) return;
     const partsAt = other === row ? null : partingOf(detail, otherDetail);
     const flow = new TokenFlow(otherDetail, (t) => select(t), partsAt);

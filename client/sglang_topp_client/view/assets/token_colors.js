@@ -1,6 +1,7 @@
 // The metrics that color tokens: the levels of each metric, and the CSS classes of its colors.
 
-/** A level ends at its bound. Level 0, a token that was nearly certain, has no color. */
+/** The metrics by name. `level` maps a value to a level, whose color is `c0` to `c6`. A value equal to a bound has the
+ * lower of the two levels. Level 0, for a token that was nearly certain, has no color. */
 export const METRICS = {
   mass: {
     label: "kept mass",

@@ -115,7 +115,7 @@ export class TokenFlow {
   }
 }
 
-/** Return the rectangle of a token's part in its first line. */
+/** Return the rectangle of a token, or of its part on the first line if it spans several lines. */
 function startOf(token) {
   return token?.getClientRects()[0];
 }

@@ -11,39 +11,39 @@ __all__ = ["Internals"]
 
 
 class Internals(Protocol):
-    """SGLang's internals, as the hooks use them in every release."""
+    """The interface through which hooks use SGLang's internals, the same for every release."""
 
     # -- in the scheduler
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Replace the pass's `top_logprobs_nums` by this equal list, which carries our state.
+        """Replace the pass's `top_logprobs_nums` by an equal list that carries our state.
 
         Args:
-            top_logprobs_nums: equal to the pass's list.
+            top_logprobs_nums: the new list, equal to the pass's list.
             batch: the batch that SGLang made the `ForwardBatch` from.
             forward_batch: the pass's `ForwardBatch`.
         """
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Drop what an earlier pass left on the output object of this one."""
+        """Remove the sets of an earlier pass from the pass's output object, which SGLang may reuse."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
         """Send an output to the host with a pass.
 
         Args:
             logits_output: SGLang's `LogitsProcessorOutput` of the pass.
-            output: its `copy_to_host` is called, and then its `consume`, with the tokens that became visible.
+            output: the sets of the pass. Its `copy_to_host` is called, and then its `consume`, with the
+                tokens that became visible.
         """
 
     def append(self, current: Any, output: Any) -> Any:
-        """Return two outputs of one pass as one. None is no output."""
+        """Combine two outputs of one pass into one. None stands for no output."""
 
     def answers_requests(self) -> bool:
         """Return whether this rank's results reach the client. The other ranks only mirror them."""
 
     def weight_version(self) -> str:
-        """Return the name of the weights that a pass runs with now; empty where the scheduler does not know
-        it."""
+        """Return the weight version of a pass that starts now; empty if the scheduler does not know it."""
 
     def sampling(self) -> tuple[str, bool]:
         """Return the sampling backend, and whether `--rl-on-policy-target` is set.
@@ -53,16 +53,20 @@ class Internals(Protocol):
         """
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return the objects and the names under which `eagle_sample` looks for its sampling kernels.
+        """Return where `eagle_sample` looks up its sampling kernels: pairs of a module and an attribute.
 
-        An object may lack the name, on a device without such a kernel. It is None if it was not imported.
+        On a device without such a kernel, the module may lack the attribute. A module that was not imported
+        is None.
         """
 
     def sanitizes_logits(self) -> bool:
-        """Return whether SGLang lets a row without a possible token fail alone. Off by default."""
+        """Return whether SGLang sanitizes logits, so that a row without a possible token fails alone.
+
+        SGLang's default is False.
+        """
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return which rows of a pass score a prompt token, rising.
+        """Return the indices of the rows of a pass that score a prompt token, ascending.
 
         Args:
             metadata: SGLang's `LogitsMetadata`.
@@ -70,27 +74,29 @@ class Internals(Protocol):
         """
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Compute a prompt's log-probs exactly as SGLang reports them, in its order of operations.
+        """Compute a prompt's log-probs as SGLang reports them, by the same operations in the same order.
 
         Args:
-            processor: the object that scores prompts.
+            processor: SGLang's object that scores prompts.
             logits: float [R, V].
         """
 
     def prompt_rows(self) -> list[Any]:
-        """Return an empty list for `customized_info` whose entries SGLang sends once per request, whole."""
+        """Return an empty list for `customized_info`. SGLang sends its entries together, once per request."""
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Prepare the `customized_info` of requests that are sent together, so that each arrives with its
-        own."""
+        """Prepare the `customized_info` of requests that are sent together.
+
+        Each request then arrives with its own values.
+        """
 
     # -- in the HTTP process
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Return the scheduler's values for extensions: one list per key, with an entry per request."""
+        """Return the message's `customized_info`: one list per key, with an entry per request."""
 
     def streams_increments(self, manager: Any) -> bool:
-        """Return whether a streamed chunk holds only new tokens, by SGLang's `TokenizerManager`."""
+        """Return whether a streamed chunk has only new tokens. `manager` is SGLang's `TokenizerManager`."""
 
     def skips_tokenizer(self, manager: Any) -> bool:
-        """Return whether the server has no tokenizer, by SGLang's `TokenizerManager`."""
+        """Return whether the server has no tokenizer. `manager` is SGLang's `TokenizerManager`."""

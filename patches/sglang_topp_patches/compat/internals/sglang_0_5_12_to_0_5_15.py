@@ -15,11 +15,11 @@ class Sglang0515(Sglang0516):
     """`Internals` of 0.5.15 and 0.5.15.post1."""
 
     def streams_increments(self, manager: Any) -> bool:
-        """Read the server's arguments."""
+        """Read `incremental_streaming_output` from the server arguments."""
         return bool(manager.server_args.incremental_streaming_output)
 
     def skips_tokenizer(self, manager: Any) -> bool:
-        """Read the server's arguments."""
+        """Read `skip_tokenizer_init` from the server arguments."""
         return bool(manager.server_args.skip_tokenizer_init)
 
 
@@ -27,9 +27,10 @@ class Sglang0514(Sglang0515):
     """`Internals` of 0.5.14, which sends `customized_info` only for the requests that have some."""
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Give every request each key.
+        """Give every request every key of the batch.
 
-        SGLang lists only the requests that have a key, and reads the list by position in the batch.
+        For each key, SGLang lists only the requests that have it, but reads the list by position in the
+        batch.
         """
         keys = {key for req in reqs for key in (req.customized_info or ()) if key in (KEY, PROMPT_KEY)}
         for req in reqs if keys else ():
@@ -38,7 +39,7 @@ class Sglang0514(Sglang0515):
                 info.setdefault(key, [])
 
     def _arrived(self, recv_obj: Any) -> dict[str, Any]:
-        # The message itself holds the value, unpickled.
+        # In these releases, the message holds the value itself, not its pickle.
         return getattr(recv_obj, "customized_info", None) or {}
 
 
@@ -46,13 +47,13 @@ class Sglang0513(Sglang0514):
     """`Internals` of 0.5.13 and 0.5.13.post1, which have no runtime context."""
 
     def answers_requests(self) -> bool:
-        """Ask for the attention ranks."""
+        """Return whether both attention ranks (tensor and context parallel) are 0, from `dp_attention`."""
         from sglang.srt.layers.dp_attention import get_attention_cp_rank, get_attention_tp_rank
 
         return bool(get_attention_tp_rank() == 0 and get_attention_cp_rank() == 0)
 
     def sanitizes_logits(self) -> bool:
-        """Return False: there is no such setting."""
+        """Return False: these releases have no such setting."""
         return False
 
 
@@ -60,6 +61,6 @@ class Sglang0512(Sglang0513):
     """`Internals` of 0.5.12 and 0.5.12.post1, where a pass that only scores prompts has no `ForwardBatch`."""
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Set it on the `ModelWorkerBatch` too, which SGLang makes for one pass."""
+        """Set the list on the `ModelWorkerBatch` too, which SGLang creates for each pass."""
         super().carry(top_logprobs_nums, batch, forward_batch)
         batch.top_logprobs_nums = top_logprobs_nums

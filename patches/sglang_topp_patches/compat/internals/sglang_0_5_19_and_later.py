@@ -19,7 +19,7 @@ _PACKAGE = "sgl_kernel"
 
 
 def _imported(name: str) -> Any:
-    """Import what `eagle_sample` imports when it draws. None where there is no such module."""
+    """Import a module as `eagle_sample` does when it draws. Return None if there is no such module."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -34,20 +34,20 @@ class Sglang0523:
         forward_batch.top_logprobs_nums = top_logprobs_nums
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Do nothing: SGLang does it."""
+        """Do nothing: since 0.5.19, SGLang itself clears the auxiliary output when it samples."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
         """Add the output to SGLang's auxiliary outputs."""
         logits_output.auxiliary_device_output = self.append(logits_output.auxiliary_device_output, output)
 
     def append(self, current: Any, output: Any) -> Any:
-        """Call SGLang's own function."""
+        """Combine the outputs with SGLang's own function."""
         from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
         return append_auxiliary_output(current, output)
 
     def answers_requests(self) -> bool:
-        """Read the attention ranks."""
+        """Return whether the attention ranks (tensor and context parallel) in the runtime context are 0."""
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
@@ -56,7 +56,8 @@ class Sglang0523:
     def weight_version(self) -> str:
         """Read the version from the serving context.
 
-        SGLang changes the weights and their name between two passes, in the thread that launches passes.
+        SGLang changes the weights and their version between two passes, in the thread that launches passes.
+        So each pass has one version.
         """
         from sglang.srt.runtime_context import get_serving
 
@@ -64,7 +65,7 @@ class Sglang0523:
         return version
 
     def sampling(self) -> tuple[str, bool]:
-        """Read both from the execution context."""
+        """Read the backend and the on-policy setting from the execution context."""
         from sglang.srt.runtime_context import get_exec
 
         settings = get_exec()
@@ -76,7 +77,7 @@ class Sglang0523:
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
 
     def sanitizes_logits(self) -> bool:
-        """Read SGLang's environment variable."""
+        """Read SGLang's environment variable `SGLANG_SANITIZE_NAN_LOGITS`."""
         from sglang.srt.environ import envs
 
         return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
@@ -84,13 +85,13 @@ class Sglang0523:
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
         """Read the rows on the host, where SGLang keeps them since 0.5.21.
 
-        Before, this waits for the device.
+        Before 0.5.21, this waits for the device.
         """
         on_host: Sequence[int] | None = getattr(metadata, "input_logprob_indices_cpu", None)
         return indices.tolist() if on_host is None else on_host
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Use the normalizer where SGLang takes its faster path, else `log_softmax`."""
+        """Use SGLang's row normalizer if SGLang takes its faster path, else `log_softmax`."""
         if not processor.enable_fast_input_logprobs:
             return torch.nn.functional.log_softmax(logits, dim=-1)
         from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
@@ -100,19 +101,20 @@ class Sglang0523:
         return logprobs
 
     def prompt_rows(self) -> list[Any]:
-        """Return a list that empties once SGLang takes a slice of it.
+        """Return a list that empties itself once SGLang takes a slice of it.
 
-        SGLang's own way since 0.5.22 (`is_request_level_customized_info_key`) sends the entries of an
-        answer that is not streamed when it finishes. A request that is aborted while a pause makes it wait
-        never finishes. It shows the tokens that SGLang sent, which it does after every 50.
+        Since 0.5.22, SGLang can send entries once per request (`is_request_level_customized_info_key`). But
+        if the answer is not streamed, SGLang sends them only when the request finishes. A request that is
+        aborted while it waits because of a pause never finishes. Its answer still shows tokens, because
+        SGLang sends new tokens after every 50, even if the answer is not streamed.
         """
         return SentOnce()
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Do nothing: the requests are aligned."""
+        """Do nothing: since 0.5.15, SGLang itself keeps the values of each request apart."""
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Unpack each request's prompt rows from their one entry."""
+        """Return the values, with each request's prompt rows unpacked from the one entry that holds them."""
         info = self._arrived(recv_obj)
         if PROMPT_KEY in info:
             info[PROMPT_KEY] = [
@@ -122,24 +124,25 @@ class Sglang0523:
         return info
 
     def _arrived(self, recv_obj: Any) -> dict[str, Any]:
-        """Unpickle the value: SGLang sends it pickled, beside the message."""
+        """Unpickle the value, which SGLang sends as a pickle beside the message."""
         from sglang.srt.managers.io_struct import unwrap_from_pickle
 
         return unwrap_from_pickle(getattr(recv_obj, "customized_info", None)) or {}
 
     def streams_increments(self, manager: Any) -> bool:
-        """Read the manager's attribute."""
+        """Read the manager's attribute `incremental_streaming_output`."""
         return bool(manager.incremental_streaming_output)
 
     def skips_tokenizer(self, manager: Any) -> bool:
-        """Read the manager's attribute."""
+        """Read the manager's attribute `skip_tokenizer_init`."""
         return bool(manager.skip_tokenizer_init)
 
 
 class SentOnce(list[Any]):
-    """Entries of `customized_info` that are sent once, whole.
+    """A list of `customized_info` whose entries SGLang sends together, once.
 
-    SGLang takes a slice of each list, for the tokens that it sends.
+    SGLang sends a slice of each list, for the new tokens. The first slice of this list returns all entries as
+    one entry, and empties the list.
     """
 
     def __getitem__(self, part: Any) -> Any:
@@ -147,7 +150,8 @@ class SentOnce(list[Any]):
             return super().__getitem__(part)
         whole = list(self)
         self.clear()
-        # One entry: where another request has none, SGLang fills in None for each of its tokens.
+        # The one entry holds all rows, for `take_customized_info` to unpack. For a request without rows,
+        # SGLang fills in None for each of its tokens.
         return [whole] if whole else []
 
 
@@ -155,7 +159,7 @@ class Sglang0521(Sglang0523):
     """`Internals` of 0.5.21 and 0.5.22, where `eagle_sample` imports the kernel when it is called."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import the module that has the kernel for CUDA, and elsewhere the package of older releases."""
+        """Import the module with the CUDA kernel. On other devices, import the package of older releases."""
         from sglang.srt.utils.common import is_cuda
 
         name = "sglang.kernels.ops.speculative.sampling" if is_cuda() else _PACKAGE
@@ -163,10 +167,10 @@ class Sglang0521(Sglang0523):
 
 
 class Sglang0520(Sglang0521):
-    """`Internals` of 0.5.20, and of what is older, where the kernel comes from another package."""
+    """`Internals` of 0.5.20 and older releases, where the kernel comes from the package `sgl_kernel`."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import that package."""
+        """Import `sgl_kernel`, in which these releases have the kernel on every device."""
         return ((_imported(_PACKAGE), _KERNEL),)
 
 
@@ -174,7 +178,7 @@ class Sglang0519(Sglang0520):
     """`Internals` of 0.5.19, where a pass has one auxiliary output at most."""
 
     def append(self, current: Any, output: Any) -> Any:
-        """Do what SGLang does since 0.5.20."""
+        """Combine the outputs as SGLang itself does since 0.5.20."""
         if current is None or output is None:
             return current or output
         return Outputs((*getattr(current, "outputs", (current,)), *getattr(output, "outputs", (output,))))
@@ -185,7 +189,7 @@ class Outputs:
     """Several outputs of a pass, on the device or on the host.
 
     Attributes:
-        outputs: in the order in which they are consumed.
+        outputs: the outputs, in the order in which they are consumed.
     """
 
     outputs: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""`sglang-topp completion`: print a script with which a shell completes the command."""
+"""`sglang-topp completion`: print the completion script for bash or zsh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["add_parser"]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command. `main` stores the parser of all commands in `root`."""
+    """Add the command. It completes the parser of all commands, which `main` stores in `args.root`."""
     parser = add_command(
         commands,
         "completion",

@@ -1,4 +1,4 @@
-"""`sglang-topp demo`: run `examples/rollout_loop.py`, which the wheel carries beside this file."""
+"""`sglang-topp demo`: run `examples/rollout_loop.py`, which the wheel installs beside this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sglang-topp doctor`: check every seam of the patch set in the installed SGLang."""
+"""`sglang-topp doctor`: check every function of the installed SGLang that the patch set depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sglang-topp generate`: sample prompts at a server that runs, and print or save the rollouts."""
+"""`sglang-topp generate`: sample prompts on a running server, and print or save the rollouts."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
                 save_rollouts(args.out, counted)
                 print(f"{args.out}: {counted.num_rollouts:,} rollouts, {counted.num_tokens:,} tokens")
             return 0
-        # Before anything is sent, so that a missing extra or a wrong path costs no samples.
+        # Load the tokenizer before any request, so that a missing extra or a wrong path costs no samples.
         from sglang_topp_server.cli import rollout_table
 
         texts = rollout_table.token_texts(args.tokenizer)
@@ -130,7 +130,7 @@ def _sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _record(rollout: Rollout) -> dict[str, Any]:
-    """Return the sidecar's JSON record with lists instead of base64. Log-probs of minus infinity are null."""
+    """Return a rollout's JSON record, with lists instead of base64. Log-probs of minus infinity are null."""
     from sglang_topp_client.codecs.rollout_json import rollout_to_json
 
     candidates = None
@@ -148,7 +148,7 @@ def _finite(logprobs: NDArray[np.float32]) -> list[float | None]:
 
 
 class _Counted:
-    """Rollouts, counted as they are consumed."""
+    """Yields rollouts, and counts them and their tokens."""
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         self._rollouts = rollouts

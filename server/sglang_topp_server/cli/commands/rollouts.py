@@ -1,6 +1,7 @@
 """`sglang-topp rollouts PATH`: print statistics of the rollouts in a file or a directory.
 
-The command reads one row group at a time. It keeps only counters, such as the number of sets of each size.
+The command reads one row group of a file at a time. It keeps only counters, such as the number of candidate
+sets of each size.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _num_bytes(path: str) -> int:
 
 
 class _Summary:
-    """Counters over rollouts, and the lines that they are printed as."""
+    """Counts over rollouts, and the lines of the printed summary."""
 
     def __init__(self) -> None:
         self.num_rollouts = 0

@@ -1,4 +1,4 @@
-"""`sglang-topp sidecar`: start only the sidecar, for a patched SGLang that runs."""
+"""`sglang-topp sidecar`: start only the sidecar, for a patched SGLang that is already running."""
 
 from __future__ import annotations
 
