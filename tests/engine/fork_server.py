@@ -28,14 +28,11 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 __all__ = ["ForkServer", "ForkedProcess"]
 
-# Older releases have not been tried.
-_RELEASES = {"0.5.23"}
 # SGLang reads these when a server starts. It may read others at import, as the patch set reads its limits
 # when it is registered.
 _READ_AT_START = {
@@ -101,8 +98,7 @@ class ForkServer:
         """
         changed = {name for name, value in env.items() if self._environment.get(name) != value}
         return (
-            version("sglang") in _RELEASES
-            and self._environment.get("SGLANG_PLATFORM") == "sglang_topp_cpu"  # CUDA does not survive a fork
+            self._environment.get("SGLANG_PLATFORM") == "sglang_topp_cpu"  # CUDA does not survive a fork
             and changed <= _READ_AT_START
             and not _has_sitecustomize(env.get("PYTHONPATH", ""))
             and _STARTS_AFRESH.isdisjoint(arguments)

@@ -28,6 +28,7 @@ SHORT_SET = (
     "tests/engine/test_pipeline_parallel.py",
     "tests/engine/test_disaggregation.py",
     "tests/engine/test_speculative.py",
+    "tests/engine/test_speculative_interruptions.py",
 )
 """Covers the start of a server, the independent oracle, streams, n above 1, prompt sets, aborts, retractions,
 scores after weight pushes, the sampler as source, doctor, and machines without an accelerator. Also pipeline
