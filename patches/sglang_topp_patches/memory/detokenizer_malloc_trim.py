@@ -1,4 +1,4 @@
-"""Return freed memory to the OS in SGLang's detokenizer process, through which the sets pass."""
+"""Return freed memory to the OS in SGLang's detokenizer process, through which candidate sets pass."""
 
 from __future__ import annotations
 
