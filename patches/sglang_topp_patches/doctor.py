@@ -42,7 +42,7 @@ def report() -> tuple[bool, list[str]]:
 
 
 def _elsewhere(check: SeamCheck) -> tuple[str, ...]:
-    """Return up to three places where a missing function or class may have moved."""
+    """Return up to three places to which a missing function or class may have moved."""
     if not check.problem:
         return ()
     try:

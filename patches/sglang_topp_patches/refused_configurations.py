@@ -154,7 +154,7 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
 
 
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
-    """Map each reason to refuse speculative decoding to whether the reason applies."""
+    """Return the possible reasons to refuse speculative decoding, each with whether the reason applies."""
     algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
     if not algorithm:
         return {}
@@ -212,7 +212,7 @@ def verification_problem(server_args: Any, top_k: int) -> str:
 
 
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
-    """Map each reason to refuse a prefill or decode server to whether the reason applies."""
+    """Return the possible reasons to refuse a disaggregated server, each with whether the reason applies."""
     role = getattr(server_args, "disaggregation_mode", "null")
     if role in (None, "null"):
         return {}

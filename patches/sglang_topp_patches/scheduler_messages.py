@@ -85,7 +85,7 @@ The list begins with an `Entry` that names the weight version of all rows. One s
 the scheduler refused the request, the list has only entries that give the reason."""
 
 AT_END = "sglang_topp_at_end"
-"""A request with this attribute, in the HTTP process, gets its sets written only once, at the end."""
+"""This attribute marks a request, in the HTTP process, whose sets are written only once, at the end."""
 
 SETS = "sglang_topp_sets"
 """The `meta_info` key of the sets that are written at the end (`AT_END`), together with their tokens.

@@ -1,4 +1,4 @@
-"""List the SGLang releases that the patch set supports, and the features that it refuses with each of them.
+"""List the SGLang releases that the patch set supports, and the features that it refuses with each release.
 
 No other module looks up the release number. For each release, the list names an adapter to its internals, the
 SGLang functions that the hooks use (its seams), and the refused features. The patch set refuses an unlisted
@@ -196,8 +196,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
 _REFUSING = (*_ALL, *seams.HTTP_CONTRACT, *seams.GRPC, *seams.NO_HTTP_CONTRACT)
 
 UNLISTED = Release(Sglang0523(), _REFUSING, dict.fromkeys(Feature, "is not a supported release"))
-"""Any release that is not listed. If the functions below exist in it, hooks refuse requests and report
-problems."""
+"""Any release that is not listed. On such a release, hooks only refuse requests and report problems."""
 
 
 @cache

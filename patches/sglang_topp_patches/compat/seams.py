@@ -37,7 +37,7 @@ class Seam:
     Attributes:
         target: the dotted path, `module.attribute` or `module.Class.method`.
         parameters: parameter names that the signature must have, in this order.
-        purpose: what the patch set does there.
+        purpose: what the patch set does at this seam.
         hooks: the hooks, the innermost first. Empty where the patch set only calls or extends the target.
     """
 
@@ -556,7 +556,7 @@ SCORED_ROWS_ON_HOST = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The seam of a pass's scored rows, whose indices are also on the host since 0.5.21."""
+"""The seam of `LogitsMetadata`, which lists a pass's scored rows on the host since 0.5.21."""
 
 SEND_WITH_STATE = (
     Seam(
@@ -566,7 +566,7 @@ SEND_WITH_STATE = (
         (_around("http.tokenizer_manager.write_sets", state="http"),),
     ),
 )
-"""The seam of the function that sends an answer, which takes the answer's state since 0.5.19."""
+"""The seam of the function that sends an answer. Since 0.5.19, the function takes the answer's state."""
 
 FEW_STATUSES = (
     Seam(
@@ -605,7 +605,7 @@ SCORED_ROWS = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The seam of a pass's scored rows before 0.5.21, where their indices are only on the device."""
+"""The seam of `LogitsMetadata` before 0.5.21, which lists a pass's scored rows only on the device."""
 
 COPY_TO_HOST = (
     Seam(
@@ -709,7 +709,7 @@ SEND_BY_LOOKUP = (
         (_around("http.tokenizer_manager.write_sets_of", state="http"),),
     ),
 )
-"""The seam of the function that sends an answer, which looks up the answer's state before 0.5.19."""
+"""The seam of the function that sends an answer. Before 0.5.19, it looks up the answer's state."""
 
 PROMPT_TOKEN_IDS = (
     Seam(

@@ -54,7 +54,7 @@ def activate() -> str | None:
     # In older releases, tensor-parallel ranks use NCCL wherever its library loads. NCCL does not work on a
     # CPU.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
-    if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # before 0.5.14
+    if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # this module exists since 0.5.14
         kernel_stubs.install()
     return f"{__name__}.{TorchCpuPlatform.__name__}"
 

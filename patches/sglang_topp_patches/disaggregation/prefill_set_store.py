@@ -2,8 +2,8 @@
 
 The prefill server draws a request's first token and scores its prompt. SGLang sends the token and the KV
 cache to the decode server, in buffers of fixed size. The sets have no fixed size. So they wait in the prefill
-server's HTTP process until the decode server's HTTP process asks for them. Their key is the request's
-bootstrap room.
+server's HTTP process until the decode server's HTTP process asks for them. The key of the sets is the
+request's bootstrap room.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The decode server answers the client, but the prefill server draws the first token. So while a request runs,
 the decode server's HTTP process asks the prefill server's HTTP process for the sets, through SGLang's
 bootstrap server. A decode server without the patch set would not ask, and would answer without sets. So the
-prefill server passes a request for sets to its scheduler only after a decode server has asked for them.
+prefill server passes a request for sets to its scheduler only after a decode server has asked for these sets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
 
 __all__ = ["PrefillServer"]
 
-# A question that has no answer after this time is ended, and the decode server asks again. A proxy between
+# A question without an answer ends after this time, and then the decode server asks again. A proxy between
 # the servers may close a connection that is silent for longer.
 _QUESTION_S = 20.0
 _RETRY_S = 0.5
@@ -107,7 +107,7 @@ class PrefillServer:
             self.sets.put(obj.bootstrap_room, first)
 
     def add_route(self, result: None, bootstrap_server: Any) -> None:
-        """AFTER hook on `CommonKVBootstrapServer._setup_routes`: add the route at which decode servers ask.
+        """AFTER hook on `CommonKVBootstrapServer._setup_routes`: add the route that decode servers call.
 
         The bootstrap server runs in a thread of the HTTP process, with an event loop of its own.
         """

@@ -85,7 +85,7 @@ def _manager() -> Any:
 def _names_our_fields(body: bytes) -> bool:
     """Return whether a body may contain one of our fields. JSON may escape a field's name.
 
-    All other bodies go to SGLang unchecked.
+    Bodies without our fields go to SGLang unchecked.
     """
     return b"\\u" in body or any(field.encode() in body for field in FIELDS)
 

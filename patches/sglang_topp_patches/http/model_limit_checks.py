@@ -212,7 +212,7 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
             if not isinstance(one, int):
                 continue
             if name == "logprob_start_len" and one < -1:
-                # The scheduler does not take a negative position as counted from the prompt's end.
+                # For the scheduler, a negative position is not a distance from the prompt's end.
                 raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
             if name == "top_logprobs_num" and one > limits.max_top_logprobs:
                 is_all = limits.max_top_logprobs == limits.model.vocab_size
@@ -232,7 +232,7 @@ def _holds(value: Any, kind: type) -> bool:
 
 
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
-    """Return a field's entries with their names. The field holds one value, or a list of one per prompt.
+    """Return a field's entries with their names. The field holds one value, or one per prompt.
 
     Entries of a type other than `kind` are left out, because SGLang itself refuses such entries.
     """

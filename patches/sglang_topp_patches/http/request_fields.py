@@ -1,7 +1,8 @@
 """Check the patch set's request fields in the HTTP process, and pass them to the scheduler.
 
 The fields travel to the scheduler in `sampling_params.custom_params`, which SGLang already transmits. If a
-caller's library passes on only sampling parameters, the caller may write the fields there too.
+caller's library passes on only sampling parameters, the caller may write the fields into `custom_params`
+directly.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class _RequestedSets:
 
     @property
     def field(self) -> str:
-        """The field that asks for the sets. Error messages name it."""
+        """The field that asks for the sets. Error messages name this field."""
         if any(self.nucleus):
             return NUCLEUS
         return THRESHOLD if any(self.thresholds) else SOURCE

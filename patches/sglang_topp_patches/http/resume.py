@@ -1,7 +1,7 @@
 """Continue an interrupted answer, with the request field `resumed_tokens`.
 
-The field says how many tokens at the prompt's end already belong to the answer. The value 0 means that no
-token does, but that the answer may be resumed later. The text and the search for stop strings begin at the
+The field says how many tokens at the prompt's end already belong to the answer. The value 0 means that the
+answer is new, and may be resumed later. The answer's text and the search for stop strings begin at the
 resumed tokens, as if there had been no interruption. If a request with the field is aborted, its answer has
 every token up to the abort:
 
@@ -186,7 +186,7 @@ def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, re
 
 
 def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
-    """AFTER hook on `Scheduler.abort_request`: send aborted requests at once during an `in_place` pause.
+    """AFTER hook on `Scheduler.abort_request`: send aborted answers at once during an `in_place` pause.
 
     SGLang ends an aborted request and frees its KV cache in the next pass, which runs only after the pause.
     This hook sends the answer at once. The next pass then sends nothing, because `finished_output` is set.

@@ -117,7 +117,7 @@ _TRANSPORT = "sglang_topp_transport"
 _PROCESS = "sglang_topp_process"
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
-"""The HTTP call of the current task."""
+"""The HTTP call that the current task handles."""
 
 path_without_sets: ContextVar[str] = ContextVar("sglang_topp_path_without_sets", default="")
 """The current route's path if the route cannot return candidate sets; otherwise empty."""
@@ -154,8 +154,8 @@ class Call:
     def close(self) -> None:
         """Free the call's resources, after its answer has been sent or has failed.
 
-        The call and its samples refer to each other, so otherwise only the garbage collector would free them.
-        It seldom runs in a server.
+        The call and its samples refer to each other, so otherwise only the garbage collector would free them,
+        and the collector seldom runs in a server.
         """
         self._at_end.clear()
         if self.account is not None:
@@ -259,7 +259,7 @@ def _is_served(path: str, place: str) -> bool:
     if place.endswith(RESUMED):
         return path not in OPENAI and place in [f"{prefix}{RESUMED}" for prefix in prefixes[:1]]
     if place.endswith(NUCLEUS) and path in OPENAI:
-        return False  # OpenAI's log-probs would not be renormalized
+        return False  # the OpenAI routes could not renormalize their log-probs
     return any(place == f"{prefix}{field}" for prefix in prefixes for field in FIELDS)
 
 
@@ -351,7 +351,7 @@ def _server_problems() -> tuple[str, ...]:
 
 
 def _refusal(path: str, message: str, place: str) -> Response:
-    """Return a 400 in the error format of the route: Anthropic's, OpenAI's, or SGLang's."""
+    """Return a 400 in the route's error format: Anthropic's, OpenAI's, or SGLang's."""
     if path.startswith("/v1/messages"):
         content: dict[str, Any] = {
             "type": "error",

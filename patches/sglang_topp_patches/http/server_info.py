@@ -1,4 +1,4 @@
-"""Report the status of the patch set in `GET /server_info`, for this process and every scheduler."""
+"""Report the patch set's status in `GET /server_info`, for this process and every scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["add_status", "note_scheduler_states", "report_state"]
 async def note_scheduler_states(
     process: HttpProcess, original: Callable[[Any], Awaitable[list[Any]]], self: Any
 ) -> list[Any]:
-    """AROUND hook on `TokenizerManager.get_internal_state`: store the status of each scheduler.
+    """AROUND hook on `TokenizerManager.get_internal_state`: store each scheduler's status.
 
     SGLang awaits the hooked function for `GET /server_info`.
     """

@@ -5,7 +5,7 @@ slime is an RL trainer. If its option `--rollout-top-p` is not 1, slime sets `re
 little-endian int32::
 
     top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
-    top_p_token_offsets   start index of each position, then the end of the last one: T + 1 entries
+    top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries
 
 Each log-prob in `output_token_logprobs` is renormalized over its position's set. For this purpose, slime
 ships a patch of SGLang's sampler (`sglang-top_p.patch`). This module needs no such patch: it encodes our
@@ -55,7 +55,8 @@ def check_request(field: Callable[[str], Any]) -> None:
     """Refuse a request that also asks for log-probs which would not be renormalized.
 
     Args:
-        field: returns the value that a request field had before SGLang normalized the request, or None.
+        field: returns a field's value as the caller sent it, before SGLang normalized the request; None if
+            the caller did not send the field.
 
     Raises:
         InvalidInputError: the request has a field that asks for such log-probs. The message names the field.

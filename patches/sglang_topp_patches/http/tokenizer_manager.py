@@ -343,7 +343,7 @@ def _list_form(self: Any, side: formats.Side, positions: Positions, with_text: b
 
 
 def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
-    """Replace SGLang's lists of top-k log-probs with packed arrays. SGLang's own flat form is kept."""
+    """Replace SGLang's lists of top-k log-probs with packed arrays. SGLang's flat form of them stays."""
     sides: tuple[tuple[formats.Side, int], ...] = (("input", 0), ("output", start))
     for side, first in sides:
         if meta_info.pop(f"{side}_top_logprobs", None) is not None:

@@ -1,6 +1,6 @@
 """Record which weights generated each token, and correct SGLang's `weight_versions`.
 
-When weights are pushed, SGLang attributes the tokens that it has counted to the old weights. With overlap
+When weights are pushed, SGLang attributes all tokens counted so far to the old weights. With overlap
 scheduling, the old weights may have generated one more token that is not counted yet. SGLang attributes this
 token to the new weights. So every pass that makes sets records its weight version. In the answer, these
 recorded versions replace those that SGLang reports.
@@ -34,7 +34,7 @@ class WeightSpans:
             self._spans.append((version, end))
 
     def name_first(self, version: str) -> None:
-        """Set the version of the first token, which was appended without one."""
+        """Set the first token's version, which was unknown when the token was appended."""
         rest = self._spans[1:]
         if not rest or rest[0][0] != version:
             rest.insert(0, (version, 1))

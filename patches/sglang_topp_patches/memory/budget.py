@@ -1,8 +1,8 @@
 """Limit how many candidates one sample, and all requests in flight together, may hold in this process.
 
 At p = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never truncated. A
-request that exceeds a limit ends with an error that names the limit and what would fit, and its sets are
-freed.
+request that exceeds a limit ends with an error that names the limit and what would fit, and the request's
+sets are freed.
 
 Every process counts the sets that pass through it. The scheduler counts a sample's sets until they are sent.
 The HTTP process counts a call's sets until the call's answer is sent.
@@ -158,7 +158,7 @@ class Account:
         return self._end is not None
 
     def add(self, candidates: int, positions: int = 1) -> None:
-        """Count more candidates. Beyond the limit, this ends the largest account, which may be this one."""
+        """Count more candidates. If the limit is exceeded, end the largest account, which may be this one."""
         if self.is_closed:
             return
         self.candidates += candidates
@@ -200,7 +200,7 @@ def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
 
 
 def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
-    """Return the message that refuses the sets of a prompt.
+    """Return the message that refuses a prompt's sets.
 
     Args:
         limits: the limits of this process.

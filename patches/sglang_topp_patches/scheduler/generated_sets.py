@@ -6,8 +6,8 @@ The hook `sample` runs around `ModelRunner.sample`, and attaches the sets to the
 the sampled tokens are available. Meanwhile, `sampler_support` captures the tokens that the sampler could
 draw.
 
-The sets travel to the host with SGLang's results. `GeneratedSets.consume` adds them to their requests once
-the tokens are committed. By then SGLang has resolved overlap, retraction, and stops.
+The sets travel to the host with SGLang's results. `GeneratedSets.consume` adds the sets to their requests
+once the tokens are committed. By then SGLang has resolved overlap, retraction, and stops.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _take(logprobs: torch.Tensor, sampled_ids: torch.Tensor) -> None:
     if capture is None or not capture.forward_pass.rows.answers:
         return
     process, thresholds = capture.forward_pass.process, capture.forward_pass.rows.thresholds
-    thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # padding rows
+    thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # padding rows get no sets
     lowest = lowest_logprob()
     if any(thresholds):
         capture.sets = extract(process, logprobs, thresholds, sampled_ids, lowest=lowest)
@@ -154,7 +154,7 @@ class GeneratedSets:
             add_entries(req, commit.output_index, [(candidates, problem)], self.weight_version)
 
     def _by_row(self) -> tuple[dict[int, Span], dict[int, str]]:
-        """Return two dictionaries by row: the sets, and the reasons why sets are missing."""
+        """Return two dictionaries, keyed by row: the sets, and the reasons why sets are missing."""
         spans: dict[int, Span] = {}
         problems: dict[int, str] = {}
         by_rule = ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn))

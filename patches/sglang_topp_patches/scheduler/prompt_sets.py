@@ -51,7 +51,7 @@ __all__ = [
 
 
 def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `InputLogprobProcessor.forward`: observe the logits that it computes.
+    """AROUND hook on `InputLogprobProcessor.forward`: observe the logits that the function computes.
 
     SGLang passes all arguments by keyword.
     """
@@ -167,7 +167,7 @@ class _Observer:
 
 
 def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Observer | None:
-    """Return an observer, or None if no row asks for sets by a threshold.
+    """Return an observer, or None if no row has a threshold.
 
     If the source is the sampler, prompts have no sets.
     """
@@ -282,8 +282,8 @@ class PromptSets:
 
     Attributes:
         request_ids: the ids of the pass's requests.
-        thresholds: the threshold of each request; 0 if it asks for no sets.
-        counts: the number of scored rows of each request.
+        thresholds: each request's threshold; 0 if the request has none.
+        counts: each request's number of scored rows.
         chunks: the sets of all scored rows, in order.
         weights: the weights with which the pass ran.
         refused: the refused requests, as in `PassExtraction`.

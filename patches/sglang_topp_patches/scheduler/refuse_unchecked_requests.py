@@ -1,4 +1,4 @@
-"""Refuse requests for candidate sets that bypassed the HTTP checks (`http.request_fields`).
+"""Refuse requests for candidate sets if the requests bypassed the HTTP checks (`http.request_fields`).
 
 An HTTP server without the patch set (SGLang's Rust server, a gRPC server, a worker without the plugin) passes
 `custom_params` on unchecked. Without this refusal, such a server would answer 200 without the sets.

@@ -54,7 +54,7 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
         req: SGLang's `Req`, after `admit`. The account of a finished request closes at once, because its sets
             are about to be sent.
         candidates: the number of new candidates; negative if sets are dropped.
-        positions: the number of positions that the candidates belong to.
+        positions: the number of positions to which the candidates belong.
     """
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is None:
@@ -77,7 +77,7 @@ def close_account(req: Any) -> None:
 
 
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
-    """Close the accounts of aborted requests that wait: BEFORE hook on `Scheduler.abort_request`.
+    """Close the accounts of waiting requests that are aborted: BEFORE hook on `Scheduler.abort_request`.
 
     SGLang drops these requests without output, but may refer to them until two more passes have run.
     """
@@ -93,7 +93,7 @@ def is_refused(req: Any) -> bool:
 
 
 def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
-    """Drop a request's sets, take no more of them, and have the HTTP process end it with an error.
+    """Drop a request's sets, take no more sets, and have the HTTP process end the request with an error.
 
     Args:
         req: SGLang's `Req`.

@@ -2,8 +2,8 @@
 
 SGLang's sampler can return each token's weight after its filters (top_k, top_p, and min_p), but only for
 requests with SGLang's field `return_sampling_mask`. The hook `sample_from_probs` makes the sampler return the
-weights for requests for sets too, and keeps the weights. They come from the call that draws the token. So a
-set follows the sampling backend's own filters, filter order, and tie rule.
+weights for requests for candidate sets as well, and keeps them. The weights come from the call that draws the
+token. So a set follows the sampling backend's own filters, filter order, and tie rule.
 
 All ranks sample this way, even those that answer no client, because all must draw the same token.
 """
@@ -134,7 +134,7 @@ def sample_from_probs(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Capture the weights of rows that ask for them: AROUND hook on `Sampler._sample_from_probs`."""
+    """Capture the weights of the rows that need them: AROUND hook on `Sampler._sample_from_probs`."""
     capture = current_capture()
     drawing = capture.drawing if capture else None
     if drawing is None:

@@ -44,7 +44,7 @@ _FIELD = "sglang_topp_verification"
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record the tokens and the support of a verification: AROUND hook on `eagle_sample`."""
+    """Record a verification's tokens and support: AROUND hook on `eagle_sample`."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -119,7 +119,7 @@ class _Verification:
         self.is_inside: Tensor | None = None
 
     def draw(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call SGLang's kernel, and record the support that it drew from."""
+        """Call SGLang's kernel, and record the support from which the kernel drew."""
         result = kernel(*args, **kwargs)
         probs_NV = kwargs["target_probs"].flatten(0, 1)
         nodes_RA = self._nodes(kwargs["accept_index"], self.asking)
@@ -170,7 +170,7 @@ class _Verification:
         width: int,
         lowest: float | None,
     ) -> Sets:
-        """Take the sets of what the kernel could draw, one for each slot of the requests in `rows.drawn`."""
+        """Take the sets of tokens that the kernel could draw, one set per slot of `rows.drawn`."""
         device = logprobs_SV.device
         slots = [self.asking.index(row) * width + slot for row in self.rows.drawn for slot in range(width)]
         at = _to_device(slots, device)
@@ -242,8 +242,8 @@ class VerifiedSets:
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append one entry to `customized_info` for each newly visible token of a request for sets.
 
-        SGLang may commit fewer tokens than were accepted, if a stop or a grammar ends the request earlier.
-        The committed tokens must be the first drawn tokens.
+        SGLang may commit fewer tokens than were accepted, if a stop condition or a grammar ends the request
+        earlier. The committed tokens must be the first drawn tokens.
         """
         by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
         found = self._by_slot()

@@ -205,7 +205,8 @@ class StagedSets:
         kept: the tensors from which the sets can be taken again.
         rows: the indices of the R rows, ascending. All other rows have empty sets.
         num_rows: the number of all rows.
-        problems: maps the index of each row without an exact set to the reason, as far as it is known yet.
+        problems: maps the index of each row without an exact set to the reason, as far as the reasons are
+            known yet.
     """
 
     area: StagingArea
@@ -219,7 +220,7 @@ class StagedSets:
         return replace(self, area=self.area.map(copy_tensor))
 
     def with_problems(self, problems: Mapping[int, str]) -> StagedSets:
-        """Return the sets with more rows marked as having no exact set."""
+        """Return the same sets, with more rows marked as having no exact set."""
         return replace(self, problems={**self.problems, **problems})
 
     def settled(self) -> ExtractedSets:
@@ -230,7 +231,7 @@ class StagedSets:
     def on_host(self) -> ExtractedSets:
         """Return the sets from the staging area, which must be on the host by now. Call this method once.
 
-        The method waits for the device only if some rows' sets did not fit. At its end, it frees the kept
+        The method waits for the device only if some rows' sets did not fit. Finally, it frees the kept
         tensors.
         """
         read = self.area.read()

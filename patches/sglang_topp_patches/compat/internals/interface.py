@@ -11,7 +11,7 @@ __all__ = ["Internals"]
 
 
 class Internals(Protocol):
-    """The interface through which hooks use SGLang's internals, the same for every release."""
+    """SGLang's internals as the hooks see them. Each range of releases has an adapter with this interface."""
 
     # -- in the scheduler
 
@@ -60,7 +60,7 @@ class Internals(Protocol):
         """
 
     def sanitizes_logits(self) -> bool:
-        """Return whether SGLang sanitizes logits. Then a row in which no token is possible fails alone.
+        """Return whether SGLang sanitizes logits. If so, a row in which no token is possible fails alone.
 
         By default, SGLang does not sanitize logits.
         """
@@ -102,4 +102,4 @@ class Internals(Protocol):
         """Return whether a streamed chunk holds only new tokens. `manager` is SGLang's `TokenizerManager`."""
 
     def skips_tokenizer(self, manager: Any) -> bool:
-        """Return whether the server has no tokenizer. `manager` is SGLang's `TokenizerManager`."""
+        """Return whether the server runs without a tokenizer. `manager` is SGLang's `TokenizerManager`."""

@@ -58,7 +58,7 @@ class Sglang0513(Sglang0514):
 
 
 class Sglang0512(Sglang0513):
-    """Adapter to SGLang 0.5.12 and its post1, where a pass that only scores prompts has no `ForwardBatch`."""
+    """Adapter to SGLang 0.5.12 and 0.5.12.post1, where a pass that only scores has no `ForwardBatch`."""
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
         """Set the list on the `ForwardBatch` and on the pass's `ModelWorkerBatch`."""
