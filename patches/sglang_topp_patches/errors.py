@@ -8,7 +8,7 @@ __all__ = ["CallEndedError"]
 
 
 class CallEndedError(ValueError):
-    """An HTTP call that ends with an error.
+    """Raised to end an HTTP call with an error status.
 
     SGLang turns a ValueError into an error response with the exception's `status_code`. In a stream, SGLang
     sends an error event with that code.

@@ -28,14 +28,14 @@ __all__ = ["ProcessState", "register"]
 class ProcessState:
     """The mutable state of one process.
 
-    `Hook.state` names the field that a hook receives as its first argument.
+    A hook may receive one of these fields as its first argument (`Hook.state` in `compat.seams`).
 
     Attributes:
-        in_flight: counts the candidates that the process holds. `http` and `scheduler` share it.
+        in_flight: counts the candidates that the process holds. `http` and `scheduler` share this count.
         http: the state for the hooks of an HTTP process.
         prefill_server: keeps sets until decode servers fetch them; a part of `http`.
         scheduler: the state for the hooks of a scheduler process.
-        prefix_cache: tracks the weights behind the scheduler's cached KV; a part of `scheduler`.
+        prefix_cache: tracks which weights computed the scheduler's cached KV; a part of `scheduler`.
     """
 
     in_flight: InFlight
@@ -54,7 +54,7 @@ class ProcessState:
 
 
 def register() -> None:
-    """Check every seam and register the hooks. SGLang installs registered hooks after this returns."""
+    """Check every seam and register the hooks. SGLang then installs the registered hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     worker_app.install()

@@ -26,7 +26,8 @@ __all__ = [
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
-# We have read how these backends filter tokens. SGLang captures the result for its own sampling mask.
+# For these backends, we have read in SGLang's source how they filter tokens. SGLang itself captures the
+# result, for its own sampling mask.
 _SAMPLING_BACKENDS = ("flashinfer", "pytorch")
 
 
@@ -42,7 +43,7 @@ def server_problems(server_args: Any) -> tuple[str, ...]:
 def request_problem(temperature: Any) -> str:
     """Return why a request at this temperature cannot have exact sets here, or an empty string.
 
-    The temperature matters if SGLang reports the log-probs from before it applies the temperature.
+    The temperature matters only if SGLang reports log-probs from before it applies the temperature.
     """
     if temperature not in (None, 0, 1) and _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return f"temperature: got {temperature!r}, expected 1: {_ORIGINAL_LOGPROB}"
@@ -52,7 +53,7 @@ def request_problem(temperature: Any) -> str:
 def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
     """Return why the sampler does not draw from the nucleus of `top_p` alone, or an empty string.
 
-    A temperature that is not a number is left to SGLang.
+    A temperature that is not a number gets no reason here: SGLang itself checks it.
     """
     if isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW:
         return f"temperature: got {temperature!r}, expected more than 0: {_NUCLEUS_ONLY}"
@@ -64,7 +65,7 @@ def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
 
 
 _GREEDY_BELOW = 1e-6  # below this temperature, SGLang uses a top_k of 1 instead
-_NO_TOP_K = (-1, 1 << 30)  # no top_k, as callers write it and as SGLang stores it
+_NO_TOP_K = (-1, 1 << 30)  # no top_k: what callers write, and what SGLang stores
 _NUCLEUS_ONLY = f"{NUCLEUS} returns the nucleus of top_p alone"
 
 
@@ -109,7 +110,8 @@ def environment_problems() -> tuple[str, ...]:
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
     # SGLang reads this flag where it computes a prompt's logits (0.5.21 to 0.5.23) and in `eagle_sample`
-    # (0.5.19). The sets are read after the pass, when another CUDA graph may have overwritten that memory.
+    # (0.5.19). With this flag, another CUDA graph may overwrite the logits after the pass, before the sets
+    # are read.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),
@@ -152,7 +154,7 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
 
 
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the reasons against speculative decoding, each mapped to whether it applies."""
+    """Return the possible reasons to refuse speculative decoding, each with whether the reason applies."""
     algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
     if not algorithm:
         return {}
@@ -210,7 +212,7 @@ def verification_problem(server_args: Any, top_k: int) -> str:
 
 
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the reasons against a prefill or decode server, each mapped to whether it applies."""
+    """Return the possible reasons to refuse a disaggregated server, each with whether the reason applies."""
     role = getattr(server_args, "disaggregation_mode", "null")
     if role in (None, "null"):
         return {}

@@ -1,9 +1,9 @@
 """Define the messages that carry candidate sets from the scheduler to the HTTP process.
 
 The messages travel in SGLang's `customized_info`: one `Entry` per generated token, and one `Span` per scored
-prompt row. A span holds bytes, which pickle fast and keep no batch's memory alive. The format may change in
-any version, because both processes run the same version of this package. This module also names the request
-fields that ask for sets.
+prompt row. A span holds bytes, which pickle fast and do not keep a whole batch in memory. The format may
+change in any version, because both processes run the same version of this package. This module also names the
+request fields that ask for sets.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def asking_field(get: Callable[[str], Any]) -> str:
         get: returns a field's value, or None if the request lacks it.
     """
     if get(NUCLEUS):
-        return NUCLEUS  # first, because such a request has a threshold too
+        return NUCLEUS  # checked first, because such a request has a threshold too
     if get(THRESHOLD):
         return THRESHOLD
     return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""
 
 
 def from_sampler(get: Callable[[str], Any]) -> bool:
-    """Return whether a request, already checked, asks for the tokens that the sampler could draw."""
+    """Return whether a checked request asks for the tokens that the sampler could draw."""
     return bool(get(SOURCE) == SAMPLER)
 
 
@@ -76,24 +76,24 @@ def custom_params(req: Any) -> dict[str, Any]:
 
 
 KEY = "sglang_topp"
-"""The key in `customized_info` of the generated tokens' entries, one per token."""
+"""The `customized_info` key under which each generated token has one `Entry`."""
 
 PROMPT_KEY = "sglang_topp_prompt"
-"""The key in `customized_info` of the prompt's rows, which SGLang sends once per request.
+"""The `customized_info` key of the prompt's rows, which SGLang sends once per request.
 
-The list begins with an `Entry` that names the weights behind all rows. One span per scored row follows. If
+The list begins with an `Entry` that names the weight version of all rows. One span per scored row follows. If
 the scheduler refused the request, the list has only entries that give the reason."""
 
 AT_END = "sglang_topp_at_end"
-"""The attribute that marks a request in the HTTP process whose sets are written once, at the end."""
+"""This attribute marks a request, in the HTTP process, whose sets are written only once, at the end."""
 
 SETS = "sglang_topp_sets"
-"""The key in `meta_info` of the sets that are written at the end (`AT_END`), and of their tokens.
+"""The `meta_info` key of the sets that are written at the end (`AT_END`), together with their tokens.
 
 The value is None for a sample that did not ask for sets."""
 
 Span: TypeAlias = tuple[bytes, bytes]
-"""One position's set, as the bytes of its int32 token ids and of its float32 log-probs."""
+"""One position's set: the bytes of its token ids (int32), and the bytes of its log-probs (float32)."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Entry:
         status: the HTTP status of the error that a missing set causes. A status other than 500 means that the
             scheduler refused the request and takes no more sets for it.
         weight_version: the version of the weights that drew the token.
-        handed_over: whether a prefill server drew the token and has its set (`disaggregation`).
+        handed_over: whether a prefill server drew the token and still has the token's set (`disaggregation`).
     """
 
     candidates: Span | None

@@ -1,1 +1,1 @@
-"""Support several SGLang releases: list and check the functions that hooks use, and adapt to each release."""
+"""Support several SGLang releases: list and check the SGLang functions in use, and adapt to each release."""

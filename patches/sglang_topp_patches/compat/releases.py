@@ -1,8 +1,9 @@
-"""List the SGLang releases that the patch set supports, and the features that it refuses with each of them.
+"""List the SGLang releases that the patch set supports, and the features that it refuses with each release.
 
-No other module looks up the release number. A release has an adapter to its internals (`internals`), its
-seams (`seams`), and its refused features. The patch set refuses a release that is not listed, even if every
-seam holds: a signature does not tell what a log-prob means.
+No other module looks up the release number. For each release, the list names an adapter to its internals, the
+SGLang functions that the hooks use (its seams), and the refused features. The patch set refuses an unlisted
+release even if the signatures of all these functions match: a signature does not show how a release defines
+its log-probs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals
 
 
 class Feature(StrEnum):
-    """A feature that may be refused with a release. The value is the option or field that users know."""
+    """A feature that some releases cannot serve. Its value is the server option or request field."""
 
     SAMPLER_SOURCE = "top_logprobs_source"
     WEIGHT_VERSIONS = "weight_versions"
@@ -52,9 +53,9 @@ class Release:
     """One SGLang release.
 
     Attributes:
-        internals: the adapter to its internals.
-        seams: its functions that hooks wrap or call.
-        refused: the features that are refused with this release, and why.
+        internals: the adapter to the release's internals.
+        seams: the SGLang functions that the hooks wrap or call in this release.
+        refused: the features that are refused with this release, each with the reason.
     """
 
     internals: Internals
@@ -110,8 +111,8 @@ _BEFORE_0_5_19 = {
 }
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
-    # In 0.5.12, tensors reach the HTTP process unconverted. It also completes nixl transfers only for hybrid
-    # models.
+    # In 0.5.12, tensors reach the HTTP process unconverted. Also, 0.5.12 completes nixl transfers only for
+    # hybrid models.
     Feature.DISAGGREGATION: "a request for `top_logprobs_num` ends SGLang's prefill server",
 }
 
@@ -181,7 +182,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.17": Release(Sglang0516(), _SGLANG_0_5_16, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.16": Release(Sglang0516(), _SGLANG_0_5_16, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
-        # Speculative decoding was tested on 0.5.15.post1. 0.5.15 has the same functions at the seams.
+        # Speculative decoding was tested on 0.5.15.post1. In 0.5.15, the hooked functions are the same.
         "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTESTED),
@@ -195,7 +196,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
 _REFUSING = (*_ALL, *seams.HTTP_CONTRACT, *seams.GRPC, *seams.NO_HTTP_CONTRACT)
 
 UNLISTED = Release(Sglang0523(), _REFUSING, dict.fromkeys(Feature, "is not a supported release"))
-"""Any release that is not listed. At its seams, if they exist, hooks refuse requests and report."""
+"""Any release that is not listed. On such a release, hooks only refuse requests and report problems."""
 
 
 @cache
@@ -209,7 +210,7 @@ def installed() -> tuple[str, Release]:
 
 
 def internals() -> Internals:
-    """Return the adapter to the internals of the installed SGLang."""
+    """Return the adapter to the installed SGLang's internals."""
     return installed()[1].internals
 
 

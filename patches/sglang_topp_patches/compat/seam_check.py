@@ -23,7 +23,7 @@ __all__ = ["SeamCheck", "Status", "check_seams", "difference", "nearest", "statu
 
 @dataclass(frozen=True)
 class SeamCheck:
-    """The check of one seam. `problem` is empty if the seam holds."""
+    """The result of checking one seam. `problem` is empty if the check succeeded."""
 
     seam: Seam
     problem: str = ""
@@ -36,7 +36,7 @@ class Status:
     Attributes:
         sglang_version: the version of the installed SGLang; empty if SGLang is not installed.
         checks: one check per seam. Empty if the release is not supported.
-        problems: every reason why candidate sets are refused. Empty if they are served.
+        problems: every reason why candidate sets are refused; empty if this process serves sets.
     """
 
     sglang_version: str
@@ -81,8 +81,8 @@ def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
 def _patch_of_slime() -> str:
     """Return a problem if the installed SGLang has slime's patch of the sampler, else an empty string.
 
-    Every seam holds with that patch, but it renormalizes the log-probs of some requests before the hooks see
-    them.
+    The seam checks do not find slime's patch. But the patch renormalizes some requests' log-probs before the
+    hooks see them.
     """
     for module in ("sampler", "utils.logprob", "logprob_processor"):
         try:
@@ -103,16 +103,16 @@ def _checks(release: Release) -> tuple[SeamCheck, ...]:
 
 @functools.cache
 def status() -> Status:
-    """Check every seam, and whether this process has installed the hooks.
+    """Check every seam, and check whether this process has installed the hooks.
 
-    Call it only after SGLang has loaded its plugins. The first result is kept, because every request needs
-    it.
+    Call this function only after SGLang has loaded its plugins. The first result is cached, because every
+    request needs the status.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     found = check_seams()
     patched: set[str] = getattr(HookRegistry, "_patched", set())
-    # After a problem, the plugin installs only the hooks that refuse and report.
+    # If there is a problem, the plugin installs only the hooks that refuse requests and report problems.
     expected = [c.seam.target for c in found.checks if any(found.active or h.always for h in c.seam.hooks)]
     idle = [target for target in expected if target not in patched]
     problems = found.problems + tuple(
@@ -126,7 +126,7 @@ def status() -> Status:
 def _problem(seam: Seam) -> str:
     try:
         target = pkgutil.resolve_name(seam.target)
-    except Exception as error:  # after any failure of the import, the seam does not hold
+    except Exception as error:  # any error during the import means that the seam is missing
         return f"not found ({type(error).__name__}: {error})"
     try:
         names = tuple(inspect.signature(target).parameters)
@@ -136,7 +136,7 @@ def _problem(seam: Seam) -> str:
 
 
 def difference(seam: Seam, names: tuple[str, ...]) -> str:
-    """Return how a function with the parameters `names` differs from a seam, or an empty string."""
+    """Return how the parameter names differ from those that the seam expects, or an empty string."""
     missing = [name for name in seam.parameters if name not in names]
     if missing:
         return f"takes ({', '.join(names)}), expected {', '.join(missing)} among them"

@@ -1,7 +1,7 @@
-"""List every function of SGLang that the patch set depends on, in groups.
+"""List every SGLang function that the patch set depends on, in groups by feature and release.
 
-A seam is an SGLang function that hooks wrap or call. `seam_check` verifies at startup that each one exists
-and takes the parameters that the hooks rely on. `releases` lists the groups of each release.
+A seam is an SGLang function that hooks wrap or call. `seam_check` verifies at startup that each seam exists,
+and takes the parameters that the hooks rely on. `releases` selects the groups for each release.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class Hook:
     Attributes:
         kind: BEFORE, AFTER, or AROUND, as SGLang's `HookType` names them.
         function: the hook's path in this package, as `module.function`.
-        always: whether the hook is installed even if sets are refused, because it refuses or reports.
+        always: whether the hook is installed even if sets are refused, because it refuses requests or reports
+            problems.
         state: the field of `plugin.ProcessState` that the hook gets as its first argument. Empty for a hook
             without state.
     """
@@ -36,7 +37,7 @@ class Seam:
     Attributes:
         target: the dotted path, `module.attribute` or `module.Class.method`.
         parameters: parameter names that the signature must have, in this order.
-        purpose: what the patch set does there.
+        purpose: what the patch set does at this seam.
         hooks: the hooks, the innermost first. Empty where the patch set only calls or extends the target.
     """
 
@@ -236,7 +237,7 @@ IN_PROCESS = (
         (_around("http.offline_engine.async_generate"),),
     ),
 )
-"""The offline engine: `sglang.Engine` in the caller's process."""
+"""The seams of the offline engine, which is `sglang.Engine` in the caller's process."""
 
 OPENAI = (
     Seam(
@@ -264,7 +265,7 @@ OPENAI = (
         (_around("http.openai.add_to_stream"),),
     ),
 )
-"""The completion and chat routes of SGLang's OpenAI API."""
+"""The seams of the completion and chat routes in SGLang's OpenAI API."""
 
 RESUME = (
     Seam(
@@ -309,7 +310,7 @@ RESUME = (
         (_after("http.resume.send_while_paused"),),
     ),
 )
-"""Resumed answers, since 0.5.23."""
+"""The seams for resumed answers, since 0.5.23."""
 
 
 def _verification(logprobs: str) -> tuple[Seam, ...]:
@@ -330,13 +331,13 @@ def _verification(logprobs: str) -> tuple[Seam, ...]:
 
 
 VERIFICATION = _verification(f"{_LOGPROBS}.compute_spec_logprobs")
-"""Speculative verification, since 0.5.18."""
+"""The seams of speculative verification since 0.5.18."""
 
 VERIFICATION_BEFORE_0_5_18 = _verification(f"{_LOGPROBS}.compute_spec_v2_logprobs")
-"""Speculative verification, in 0.5.16 and 0.5.17."""
+"""The seams of speculative verification in 0.5.16 and 0.5.17."""
 
 VERIFICATION_BEFORE_0_5_16 = _verification("sglang.srt.layers.utils.logprob.compute_spec_v2_logprobs")
-"""Speculative verification, up to 0.5.15.post1."""
+"""The seams of speculative verification up to 0.5.15.post1."""
 
 GRPC = (
     Seam(
@@ -352,7 +353,7 @@ GRPC = (
         (_before("http.route_policy.refuse_grpc_openai", always=True),),
     ),
 )
-"""SGLang's gRPC server, since 0.5.14."""
+"""The seams of SGLang's gRPC server, which exists since 0.5.14."""
 
 HTTP_CONTRACT = (
     Seam(
@@ -368,7 +369,7 @@ HTTP_CONTRACT = (
         (_after("http.server_info.add_status", always=True, state="http"),),
     ),
 )
-"""Functions for early errors and for GET /server_info, since 0.5.22."""
+"""The seams for early errors and for `GET /server_info`, since 0.5.22."""
 
 AUXILIARY_OUTPUT = (
     Seam(
@@ -384,7 +385,7 @@ AUXILIARY_OUTPUT = (
         (_around("scheduler.pipeline_parallel.take_from_stage_output"),),
     ),
 )
-"""Auxiliary outputs, which SGLang copies, commits, and sends between pipeline stages, since 0.5.19."""
+"""The seams of auxiliary outputs, which SGLang sends between pipeline stages since 0.5.19."""
 
 COMPOSED = (
     Seam(
@@ -398,7 +399,7 @@ COMPOSED = (
         "knows which tokens became visible",
     ),
 )
-"""Several auxiliary outputs of one pass, since 0.5.20."""
+"""The seams for several auxiliary outputs in one pass, since 0.5.20."""
 
 DISAGGREGATION = (
     Seam(
@@ -439,7 +440,7 @@ DISAGGREGATION = (
         ),
     ),
 )
-"""Disaggregated servers, which only prefill or only decode."""
+"""The seams of disaggregated servers, which only prefill or only decode."""
 
 
 def _weight_pushes(updater: str, *functions: str) -> tuple[Seam, ...]:
@@ -462,13 +463,13 @@ _PUSHES = (
 )
 
 WEIGHT_PUSHES = _weight_pushes(_UPDATER, *_PUSHES)
-"""Weight pushes, since 0.5.13."""
+"""The seams of weight pushes since 0.5.13."""
 
 WEIGHT_PUSHES_IN_MIXIN = _weight_pushes(_UPDATER_MIXIN, *_PUSHES)
-"""Weight pushes that the scheduler itself handles, in 0.5.12."""
+"""The seams of weight pushes in 0.5.12, where the scheduler itself handles pushes."""
 
 WEIGHT_UPDATE_SESSIONS = _weight_pushes(_UPDATER, "begin_weight_update", "end_weight_update")
-"""Sessions in which peers may write the weights, since 0.5.21."""
+"""The seams of weight-update sessions, in which peers may write the weights, since 0.5.21."""
 
 WEIGHT_VERSIONS = (
     Seam(
@@ -482,7 +483,7 @@ WEIGHT_VERSIONS = (
         "reads the weight version",
     ),
 )
-"""The weight version in the scheduler, since 0.5.19."""
+"""The seams through which the scheduler knows the weight version, since 0.5.19."""
 
 SAMPLER_SOURCE = (
     Seam(
@@ -497,7 +498,7 @@ SAMPLER_SOURCE = (
         "reads which backend samples",
     ),
 )
-"""A sampler that returns its weights, since 0.5.20."""
+"""The seams of the sampler, which can return its weights since 0.5.20."""
 
 TOP_K_RANKING = (
     Seam(
@@ -507,7 +508,7 @@ TOP_K_RANKING = (
         (_around("scheduler.sampler_support.rank_only_top_k"),),
     ),
 )
-"""A torch sampler that ranks only as many tokens as top_k keeps, since 0.5.22."""
+"""The seam of the torch sampler, which can rank only as many tokens as top_k keeps since 0.5.22."""
 
 LOGPROB_PROCESSORS = (
     Seam(
@@ -532,7 +533,7 @@ LOGPROB_PROCESSORS = (
         (_around("scheduler.prompt_sets.forward"),),
     ),
 )
-"""Classes that compute log-probs, since 0.5.16."""
+"""The seams of the classes that compute log-probs since 0.5.16."""
 
 NORMALIZER = (
     Seam(
@@ -541,7 +542,7 @@ NORMALIZER = (
         "computes prompt log-probs as SGLang does",
     ),
 )
-"""Prompt log-probs from a normalizer instead of `log_softmax`, since 0.5.18."""
+"""The seam of the normalizer that may replace `log_softmax` for prompt log-probs since 0.5.18."""
 
 SCORED_ROWS_ON_HOST = (
     Seam(
@@ -555,7 +556,7 @@ SCORED_ROWS_ON_HOST = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The scored rows of a pass, on the device and on the host, since 0.5.21."""
+"""The seam of `LogitsMetadata`, which lists a pass's scored rows on the host since 0.5.21."""
 
 SEND_WITH_STATE = (
     Seam(
@@ -565,7 +566,7 @@ SEND_WITH_STATE = (
         (_around("http.tokenizer_manager.write_sets", state="http"),),
     ),
 )
-"""A function that sends an answer and gets its state as an argument, since 0.5.19."""
+"""The seam of the function that sends an answer. Since 0.5.19, the function takes the answer's state."""
 
 FEW_STATUSES = (
     Seam(
@@ -575,7 +576,7 @@ FEW_STATUSES = (
         (_after("http.tokenizer_manager.answer_with_status"),),
     ),
 )
-"""An HTTP server that answers only few errors with their own status, before 0.5.23."""
+"""The seam for error statuses before 0.5.23, where SGLang gives only few errors their own status."""
 
 STREAMER = (
     Seam(
@@ -585,7 +586,7 @@ STREAMER = (
         (_after("scheduler.generated_sets.free_sent_entries"),),
     ),
 )
-"""An object that sends the scheduler's output, since 0.5.13."""
+"""The seam of the object that sends the scheduler's output since 0.5.13."""
 
 DETOKENIZER = (
     Seam(
@@ -595,7 +596,7 @@ DETOKENIZER = (
         (_after("memory.detokenizer_malloc_trim.trim_after_batch", state="in_flight"),),
     ),
 )
-"""A detokenizer that loads plugins, since 0.5.22."""
+"""The seam of the detokenizer, which loads plugins since 0.5.22."""
 
 SCORED_ROWS = (
     Seam(
@@ -604,7 +605,7 @@ SCORED_ROWS = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The scored rows of a pass, only on the device, before 0.5.21."""
+"""The seam of `LogitsMetadata` before 0.5.21, which lists a pass's scored rows only on the device."""
 
 COPY_TO_HOST = (
     Seam(
@@ -614,7 +615,7 @@ COPY_TO_HOST = (
         (_before("scheduler.auxiliary_output_before_0_5_19.copy_to_host"),),
     ),
 )
-"""The copy of a pass's results to the host, before 0.5.19."""
+"""The seam of the function that copies a pass's results to the host before 0.5.19."""
 
 
 def _commit(results: str, streamer: str) -> tuple[Seam, ...]:
@@ -651,10 +652,10 @@ def _commit(results: str, streamer: str) -> tuple[Seam, ...]:
 
 
 COMMIT = _commit(_RESULTS, _STREAMER)
-"""The commit of tokens, from 0.5.13 to 0.5.18."""
+"""The seams where SGLang 0.5.13 to 0.5.18 commits tokens."""
 
 COMMIT_IN_MIXIN = _commit(_RESULTS_MIXIN, _RESULTS_MIXIN)
-"""The commit of tokens in a mixin of the scheduler, in 0.5.12."""
+"""The seams where SGLang 0.5.12 commits tokens, in a mixin of the scheduler."""
 
 SAMPLER_LOGPROBS = (
     Seam(
@@ -698,7 +699,7 @@ SAMPLER_LOGPROBS = (
         (_after("scheduler.prompt_sets.observe_logits"),),
     ),
 )
-"""Log-probs in the sampler and the logits processor, up to 0.5.15.post1."""
+"""The seams where the sampler and the logits processor compute log-probs, up to 0.5.15.post1."""
 
 SEND_BY_LOOKUP = (
     Seam(
@@ -708,7 +709,7 @@ SEND_BY_LOOKUP = (
         (_around("http.tokenizer_manager.write_sets_of", state="http"),),
     ),
 )
-"""A function that sends an answer and looks up its state, before 0.5.19."""
+"""The seam of the function that sends an answer. Before 0.5.19, it looks up the answer's state."""
 
 PROMPT_TOKEN_IDS = (
     Seam(
@@ -736,7 +737,7 @@ PROMPT_TOKEN_IDS = (
         (_after("http.prompt_token_ids.write"),),
     ),
 )
-"""Token ids of text prompts, which SGLang does not return before 0.5.13."""
+"""The seams for the token ids of text prompts, which SGLang does not return before 0.5.13."""
 
 NO_HTTP_CONTRACT = (
     Seam(
@@ -746,4 +747,4 @@ NO_HTTP_CONTRACT = (
         (_after("http.middleware_before_0_5_22.install", always=True, state="http"),),
     ),
 )
-"""An HTTP server without the functions of `HTTP_CONTRACT`, before 0.5.22."""
+"""The seam of the HTTP server before 0.5.22, which lacks the functions in `HTTP_CONTRACT`."""

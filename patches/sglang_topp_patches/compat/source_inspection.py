@@ -1,12 +1,12 @@
-"""Read a package's names and signatures from its source, without importing it or its dependencies.
+"""Find a package's functions, classes, and signatures in its source code, without importing the package.
 
-`doctor` uses it to find where a missing function moved to. The tests use it to check every seam of SGLang
-releases that are not installed.
+`sglang-topp doctor` uses this module to find where a missing function moved. The tests use it to check the
+functions that the hooks rely on, in SGLang releases that are not installed.
 
-The package griffe 2.4.1 was tried instead, on SGLang 0.5.23. It finds none of the 53 seams and 12 imported
-names: `sglang/srt` has no `__init__.py`, so griffe does not treat it as a part of the package. To load that
-folder alone, griffe needs 30 s of CPU, and names imported as `sglang.srt...` stay unresolved. This module
-finds all of the names in 1.3 s.
+The package griffe 2.4.1 was tried instead, on SGLang 0.5.23. It found none of the 65 names that the patch set
+uses: 53 hooked or called functions and 12 imports. The reason is that `sglang/srt` has no `__init__.py`, so
+griffe does not treat that folder as a part of the package. Loading the folder alone took griffe 30 s of CPU
+time, and names imported from `sglang.srt` stayed unresolved. This module finds all 65 names in 1.3 s.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["PackageSource"]
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Found = tuple[str, ast.AST]
-"""The module that defines a name, and the syntax node of its definition."""
+"""The module in which a name is defined, and the syntax node of the definition."""
 
 
 class PackageSource:
-    """The source of the package `name` in the folder `root`.
+    """The source code of the package `name`, in the folder `root`.
 
     Args:
-        root: the folder that holds the package's folder.
-        name: the package. Imports from other packages are not followed.
+        root: the parent of the package's folder.
+        name: the package's name. Imports from other packages are not followed.
     """
 
     def __init__(self, root: Path, name: str = "sglang") -> None:
@@ -51,8 +51,8 @@ class PackageSource:
     def parameters(self, target: str) -> tuple[str, ...]:
         """Return the parameter names of `module.function`, `module.Class`, or `module.Class.method`.
 
-        The names and their order are those of `inspect.signature`: with `self`, but without the class
-        argument of a classmethod. A class has the parameters of its constructor, or the fields of a dataclass
+        The names and their order match `inspect.signature`: `self` is included, but a classmethod's class
+        argument is not. For a class, the result is the constructor's parameters, or the fields of a dataclass
         or struct.
 
         Raises:
@@ -74,9 +74,9 @@ class PackageSource:
         return True
 
     def elsewhere(self, target: str) -> tuple[str, ...]:
-        """Return the other dotted paths where the target's last name is defined, sorted.
+        """Return, sorted, all other dotted paths where the target's last name is defined.
 
-        Definitions at the top of a module and in a class count.
+        This includes definitions at a module's top level and within a class.
         """
         name = target.rpartition(".")[2]
         found = []
@@ -134,7 +134,7 @@ class PackageSource:
         raise LookupError(f"{module}.{node.name} has no {name}")
 
     def _lineage(self, module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
-        """Yield the class and its base classes, as far as the package defines them."""
+        """Yield the class, and those of its base classes that the package defines."""
         yield module, node
         for base in node.bases:
             try:
@@ -179,7 +179,7 @@ class PackageSource:
     def _names(self, module: str) -> dict[str, ast.AST]:
         return dict(_definitions(self._tree(module), nested=False))
 
-    @functools.cache  # noqa: B019  # likewise
+    @functools.cache  # noqa: B019  # a few objects, read many times
     def _tree(self, module: str) -> ast.Module:
         path = self._path(module)
         if path is None:
@@ -197,7 +197,7 @@ class PackageSource:
 
 
 def _definitions(tree: ast.AST, *, nested: bool = True) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the names that a module or class defines, in every branch. `nested` adds `Class.name`."""
+    """Yield the names that a module or class defines, also in `if` or `try`. `nested` adds `Class.name`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, _Function | ast.ClassDef):
             yield node.name, node
@@ -230,7 +230,7 @@ def _of_function(node: _Function) -> tuple[str, ...]:
 
 
 def _says(node: ast.ClassDef, name: str) -> bool:
-    """Return whether a class or one of its decorators is given `name=True`."""
+    """Return whether a class, or one of its decorators, passes True for the keyword called `name`."""
     words = [*node.keywords]
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call):

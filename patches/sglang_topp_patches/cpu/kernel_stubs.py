@@ -1,8 +1,8 @@
 """Stubs of two kernel packages that SGLang before 0.5.14 imports on a CPU but never calls there.
 
-`sgl_kernel` needs the CUDA driver to be imported, and SGLang does not depend on `vllm`. The CPU platform
-takes plain-torch paths, which call no kernel of either package. A call of a stub raises an error that names
-the kernel.
+`sgl_kernel` cannot be imported without the CUDA driver. `vllm` may be missing, because SGLang does not depend
+on it. Our CPU platform takes SGLang's plain-torch paths, which call no kernel from either package. Calling a
+stub raises an error that names the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 __all__ = ["install"]
 
-# Nothing else of vllm is stubbed, so code that looks for the rest finds that it is not installed.
+# Only these vllm modules are stubbed, so code that looks for other parts of vllm finds them missing.
 _MODULES = ("vllm", "vllm._custom_ops")
 _PACKAGE = "sgl_kernel"
 
@@ -32,7 +32,7 @@ def install() -> None:
 
 
 class _Kernel:
-    """The stub of a kernel. It has every attribute, and raises an error when it is called."""
+    """The stub of a kernel. Every attribute of a stub is another stub, and calling a stub raises an error."""
 
     def __init__(self, name: str) -> None:
         self._name = name

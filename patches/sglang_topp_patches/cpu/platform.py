@@ -1,14 +1,14 @@
 """An SGLang platform that serves on a CPU, on machines without an accelerator.
 
-`SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang resolves its platform while it is imported,
-before it parses its arguments, so `--device cpu` comes too late. Without the variable, SGLang behaves as it
-does without this package: on a machine whose driver is broken, it refuses to start.
+`SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang chooses its platform at import, before it
+parses arguments, so `--device cpu` comes too late. Without `SGLANG_PLATFORM`, this package changes nothing:
+SGLang still refuses to start on a machine whose driver is broken.
 
-SGLang's own CPU engine needs kernels that no package ships. This platform takes the plain-torch paths
-instead: slow, but with the same scheduler, sampler, and HTTP server as everywhere else.
+SGLang's own CPU engine needs kernels that no package ships. This platform takes SGLang's plain-torch paths
+instead. They are slow, but the scheduler, sampler, and HTTP server are the same as on other platforms.
 
-SGLang's platform interface changed between 0.5.12 and 0.5.23. The class implements all versions of the
-interface, so no method depends on the release.
+SGLang's platform interface changed between 0.5.12 and 0.5.23. `TorchCpuPlatform` implements all versions of
+the interface, so no method depends on the release.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def activate() -> str | None:
     # In older releases, tensor-parallel ranks use NCCL wherever its library loads. NCCL does not work on a
     # CPU.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
-    if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # before 0.5.14
+    if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # this module exists since 0.5.14
         kernel_stubs.install()
     return f"{__name__}.{TorchCpuPlatform.__name__}"
 
@@ -66,11 +66,13 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    # Since 0.5.13, SGLang asks the platform for the device. A later release removed this method.
+    # Since 0.5.13, SGLang asks the platform for the device. A later release removed
+    # `_handle_missing_default_values`.
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
-    # 0.5.12 pins memory in both methods without asking the platform. The second method marks that release.
+    # In 0.5.12, both of these methods pin memory without asking the platform. Only that release has the
+    # second method.
     pins = [f"{_LOGITS}._get_pruned_states", f"{_LOGITS}._expand_metadata_for_logprobs"]
     if PackageSource.installed().has(pins[-1]):
         for target in pins:
@@ -118,10 +120,10 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_dispatch_key_name(self) -> str:
         return "native"
 
-    # The device. All ranks share one CPU and its memory.
+    # These methods describe the device: all ranks share one CPU and its memory.
 
     def get_device(self, device_id: int = 0) -> str:
-        # A string, because SGLang splits it (`device.split(":")`).
+        # Return a string, because SGLang splits the device's name (`device.split(":")`).
         return "cpu"
 
     def set_device(self, device: Any) -> None:
@@ -165,8 +167,8 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
 
-    # SGLang up to 0.5.21 asks for these classes. Later releases ask `get_kv_pool_cls`, where None means the
-    # same classes.
+    # SGLang up to 0.5.21 calls the next two methods. Later releases call `get_kv_pool_cls`, where None
+    # selects the same classes.
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -1,1 +1,1 @@
-"""Carry sets from a prefill server to the decode server that answers the client."""
+"""Carry candidate sets from a prefill server to the decode server that answers the client."""

@@ -1,9 +1,9 @@
-"""On a decode server, fetch the sets of the prompt and the first token from the prefill server.
+"""On a decode server, fetch the candidate sets of the prompt and first token from the prefill server.
 
-While the request runs, the decode server's HTTP process asks the prefill server's bootstrap server for the
-sets (`open_question`). The sets do not use the connection between the schedulers, whose buffers have a fixed
-size, and no scheduler waits. If the prefill server has no sets, or sets for another first token, the request
-ends as an error.
+While a request runs, the decode server's HTTP process asks the prefill server's bootstrap server for the sets
+(`open_question`). The sets cannot use the connection between the schedulers, because its buffers have a fixed
+size. No scheduler waits for the sets. If the prefill server has no sets, or its sets belong to another first
+token, the request ends as an error.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_que
 # The prefill server answers a question after 20 s at the latest.
 _READ_S = 40.0
 _RETRY_S = 0.5
-# How long the decode server waits for the sets. They arrive after the KV cache, because they pass through the
-# prefill server's scheduler and HTTP process.
+# The decode server waits this long for the sets. The sets arrive after the KV cache, because they pass
+# through the prefill server's scheduler and HTTP process.
 _LATE_S = 30.0
 
 
 def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
-    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: mark a prefill server's token.
+    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: mark the prefill server's token.
 
     The token arrives with the KV cache. The hook runs in the decode server's scheduler, and notes that the
     prefill server has the token's set.
@@ -53,7 +53,7 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
 
 
 def num_scored_here(server_args: Any, state: Any) -> int | None:
-    """Return the number of prompt positions with reported log-probs. Each of them needs a set.
+    """Return how many prompt positions have reported log-probs. Each such position needs a set.
 
     Returns:
         None on a decode server, which gets the prompt's sets together with the first token's set.
@@ -63,7 +63,7 @@ def num_scored_here(server_args: Any, state: Any) -> int | None:
 
 @asynccontextmanager
 async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Task[FirstToken] | None]:
-    """Ask the prefill server for a request's first token while the context is open.
+    """Ask the prefill server for the sets of a request's first token and prompt, while the context is open.
 
     Yields:
         The task that fetches the first token's sets; None if this server is not a decode server.
@@ -81,12 +81,12 @@ async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Tas
 async def fetch_first_token(
     question: asyncio.Task[FirstToken] | None, state: Any, token_id: int | None
 ) -> FirstToken:
-    """Return the first token and its sets from the prefill server. On failure, the entry has the problem.
+    """Return the first token with the sets from the prefill server. On failure, `entry.problem` says why.
 
     Args:
         question: the task that `open_question` yielded.
         state: SGLang's `ReqState`.
-        token_id: the token that the answer begins with.
+        token_id: the token with which the answer begins.
     """
     assert question is not None, "only a decode server's scheduler leaves a token's set elsewhere"
     try:

@@ -13,10 +13,10 @@ __all__ = ["differing_names", "first_token_inputs"]
 
 
 def first_token_inputs(obj: Any) -> dict[str, str]:
-    """Return the inputs that decide the sets of a request's prompt and first token, by name, as strings.
+    """Return, by name, the inputs (as strings) that determine the sets of a request's prompt and first token.
 
-    `max_new_tokens` is left out. A router may send another value to the prefill server, which draws one token
-    anyway.
+    `max_new_tokens` is left out: a router may send the prefill server another value, because that server
+    draws only one token.
 
     Args:
         obj: SGLang's `GenerateReqInput`.
@@ -24,8 +24,8 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     sampling = {**(obj.sampling_params or {})}
     sampling.pop("max_new_tokens", None)
     if isinstance(custom := sampling.get("custom_params"), dict):
-        # Leave out our own fields, which are compared below wherever the caller put them. The cost (`KEY`)
-        # only accompanies them.
+        # Leave out our own fields, and the cost (`KEY`) that accompanies them. The fields are compared below,
+        # wherever the caller put them.
         others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
         sampling["custom_params"] = others or None
     if sampling.get("custom_params") is None:

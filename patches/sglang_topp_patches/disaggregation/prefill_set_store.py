@@ -1,8 +1,9 @@
-"""Store the sets of a prefill server until a decode server fetches them.
+"""Store a prefill server's candidate sets until a decode server fetches them.
 
 The prefill server draws a request's first token and scores its prompt. SGLang sends the token and the KV
-cache to the decode server, in buffers of fixed size. The sets have no fixed size. They wait in the prefill
-server's HTTP process, keyed by the request's bootstrap room, until the decode server's HTTP process asks.
+cache to the decode server, in buffers of fixed size. The sets have no fixed size. So they wait in the prefill
+server's HTTP process until the decode server's HTTP process asks for them. The key of the sets is the
+request's bootstrap room.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, Entry, Span, join
 __all__ = ["KEPT_S", "PATH", "FirstToken", "PrefillSets"]
 
 PATH = "/sglang_topp/first"
-"""The route of the prefill server's bootstrap server that delivers the sets of first tokens."""
+"""The route, on a prefill server's bootstrap server, that delivers the sets of first tokens."""
 
 KEPT_S = 120.0
-"""How many seconds sets are kept for a decode server. After this time the request has ended."""
+"""The number of seconds for which sets wait for a decode server. By then, their request has ended."""
 
 _FIELD = "the first token's set"
 _LINE_END = b"\n"
@@ -56,9 +57,9 @@ class FirstToken:
         return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
 
     def to_bytes(self) -> bytes:
-        """Return a line of JSON, then all token ids (int32), then all log-probs (float32), little-endian.
+        """Serialize to a line of JSON, all token ids (int32), and all log-probs (float32), little-endian.
 
-        `from_bytes` of the same version of this package reads it.
+        Only the same version of this package can read the result, with `from_bytes`.
         """
         positions = join((self.entry.candidates, *self.prompt))
         head = {
@@ -132,8 +133,8 @@ class PrefillSets:
     """The sets that wait in a prefill server's HTTP process, and the decode servers' open questions.
 
     All calls must come from one event loop. Each entry is delivered once, and only to a caller whose request
-    inputs match. Entries count against the process's budget. An entry that does not fit is delivered as a
-    refusal.
+    inputs match. Entries count against the process's budget. An entry that exceeds the budget is replaced
+    with a refusal, which is delivered instead.
     """
 
     def __init__(self, in_flight: InFlight, kept_s: float = KEPT_S) -> None:
@@ -147,7 +148,7 @@ class PrefillSets:
         return len(self._entries)
 
     async def wait_for_question(self, room: int, wait_s: float) -> bool:
-        """Return whether a question for the room is open, or comes within `wait_s`."""
+        """Return whether a decode server has asked for the room's sets, or asks within `wait_s` seconds."""
         self._without_sets.discard(room)
         if room in self._questions:
             return True
@@ -166,7 +167,7 @@ class PrefillSets:
                     del self._expected[room]
 
     def put(self, room: int, first: FirstToken) -> None:
-        """Deliver `first` to an open question for the room, or store it for a later question.
+        """Answer an open question for the room with `first`, or store `first` for a later question.
 
         An earlier entry of the room is dropped.
         """
@@ -187,7 +188,11 @@ class PrefillSets:
         asyncio.get_running_loop().call_later(self._kept_s, self._drop, room, account)
 
     def note_request_without_sets(self, room: int) -> None:
-        """Answer every open or later question for the room with `top_logprobs_p`, which the request lacks."""
+        """Note that the room's request asks for no sets.
+
+        Every open or later question for the room is answered with `top_logprobs_p`, the name of the input
+        that differs.
+        """
         self._without_sets.add(room)
         asyncio.get_running_loop().call_later(self._kept_s, self._without_sets.discard, room)
         for question in self._questions.pop(room, []):
@@ -198,8 +203,8 @@ class PrefillSets:
         """Wait for the room's sets, and remove them from the store.
 
         Returns:
-            The sets. If they were made from other inputs, the names of those inputs, and the sets stay in the
-            store. None if the room has no sets within `wait_s` seconds.
+            The sets, if they were made from the same inputs. Otherwise, the names of the inputs that differ,
+            and the sets stay in the store. None if no sets arrive within `wait_s` seconds.
         """
         if room in self._entries:
             first, account = self._entries[room]
@@ -227,7 +232,7 @@ class PrefillSets:
                     del self._questions[room]
 
     def _drop(self, room: int, account: Account | None = None) -> None:
-        """Free the room's entry. With `account`, free it only if it belongs to that account."""
+        """Free the room's entry. If `account` is given, free only an entry that belongs to this account."""
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):
             del self._entries[room]

@@ -1,9 +1,9 @@
-"""On a prefill server, serve the sets of the prompt and the first token to decode servers.
+"""On a prefill server, serve the candidate sets of prompts and first tokens to decode servers.
 
 The decode server answers the client, but the prefill server draws the first token. So while a request runs,
-the decode server's HTTP process asks this server's HTTP process for the sets, at SGLang's bootstrap server. A
-decode server without the patch set would not ask, and would answer without sets. So the prefill server passes
-a request for sets to its scheduler only after a decode server has asked for them.
+the decode server's HTTP process asks the prefill server's HTTP process for the sets, through SGLang's
+bootstrap server. A decode server without the patch set would not ask, and would answer without sets. So the
+prefill server passes a request for sets to its scheduler only after a decode server has asked for these sets.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
 
 __all__ = ["PrefillServer"]
 
-# How long a question stays unanswered. Then the decode server asks again, because a proxy between the servers
-# may close a silent connection.
+# A question without an answer ends after this time, and then the decode server asks again. A proxy between
+# the servers may close a connection that is silent for longer.
 _QUESTION_S = 20.0
 _RETRY_S = 0.5
-# How long a request waits for its decode server's question. Both servers get a request at about the same
+# A request waits this long for its decode server's question. Both servers receive a request at about the same
 # time, unless one of them is paused.
 _SKEW_S = 30.0
 
 
 class PrefillServer:
-    """Hooks in the HTTP process of a prefill server. They do nothing on other servers.
+    """The hooks of a prefill server's HTTP process. On other servers, they do nothing.
 
     Attributes:
-        sets: the sets that wait for a decode server. The event loop of the HTTP process owns them.
+        sets: the sets that wait for a decode server. Only the HTTP process's event loop accesses them.
     """
 
     def __init__(self, in_flight: InFlight) -> None:
@@ -99,7 +99,7 @@ class PrefillServer:
         Args:
             server_args: SGLang's `ServerArgs`.
             obj: SGLang's `GenerateReqInput`.
-            token_id: the first token; None if none became visible.
+            token_id: the first token; None if no token became visible.
             first_entry: returns the first token's entry, and the set of each scored prompt position.
         """
         if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
@@ -107,7 +107,7 @@ class PrefillServer:
             self.sets.put(obj.bootstrap_room, first)
 
     def add_route(self, result: None, bootstrap_server: Any) -> None:
-        """AFTER hook on `CommonKVBootstrapServer._setup_routes`: add the route at which decode servers ask.
+        """AFTER hook on `CommonKVBootstrapServer._setup_routes`: add the route that decode servers call.
 
         The bootstrap server runs in a thread of the HTTP process, with an event loop of its own.
         """

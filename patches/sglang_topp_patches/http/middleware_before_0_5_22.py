@@ -1,7 +1,8 @@
 """Middleware that checks requests and reports the patch set's status, for SGLang before 0.5.22.
 
-The HTTP servers of these releases have no functions that hooks could wrap instead. The middleware answers bad
-input to `/generate` with a 400 before a stream begins, and adds the patch set's status to `GET /server_info`.
+The HTTP servers of these releases offer no functions that hooks could wrap for this purpose. The middleware
+answers bad input to `/generate` with a 400 before a stream begins, and adds the patch set's status to `GET
+/server_info`.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def _manager() -> Any:
 
 
 def _names_our_fields(body: bytes) -> bool:
-    """Return whether a body may contain our fields, whose names JSON may escape.
+    """Return whether a body may contain one of our fields. JSON may escape a field's name.
 
-    SGLang handles all other bodies.
+    Bodies without our fields go to SGLang unchecked.
     """
     return b"\\u" in body or any(field.encode() in body for field in FIELDS)
 
@@ -100,8 +101,8 @@ def _problem(process: HttpProcess, body: bytes, manager: Any) -> str | None:
 def _sampling_problem(body: Any, manager: Any) -> str | None:
     """Return the problem that SGLang's own checks of `sampling_params` find, or None.
 
-    SGLang runs these checks later. In a stream, it then reports a problem without a status, or closes the
-    connection.
+    SGLang itself runs these checks later. For a streamed answer, SGLang then reports the problem without a
+    status, or closes the connection.
     """
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -112,13 +113,13 @@ def _sampling_problem(body: Any, manager: Any) -> str | None:
                 checked = SamplingParams(**{**(manager.preferred_sampling_params or {}), **params})
                 checked.normalize(manager.tokenizer)
                 checked.verify(manager.model_config.vocab_size)
-            except Exception as error:  # `stop_regex` has its own errors, and `stop` may be of any type
+            except Exception as error:  # a bad `stop_regex` or `stop` may raise any error
                 return f"sampling_params: {error}"
     return None
 
 
 def _with_code(send: Send) -> Send:
-    """Return a `send` that adds the code 400 to an error event without a code.
+    """Return a `send` that adds the code 400 to error events that have no code.
 
     SGLang 0.5.12 sends no code when it reports a bad request in a stream.
     """

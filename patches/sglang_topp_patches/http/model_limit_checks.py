@@ -1,7 +1,7 @@
-"""Refuse requests for sets that do not fit the served model and would crash SGLang's scheduler.
+"""Refuse values that do not fit the served model and would crash the scheduler, in requests for sets.
 
 SGLang does not check all values of a request against the model. The checks in this file cover texts, token
-ids, embeddings, positions, list lengths, and sampling parameters. They answer a bad value with a 400.
+ids, embeddings, positions, list lengths, and sampling parameters. A bad value is answered with a 400.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_topp.errors import InvalidInputError
 __all__ = ["ModelLimits", "num_prompts"]
 
 _MAX_SAMPLES = 8192  # the limit for one request, which is also the sidecar's default
-_TOKEN_CHARS = 64  # the assumed longest token if the tokenizer does not list its tokens
+_TOKEN_CHARS = 64  # the assumed length of the longest token if the tokenizer does not list its tokens
 _JSON = (bool, int, float, str, list, dict)
 _ONE_OR_PER_PROMPT = (
     *("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt"),
@@ -32,7 +32,8 @@ _ONE_OR_PER_PROMPT = (
     *("custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
     *("decode_tp_size", "extra_key"),
 )
-# The capacity of SGLang's buffers between a prefill and a decode server (`MetadataBuffers`).
+# SGLang's buffers between a prefill and a decode server (`MetadataBuffers`) hold at most this many top
+# log-probs.
 _MAX_TRANSFERRED_TOP_LOGPROBS = 128
 
 
@@ -41,7 +42,7 @@ class ModelLimits:
     """The limits of the served model.
 
     Attributes:
-        model: the vocabulary size, the context length, and the characters of the longest token.
+        model: the vocabulary size, the context length, and the longest token's number of characters.
         hidden_size: the width of one input embedding.
         dtype: the name of the model's dtype.
         is_disaggregated: whether the server only prefills or only decodes.
@@ -79,10 +80,11 @@ class ModelLimits:
         """Check a request for candidate sets.
 
         Args:
-            field: returns the value that a request field had before SGLang normalized the request, or None.
+            field: returns a field's value as the caller sent it, before SGLang normalized the request; None
+                if the caller did not send the field.
 
         Raises:
-            InvalidInputError: names the field, what was got, and what is expected.
+            InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
         """
         for name, text in _each("text", field("text"), str):
             if not text:
@@ -90,12 +92,12 @@ class ModelLimits:
                 raise InvalidInputError(f"{name}: got an empty text, expected at least one token")
             if sentence := overlong_text(name, text, self.model):
                 raise InvalidInputError(sentence)
-        # SGLang prefers token ids to a text.
+        # If a request has token ids and a text, SGLang uses the token ids.
         ids = field("input_ids")
         is_batch = _holds(ids, list)
         if (
             isinstance(ids, list) and not ids and field("text") is not None
-        ):  # without a text, SGLang refuses the empty list itself
+        ):  # if there is no text, SGLang itself refuses the empty list
             raise InvalidInputError("input_ids: got no token id, expected at least one")
         for name, one in (
             _each("input_ids", ids, list) if is_batch else [("input_ids", () if ids is None else ids)]
@@ -111,7 +113,7 @@ class ModelLimits:
         overrides = field("positional_embed_overrides")
         given = overrides if isinstance(overrides, list) and overrides else [overrides]
         if any(isinstance(one, _JSON) for one in given):
-            # The field is for Python objects. The scheduler fails on anything else.
+            # The field takes only Python objects. The scheduler fails on any other value.
             raise InvalidInputError(
                 "positional_embed_overrides: got JSON, which cannot hold it; leave it out"
             )
@@ -133,7 +135,8 @@ class ModelLimits:
                     f"{name}.n: got {n}, expected 1: SGLang's decode server never ends it"
                 )
             if self.is_disaggregated and params.get("max_new_tokens") == 0:
-                # The prefill server draws a token anyway, and the decode server ends without it.
+                # With 0, the prefill server would still draw a token, but the decode server would end without
+                # that token.
                 raise InvalidInputError(
                     f"{name}.max_new_tokens: got 0, expected 1 or more: on a disaggregated server a prompt's"
                     " sets come with the first token"
@@ -195,13 +198,13 @@ def _check_embeds(embeds: Any, limits: ModelLimits) -> None:
 
 
 def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
-    """Check the fields that hold one value or one per prompt. Return the number of prompts."""
+    """Check fields that take one value, or a list with one value per prompt. Return the number of prompts."""
     count = num_prompts(field)
     for name in _ONE_OR_PER_PROMPT:
         value = field(name)
         if name == "lora_id" and count is not None and isinstance(value, str):
             raise InvalidInputError(f"{name}: got {value!r}, expected one for each of {count} prompts")
-        # SGLang passes a list for one prompt to the scheduler unchecked.
+        # If there is only one prompt, SGLang passes a list to the scheduler unchecked.
         if isinstance(value, list) and len(value) != count:
             expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
             raise InvalidInputError(f"{name}: got a list of {len(value)}, expected {expected}")
@@ -209,7 +212,7 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
             if not isinstance(one, int):
                 continue
             if name == "logprob_start_len" and one < -1:
-                # The scheduler does not count a negative position from the prompt's end.
+                # For the scheduler, a negative position is not a distance from the prompt's end.
                 raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
             if name == "top_logprobs_num" and one > limits.max_top_logprobs:
                 is_all = limits.max_top_logprobs == limits.model.vocab_size
@@ -224,14 +227,14 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
 
 
 def _holds(value: Any, kind: type) -> bool:
-    """Return whether `value` is a list whose first entry is of this type."""
+    """Return whether `value` is a list whose first entry is of the type `kind`."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], kind)
 
 
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
-    """Return the entries of a field that holds one value or one per prompt, with their names.
+    """Return a field's entries with their names. The field holds one value, or one per prompt.
 
-    Entries of another type are left out, because SGLang refuses them itself.
+    Entries of a type other than `kind` are left out, because SGLang itself refuses such entries.
     """
     entries = enumerate(value) if isinstance(value, list) else ()
     given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]

@@ -1,7 +1,7 @@
-"""Accept the patch set's request fields as keywords of the offline engine, `sglang.Engine`.
+"""Accept the patch set's request fields as keyword arguments of the offline engine, `sglang.Engine`.
 
 `Engine.generate` and `Engine.async_generate` pass a request object to `TokenizerManager.generate_request`
-without an `await` in between. So a context variable can carry the keywords to that object.
+without an `await` in between. So a context variable can carry the keyword arguments to the request object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _keywords: ContextVar[dict[str, Any] | None] = ContextVar("sglang_topp_keywords"
 
 
 def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `Engine.generate`: accept our fields as keywords."""
+    """AROUND hook on `Engine.generate`: accept our fields as keyword arguments."""
     with _fields_taken_from(kwargs):
         return original(self, *args, **kwargs)
 
@@ -28,13 +28,13 @@ def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 async def async_generate(
     original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND hook on `Engine.async_generate`: accept our fields as keywords."""
+    """AROUND hook on `Engine.async_generate`: accept our fields as keyword arguments."""
     with _fields_taken_from(kwargs):
         return await original(self, *args, **kwargs)
 
 
 def set_fields(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `TokenizerManager.generate_request`: set the keywords on the request."""
+    """BEFORE hook on `TokenizerManager.generate_request`: copy the keywords to the request."""
     fields = _keywords.get() or {}
     while fields:
         name, value = fields.popitem()

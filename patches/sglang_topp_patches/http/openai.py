@@ -1,13 +1,14 @@
 """Serve candidate sets on the OpenAI routes, in the HTTP process.
 
-SGLang turns an OpenAI request into its own request. The hooks copy the fields that `route_policy.Guard` found
-in the body to SGLang's request. They then collect the sets from the engine's answers, and add them to the
-OpenAI answer's `sglext`, where SGLang puts its other extensions:
+SGLang turns an OpenAI request into a native request. The hooks copy our fields, which `route_policy.Guard`
+found in the OpenAI body, to the native request. They then collect the sets from the engine's answers.
+Finally, they add the sets to the OpenAI answer's `sglext`, where SGLang puts its own extensions:
 
     "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 
-Each choice has one entry, with its index and the fields that `/generate` returns in `meta_info`. A stream has
-the entries in a last chunk without choices. If a choice has no entry, the answer is an error.
+For each choice, `candidate_sets` has one entry, with the choice's index and the fields that `/generate`
+returns in `meta_info`. In a stream, an additional last chunk has the entries, and no choices. If a choice has
+no entry, the answer is an error.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _COLLECTOR = "sglang_topp_collector"
 
 
 class _Collector:
-    """Collects the sets of one call from the engine's answers.
+    """Collects one call's sets from the engine's answers.
 
     Attributes:
         entries: the sets of each finished sample, by its index; None for a sample that did not ask for sets.
-        problem: why a finished sample has no sets; empty while all have them.
-        status: the status of the error that ended the call; 0 if it has none.
+        problem: why a finished sample has no sets; empty while every finished sample has sets.
+        status: the HTTP status of the error that ended the call; 0 if there is no such status.
     """
 
     def __init__(self, request: Any) -> None:
@@ -42,7 +43,7 @@ class _Collector:
         self._request = request
 
     def add(self, index: int, sample: Mapping[str, Any]) -> None:
-        """Collect the sets of a sample if it has ended."""
+        """Collect a sample's sets if the sample has finished."""
         meta_info = sample["meta_info"]
         if (reason := meta_info.get("finish_reason")) is None:
             return
@@ -74,7 +75,7 @@ async def add_to_answer(
     collector = _ask(adapted_request)
     answer = await original(self, adapted_request, request, raw_request)
     if collector is None or not hasattr(answer, "model_dump"):
-        return answer  # a call that asks for no sets, or an error answer
+        return answer  # the call asks for no sets, or the answer is an error
     import orjson
     from starlette.responses import Response
 
@@ -106,7 +107,7 @@ def collect_sets(
 
 
 def _ask(adapted_request: Any) -> _Collector | None:
-    """Set the call's fields on SGLang's request, and return the collector of its sets.
+    """Set the call's fields on SGLang's request, and return a collector for the call's sets.
 
     Return None if the call asks for no sets.
     """
@@ -116,7 +117,7 @@ def _ask(adapted_request: Any) -> _Collector | None:
     for name, value in call.fields.items():
         setattr(adapted_request, name, value)
     call.fields = None
-    # This does not add OpenAI's own log-probs to the answer: only the request's `logprobs` does.
+    # This flag does not add OpenAI's own log-probs to the answer. Only the request's `logprobs` adds them.
     adapted_request.return_logprob = True
     setattr(adapted_request, AT_END, True)
     collector = _Collector(adapted_request)
@@ -144,7 +145,7 @@ async def _collect(answers: AsyncGenerator[Any, None], collector: _Collector) ->
 
 
 async def _with_sets(events: AsyncGenerator[str, None], collector: _Collector) -> AsyncGenerator[str, None]:
-    """Yield the events of a stream, with an event that has the sets before the last event (`[DONE]`).
+    """Yield a stream's events, and insert an event with the sets before the last event (`[DONE]`).
 
     If sets are missing, yield an error event instead, unless the stream has sent an error already.
     """

@@ -16,7 +16,7 @@ from sglang_topp_patches.refused_configurations import server_problems
 __all__ = ["HTTP_SERVER", "HttpProcess", "mark_guarded", "note_model", "note_server_args"]
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-"""The module of SGLang's HTTP server and its application. Some processes do not import it."""
+"""The module that defines SGLang's HTTP server and application. Some processes do not import this module."""
 
 
 @dataclass
@@ -43,9 +43,9 @@ class HttpProcess:
         return (*server_problems(self.server_args), *self.route_problems())
 
     def route_problems(self) -> tuple[str, ...]:
-        """Return why a route may ignore a request for candidate sets; empty if none does."""
+        """Return the reasons why a route may ignore a request for candidate sets; empty if there are none."""
         module = sys.modules.get(HTTP_SERVER)
-        # A process without a tokenizer manager may have imported the module, but it serves nothing.
+        # A process that has no tokenizer manager serves nothing, even if it has imported the module.
         if self.server_args is None or module is None:
             return ()
         if getattr(module.app.state, "sglang_topp_guarded", False):
@@ -56,10 +56,11 @@ class HttpProcess:
         """Check a request for candidate sets against the served model.
 
         Args:
-            get: returns the value that a request field had before SGLang normalized the request, or None.
+            get: returns a field's value as the caller sent it, before SGLang normalized the request; None if
+                the caller did not send the field.
 
         Raises:
-            InvalidInputError: names the field, what was got, and what is expected.
+            InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
         """
         if self.model is None:
             raise InvalidInputError("the model's sizes are not known in this process; nothing can be checked")
@@ -81,5 +82,5 @@ def note_model(
 
 
 def mark_guarded(app: Any) -> None:
-    """Mark an application whose routes all refuse the requests for sets that they cannot answer."""
+    """Mark the application: each route now refuses requests for sets that the route cannot answer."""
     app.state.sglang_topp_guarded = True

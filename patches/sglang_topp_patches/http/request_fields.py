@@ -1,7 +1,8 @@
 """Check the patch set's request fields in the HTTP process, and pass them to the scheduler.
 
-The fields travel to the scheduler in `sampling_params.custom_params`, which SGLang already transmits. A
-caller may also write them there, if its library passes on only sampling parameters.
+The fields travel to the scheduler in `sampling_params.custom_params`, which SGLang already transmits. If a
+caller's library passes on only sampling parameters, the caller may write the fields into `custom_params`
+directly.
 """
 
 from __future__ import annotations
@@ -50,31 +51,34 @@ __all__ = [
 
 
 def extend_request_class(cls: type[Any]) -> None:
-    """Add the fields to the dataclass `cls` (`GenerateReqInput`), in place.
+    """Add our request fields to the dataclass `cls` (`GenerateReqInput`), in place.
 
-    When SGLang created the class, `dataclasses.dataclass` replaced each `field(...)` by its default. This
-    function restores the `field(...)` objects before it applies the decorator again. So keyword-only fields
-    and default factories are kept. Fields of a base class stay there.
+    When SGLang created the class, `dataclasses.dataclass` replaced each `field(...)` in the class body with
+    the field's default. This function restores the `field(...)` objects before it applies the decorator
+    again. So keyword-only fields and default factories are kept. Fields that `cls` inherits from a base class
+    stay in the base class.
     """
     for name, field in cls.__dataclass_fields__.items():
         if name in cls.__annotations__:
             setattr(cls, name, field)
-    # `Any`: pydantic would silently coerce some bad input, which `check_body` refuses with a message.
+    # The type is `Any`, because pydantic would silently coerce some bad input that `check_body` refuses with
+    # a message.
     cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
     for name in (*FIELDS, RESUMED):
         setattr(cls, name, False if name in (BASE64, NUCLEUS) else None)
     if prompt_token_ids.FIELD not in cls.__dataclass_fields__:
         cls.__annotations__[prompt_token_ids.FIELD] = bool
         setattr(cls, prompt_token_ids.FIELD, False)
-    # `dataclasses.dataclass` does not replace an `__init__`.
+    # `dataclasses.dataclass` does not replace an existing `__init__`, so delete it first.
     del cls.__init__
     dataclasses.dataclass(cls)
 
 
 def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None:
-    """AFTER hook on `generate_contract_error`: return the message for HTTP 400, or None.
+    """AFTER hook on `generate_contract_error`: return the message of an HTTP 400, or None.
 
-    Once a stream has begun, an error arrives inside a 200. So this check runs before the stream.
+    After a stream has begun with status 200, an error cannot change the status. So this check runs before the
+    stream begins.
     """
     if error is not None or not isinstance(body, Mapping):
         return error
@@ -110,7 +114,7 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
                 raise InvalidInputError("sampling_params: got a list for one prompt, expected an object")
             self.sampling_params = asked.to_scheduler(0, self.sampling_params)
         return
-    # With n > 1 SGLang repeats the whole list of prompts.
+    # If n > 1, SGLang repeats the whole list of prompts n times.
     prompts = [i % self.batch_size for i in range(len(self.sampling_params))]
     for name, values in asked.fields().items():
         setattr(self, name, [values[i] for i in prompts])
@@ -133,11 +137,11 @@ def get_item(item: Any, self: Any, i: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _RequestedSets:
-    """The sets that a request asks for, one entry per prompt.
+    """The sets that a request asks for. Each attribute has one entry per prompt.
 
     Attributes:
-        thresholds: the threshold p of the sets; None or 0 asks for no such sets.
-        sampler: whether the sets hold what the sampler could draw.
+        thresholds: the threshold p; None or 0 if the prompt asks for no sets by threshold.
+        sampler: whether the prompt asks for the tokens that the sampler could draw.
         base64: whether the sets are returned as packed arrays.
         nucleus: whether the sets are returned in slime's fields. The threshold is then `top_p`.
     """
@@ -149,7 +153,7 @@ class _RequestedSets:
 
     @property
     def wanted(self) -> list[bool]:
-        """Return whether each prompt asks for sets."""
+        """For each prompt, whether it asks for sets."""
         return [bool(p) or drawn for p, drawn in zip(self.thresholds, self.sampler, strict=True)]
 
     @property
@@ -158,13 +162,13 @@ class _RequestedSets:
 
     @property
     def field(self) -> str:
-        """The field that asks for the sets. Error messages name it."""
+        """The field that asks for the sets. Error messages name this field."""
         if any(self.nucleus):
             return NUCLEUS
         return THRESHOLD if any(self.thresholds) else SOURCE
 
     def fields(self) -> dict[str, list[Any]]:
-        """Return the values of the request's own fields, by name, with one value per prompt."""
+        """Return our request fields by name, each with one value per prompt."""
         sources = [SAMPLER if drawn else None for drawn in self.sampler]
         return {
             THRESHOLD: list(self.thresholds),
@@ -174,10 +178,10 @@ class _RequestedSets:
         }
 
     def to_scheduler(self, i: int, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a prompt's sampling parameters, with its fields and the cost of a candidate added.
+        """Return a prompt's sampling parameters, with our fields and the cost per candidate added.
 
-        The scheduler's budget uses the cost. The cost also shows the scheduler that the request passed these
-        checks (`scheduler.refuse_unchecked_requests`).
+        The scheduler counts each candidate at this cost in its budget. The cost also shows the scheduler that
+        the request passed the HTTP checks (`scheduler.refuse_unchecked_requests`).
         """
         custom = sampling_params.get("custom_params") or {}
         asked: dict[str, Any] = {NUCLEUS: True} if self.nucleus[i] else {}
@@ -191,11 +195,12 @@ class _RequestedSets:
 
         Args:
             process: the HTTP process.
-            field: returns the value that a request field had before SGLang normalized the request, or None.
+            field: returns a field's value as the caller sent it, before SGLang normalized the request; None
+                if the caller did not send the field.
             num_prompts: the number of prompts.
 
         Raises:
-            InvalidInputError: names the field, what was got, and what is expected.
+            InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
         """
         thresholds = [
             _threshold(THRESHOLD, each) for each in _spread(THRESHOLD, field(THRESHOLD), num_prompts)

@@ -1,4 +1,4 @@
-"""Accumulate the sets that the HTTP process receives for one sample, and check that each token has one."""
+"""Accumulate one sample's candidate sets in the HTTP process, and check that every token has a set."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class ResponseAccumulator:
 
     Attributes:
         num_tokens: the number of visible tokens.
-        first_token_id: the first visible token; None until there is one.
+        first_token_id: the first visible token; None until a token is visible.
         generated: the set of each visible token; None if the set is missing or was sent for the last time.
         prompt: the set of each scored prompt position; None for the first position.
-        weight_spans: the weight versions behind the tokens and the prompt's positions.
-        problem: why a token has no set; empty while all tokens have one.
-        refusal: the entry with which the scheduler refused the request; None if it did not. A refused request
-            ends as an error.
+        weight_spans: the weight versions that generated the tokens and scored the prompt.
+        problem: why a token has no set; empty while every token has a set.
+        refusal: the entry with which the scheduler refused the request; None if the scheduler did not refuse
+            it. A refused request ends as an error.
         lacks_first: whether the first token is visible while its set is still on the prefill server.
         is_aborted: whether the HTTP process aborted the sample because a position has no set.
     """
 
     def __init__(self, cost: int) -> None:
-        """Make an empty accumulator; one candidate counts `cost` in the budget."""
+        """Make an empty accumulator. The budget counts each candidate `cost` times."""
         self.num_tokens = 0
         self.first_token_id: int | None = None
         self.generated: list[Span | None] = []
@@ -53,7 +53,7 @@ class ResponseAccumulator:
         entries: Sequence[Entry | None],
         prompt_rows: Sequence[Span | Entry | None],
     ) -> None:
-        """Add new tokens with an entry for each of them, and the prompt's rows when they come."""
+        """Add new tokens with one entry each, and the prompt's rows if they have arrived."""
         if self.first_token_id is None and token_ids:
             self.first_token_id = token_ids[0]
         self.num_tokens += len(token_ids)
@@ -78,14 +78,14 @@ class ResponseAccumulator:
             else:
                 rows.append(row)
         if rows:
-            # A row is the distribution of the next token. So the first position has none, and the first
-            # generated token was drawn from the last row.
+            # Each row is the distribution of the next position's token. So the prompt's first position has no
+            # row, and the last row belongs to the first generated token.
             self.prompt = [None, *rows[:-1]]
         new = [*(entry.candidates for entry in entries if entry), *rows]
         self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
 
     def add_first_token(self, first: FirstToken) -> None:
-        """Add the sets of the first token and of the prompt, which came from the prefill server."""
+        """Add the sets that the prefill server sent, for the first token and the prompt."""
         self.lacks_first = False
         if first.entry.is_refusal:
             self.refusal = first.entry
@@ -99,7 +99,7 @@ class ResponseAccumulator:
             self._count(first.num_candidates, len(first.prompt))
 
     def first_entry(self, problem: str) -> tuple[Entry, tuple[Span | None, ...]]:
-        """Return the first token's entry and the prompt's sets, for the decode server that continues.
+        """Return the first token's entry and the prompt's sets, for the request's decode server.
 
         Args:
             problem: why a token or prompt position has no set, or an empty string.
@@ -112,7 +112,7 @@ class ResponseAccumulator:
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Count the sets in the account of the HTTP call.
+        """Count the sets in the HTTP call's account.
 
         If the call is ended early, the sets are freed, and `abort` stops the sample in the scheduler.
         """
@@ -125,12 +125,12 @@ class ResponseAccumulator:
             self._count(candidates, positions)
 
     def check_call(self) -> None:
-        """Raise CallEndedError if the call was ended early, because its sets were freed then."""
+        """Raise CallEndedError if the call was ended early, which freed its sets."""
         if self._call is not None and self._call.problem:
             raise CallEndedError(f"candidate sets: {self._call.problem}")
 
     def forget(self, start: int, stop: int) -> None:
-        """Free the sets of these positions, which were sent for the last time."""
+        """Free the sets of the positions from `start` to `stop`, which are not sent again."""
         gone = [span for span in self.generated[start:stop] if span]
         self.generated[start:stop] = [None] * (stop - start)
         self._count(-sum(len(span[0]) // 4 for span in gone), -len(gone))
@@ -162,8 +162,8 @@ class ResponseAccumulator:
         """Return why a visible token or a prompt position has no set, or an empty string.
 
         Args:
-            num_prompt: the number of prompt positions that need a set too. None skips this comparison, which
-                is made where the prompt is scored.
+            num_prompt: the number of prompt positions that need a set. None skips this check, because the
+                server that scores the prompt makes it.
         """
         if self.refusal is not None:
             return self.refusal.problem

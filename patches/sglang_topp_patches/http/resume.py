@@ -1,14 +1,15 @@
-"""Continue an interrupted answer: the request field `resumed_tokens`.
+"""Continue an interrupted answer, with the request field `resumed_tokens`.
 
-The field is the number of tokens at the end of the prompt that belong to the answer. 0 means that none do,
-and that the answer may be resumed later. The text and the search for stop strings begin at the resumed
-tokens, as if there had been no interruption. If a request with the field is aborted, its answer has every
-token up to the abort:
+The field says how many tokens at the prompt's end already belong to the answer. The value 0 means that the
+answer is new, and may be resumed later. The answer's text and the search for stop strings begin at the
+resumed tokens, as if there had been no interruption. If a request with the field is aborted, its answer has
+every token up to the abort:
 
-- The hooks first check the token that the last pass drew. If it ends the answer, the answer is finished.
-  SGLang alone would report it as aborted, and a caller would continue past its end.
-- If a retracted request is aborted while it waits, its answer has all of its tokens. SGLang alone would send
-  only the tokens that it had streamed.
+- At an abort, the hooks first check the token that was drawn last. If that token ends the answer, the answer
+  counts as finished. SGLang alone would report the answer as aborted, and a caller would continue it past its
+  end.
+- If a retracted request is aborted while it waits, its answer still has all tokens. SGLang alone would send
+  only the tokens that were already streamed.
 
 The field reaches the scheduler inside `sampling_params.custom_params`, and is repeated in `meta_info`.
 """
@@ -38,15 +39,16 @@ __all__ = [
 
 
 def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts: int) -> list[int | None]:
-    """Check `resumed_tokens`, and return its value for each prompt; None for a prompt without it.
+    """Check `resumed_tokens`, and return its value for each prompt; None for a prompt without the field.
 
     Args:
         process: the HTTP process.
-        field: returns the value that a request field had before SGLang normalized the request, or None.
+        field: returns a field's value as the caller sent it, before SGLang normalized the request; None if
+            the caller did not send the field.
         num_prompts: the number of prompts.
 
     Raises:
-        InvalidInputError: names the field, what was got, and what is expected.
+        InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
     """
     given = field(RESUMED)
     counts = given if isinstance(given, list) else [given] * num_prompts
@@ -96,12 +98,13 @@ def _without_ours(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pass_to_scheduler(process: HttpProcess, self: Any, field: Callable[[str], Any]) -> None:
-    """Pass the field to the scheduler, for each prompt of a normalized request.
+    """Pass `resumed_tokens` to the scheduler, for each prompt of a normalized request.
 
     Args:
         process: the HTTP process.
         self: the `GenerateReqInput`.
-        field: returns the value that a request field had before SGLang normalized the request, or None.
+        field: returns a field's value as the caller sent it, before SGLang normalized the request; None if
+            the caller did not send the field.
 
     Raises:
         InvalidInputError: for the same reasons as `check_fields`.
@@ -113,7 +116,7 @@ def pass_to_scheduler(process: HttpProcess, self: Any, field: Callable[[str], An
         setattr(self, RESUMED, counts[0])
         self.sampling_params = _to_scheduler(self.sampling_params, counts[0])
         return
-    # With n > 1 SGLang repeats the whole list of prompts.
+    # If n > 1, SGLang repeats the whole list of prompts n times.
     repeated = [counts[i % self.batch_size] for i in range(len(self.sampling_params))]
     setattr(self, RESUMED, repeated)
     self.sampling_params = [
@@ -142,9 +145,9 @@ def note_in_meta_info(
 
 
 def _num_resumed(req: Any) -> int | None:
-    """Return `resumed_tokens` of SGLang's `Req`; None if the request has no such field.
+    """Return the request's `resumed_tokens`; None if the request lacks the field.
 
-    A value that bypassed the checks is capped at the prompt's length.
+    A value that bypassed the HTTP checks is capped at the prompt's length.
     """
     count = custom_params(req).get(RESUMED)
     if type(count) is not int or count < 0:
@@ -153,7 +156,7 @@ def _num_resumed(req: Any) -> int | None:
 
 
 def finish_or_abort(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND hook on `Req.update_finish_state`: finish an aborted answer if its last token ends it."""
+    """AROUND hook on `Req.update_finish_state`: let an aborted answer finish if it is complete."""
     abort = self.to_finish
     if abort is None or self.finished() or _num_resumed(self) is None or not _is_requested(abort):
         original(self, *args, **kwargs)
@@ -172,7 +175,7 @@ def _is_requested(reason: Any) -> bool:
 
 
 def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -> None:
-    """AROUND hook on `Scheduler.send_abort_output`: end a waiting request with all of its tokens."""
+    """AROUND hook on `Scheduler.send_abort_output`: send all tokens of a waiting request at its abort."""
     if _num_resumed(req) is None or not len(req.output_ids) or abort_req.finished_reason:
         original(self, abort_req, req)
         return
@@ -183,10 +186,10 @@ def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, re
 
 
 def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
-    """AFTER hook on `Scheduler.abort_request`: send aborted requests at once during an `in_place` pause.
+    """AFTER hook on `Scheduler.abort_request`: send aborted answers at once during an `in_place` pause.
 
     SGLang ends an aborted request and frees its KV cache in the next pass, which runs only after the pause.
-    The hook sends the answer now. The next pass then sends nothing, because `finished_output` is set.
+    This hook sends the answer at once. The next pass then sends nothing, because `finished_output` is set.
     """
     if not self._engine_paused:
         return
@@ -206,7 +209,7 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
     params = self.sampling_params
     if (not params.stop_strs and not params.stop_regex_strs) or not (count := _num_resumed(self)):
         return original(self, new_accepted_len)
-    # SGLang searches this many tokens at the end of an answer that has so many.
+    # If the answer is long enough, SGLang searches this many tokens at its end.
     num_tokens = max(params.stop_str_max_len, params.stop_regex_max_len) + 1 + max(new_accepted_len - 1, 0)
     missing = min(num_tokens - len(self.output_ids), count)
     if missing <= 0:
@@ -217,10 +220,11 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
 
 
 def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
-    """AROUND hook on `Req.check_match_stop_str_prefix`: say whether the text's end may begin a stop string.
+    """AROUND hook on `Req.check_match_stop_str_prefix`: return whether a stop string may have begun.
 
     An incomplete character decodes to U+FFFD, which begins no stop string. So SGLang alone would send the
-    text before it, and could not withdraw that text once the stop string is complete.
+    text before the incomplete character. It could not withdraw that text later, if the completed character
+    continues a stop string.
     """
     if original(self):
         return True

@@ -1,7 +1,7 @@
 """List SGLang's HTTP routes that serve candidate sets, and refuse requests for sets on all other routes.
 
 SGLang ignores fields that it does not know, so most routes would answer without the sets. `Guard` runs before
-the routes, and refuses a request for sets on a route that cannot return them. It also keeps each served
+the routes, and refuses a request for sets on a route that cannot return them. `Guard` also keeps each served
 call's budget account open until the answer has been sent.
 """
 
@@ -55,7 +55,8 @@ SERVED: Mapping[str, tuple[str, ...]] = {
     _VERTEX: ("parameters.", "parameters.sampling_params.custom_params."),
     **dict.fromkeys(OPENAI, ("", "custom_params.")),
 }
-"""Routes that answer with candidate sets, and the places in the body where they take the fields."""
+"""Routes that answer with candidate sets, each with the places in the body where the route takes our
+fields."""
 
 REFUSED = frozenset(
     {
@@ -67,7 +68,7 @@ REFUSED = frozenset(
         os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
     }
 )
-"""Routes that take text and answer without sets. A body that asks for them gets a 400."""
+"""Routes that take text and answer without sets. A body that asks for sets gets a 400."""
 
 NO_PROMPT = frozenset(
     {
@@ -94,7 +95,7 @@ NO_PROMPT = frozenset(
         *("/hicache/storage-backend", "/hicache/storage-backend/clear", "/get_hicache_l3_cache_layout"),
         *("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/pd_role_switch"),
         *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
-        # Routes that 0.5.19 removed.
+        # SGLang 0.5.19 removed these routes.
         *("/weight_version", "/get_weight_version", "/get_load", "/clear_hicache_storage_backend"),
         *("/start_profile", "/stop_profile", "/set_trace_level", "/start_expert_distribution_record"),
         *("/stop_expert_distribution_record", "/dump_expert_distribution_record"),
@@ -106,30 +107,31 @@ NO_PROMPT = frozenset(
 
 _ASKING = (*FIELDS, RESUMED)
 _TOO_DEEP = "a body nested too deep to be read"
-# `Guard` disconnects a client that does not take a piece of this size within this time.
+# `Guard` sends a large answer in pieces of this size, and disconnects a client that does not take a piece
+# within this time.
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
 _TRANSPORT = "sglang_topp_transport"
-# The attribute of the application's state that holds the `HttpProcess`. `Guard` cannot get it as an argument,
-# because SGLang's HTTP workers make the application first.
+# This attribute of the application's state holds the `HttpProcess`. `Guard` cannot take the `HttpProcess` as
+# an argument, because SGLang's HTTP workers create the application first.
 _PROCESS = "sglang_topp_process"
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
-"""The HTTP call of the current task."""
+"""The HTTP call that the current task handles."""
 
 path_without_sets: ContextVar[str] = ContextVar("sglang_topp_path_without_sets", default="")
-"""The path of the current task's route, if its answer cannot hold sets; else empty."""
+"""The current route's path if the route cannot return candidate sets; otherwise empty."""
 
 
 class Call:
-    """One HTTP call of a route that serves sets, until its answer has been sent.
+    """One HTTP call to a route that serves sets. The object lives until the answer has been sent.
 
     Attributes:
         path: the route.
         account: counts the candidates of all samples; None before a sample has sets.
         problem: why the call was ended early; empty if it was not.
-        fields: our fields at the top level of an OpenAI body, until the hooks in `openai` take them; None
-            after that and on other routes.
+        fields: our fields from the top level of an OpenAI body. None on other routes, and after the hooks in
+            `openai` have taken the fields.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
@@ -140,20 +142,20 @@ class Call:
         self._at_end: list[Callable[[], None]] = []
 
     def open_account(self, in_flight: InFlight) -> Account:
-        """Return the call's account. Open it for the first sample with sets."""
+        """Return the call's account, which is opened for the first sample with sets."""
         if self.account is None:
             self.account = in_flight.open(self._end)
         return self.account
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` if this call is ended early."""
+        """Register a callback, which runs if this HTTP call is ended early."""
         self._at_end.append(callback)
 
     def close(self) -> None:
-        """Free what the call holds, once its answer has been sent or cannot be sent.
+        """Free the call's resources, after its answer has been sent or has failed.
 
-        The call and its samples refer to each other. The garbage collector, which seldom runs in a server,
-        would free them much later.
+        The call and its samples refer to each other, so otherwise only the garbage collector would free them,
+        and the collector seldom runs in a server.
         """
         self._at_end.clear()
         if self.account is not None:
@@ -177,7 +179,7 @@ class Guard:
             return await self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == _GENERATE:
-            # `request_fields` checks the body after SGLang has parsed it, so it is not parsed twice.
+            # Do not parse the body here: `request_fields` checks it after SGLang has parsed it.
             return await self._serve(Call(path), scope, receive, send)
         if path in NO_PROMPT:
             return await self._app(scope, receive, send)
@@ -220,7 +222,7 @@ def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: 
 
 
 def guard(app: Any) -> None:
-    """Install `Guard` in front of the routes of SGLang's application, which must not serve yet."""
+    """Install `Guard` in front of SGLang's routes. The application must not be serving yet."""
     if not any(middleware.cls is Guard for middleware in app.user_middleware):
         app.user_middleware.append(Middleware(Guard))
         build = app.build_middleware_stack
@@ -229,9 +231,10 @@ def guard(app: Any) -> None:
 
 
 def _note_transport(app: ASGIApp) -> ASGIApp:
-    """Store each connection's transport in its scope.
+    """Store each connection's transport in the connection's ASGI scope.
 
-    Only uvicorn's own `send` has the transport. `Guard` gets a `send` that other middleware has wrapped.
+    Only uvicorn's own `send` gives access to the transport, but `Guard` gets a `send` that other middleware
+    has wrapped.
     """
 
     async def noting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -242,7 +245,7 @@ def _note_transport(app: ASGIApp) -> ASGIApp:
 
 
 def guard_served_app(process: HttpProcess, result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: install `Guard` if this process has the application."""
+    """AFTER hook on `TokenizerManager.__init__`: install `Guard` if this process has SGLang's application."""
     module = sys.modules.get(HTTP_SERVER)
     if module is None:
         return
@@ -256,7 +259,7 @@ def _is_served(path: str, place: str) -> bool:
     if place.endswith(RESUMED):
         return path not in OPENAI and place in [f"{prefix}{RESUMED}" for prefix in prefixes[:1]]
     if place.endswith(NUCLEUS) and path in OPENAI:
-        return False  # OpenAI's log-probs would not be renormalized
+        return False  # the OpenAI routes could not renormalize their log-probs
     return any(place == f"{prefix}{field}" for prefix in prefixes for field in FIELDS)
 
 
@@ -282,7 +285,7 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def misplaced(body: Any) -> str | None:
-    """Return an error message if the body has a field where the current route ignores it, or None.
+    """Return an error message if one of our fields is where the current route ignores it, or None.
 
     For SGLang's Vertex route, `body` is the request that the route builds from its own body.
     """
@@ -300,7 +303,7 @@ def misplaced(body: Any) -> str | None:
 
 def _asked_at(body: bytes) -> list[str]:
     """Return the dotted paths of a body's fields that ask for sets or resume an answer."""
-    # JSON may escape the name of a field.
+    # JSON may escape a field's name.
     if b"\\u" not in body and not any(field.encode() in body for field in _ASKING):
         return []
     try:
@@ -308,7 +311,7 @@ def _asked_at(body: bytes) -> list[str]:
     except RecursionError:
         return [_TOO_DEEP]
     except ValueError:
-        # Not JSON: a form (audio), or a body that the route itself refuses.
+        # The body is not JSON: it is a form (audio), or the route itself refuses it.
         return [field for field in _ASKING if b'name="%s"' % field.encode() in body]
 
 
@@ -326,7 +329,7 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
 
 
 def _top_level(body: bytes) -> dict[str, Any]:
-    """Return our fields at the top level of a body that has any of them."""
+    """Return our fields from the top level of a body, by name."""
     parsed = json.loads(body)
     return {field: parsed[field] for field in FIELDS if field in parsed}
 
@@ -348,7 +351,7 @@ def _server_problems() -> tuple[str, ...]:
 
 
 def _refusal(path: str, message: str, place: str) -> Response:
-    """Return a 400 in the error format of the route: Anthropic's, OpenAI's, or SGLang's."""
+    """Return a 400 in the route's error format: Anthropic's, OpenAI's, or SGLang's."""
     if path.startswith("/v1/messages"):
         content: dict[str, Any] = {
             "type": "error",
@@ -370,14 +373,14 @@ def _refusal(path: str, message: str, place: str) -> Response:
 def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> Send:
     """Return a `send` that waits for the reader, and disconnects a reader that stalls.
 
-    A large body is sent in pieces. Each piece is sent after the reader has taken the one before. An empty
-    piece ends the body, so that the call's account closes only after the reader has taken everything.
+    A large body is sent in pieces. Each piece is sent only after the reader has taken the previous piece. An
+    empty piece ends the body, so that the call's account closes only after the reader has taken everything.
 
     Args:
         send: the server's `send`.
         call: the call that may hold sets.
-        transport: the connection's transport. None with a server other than uvicorn: a stalled connection
-            then closes only after the reader has taken the last piece.
+        transport: the connection's transport. None if the server is not uvicorn: then a stalled connection
+            closes only after the reader has taken the last piece.
     """
 
     async def send_within_limit(account: Account, body: bytes, *, more_body: bool) -> None:

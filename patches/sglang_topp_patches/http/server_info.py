@@ -1,4 +1,4 @@
-"""Report the status of the patch set in `GET /server_info`, for this process and every scheduler."""
+"""Report the patch set's status in `GET /server_info`, for this process and every scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["add_status", "note_scheduler_states", "report_state"]
 async def note_scheduler_states(
     process: HttpProcess, original: Callable[[Any], Awaitable[list[Any]]], self: Any
 ) -> list[Any]:
-    """AROUND hook on `TokenizerManager.get_internal_state`: store the status of each scheduler.
+    """AROUND hook on `TokenizerManager.get_internal_state`: store each scheduler's status.
 
     SGLang awaits the hooked function for `GET /server_info`.
     """
@@ -33,7 +33,7 @@ def add_status(
 ) -> dict[str, Any]:
     """AFTER hook on `build_server_info`: add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
 
-    The sidecar checks requests against the limits and the model's sizes in this status.
+    This status holds limits and the model's sizes, against which the sidecar server checks requests.
     """
     report = status().to_dict()
     problems = [*refused_configurations.server_problems(server_args), *process.route_problems()]
@@ -57,13 +57,13 @@ def add_status(
 
 
 def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int]:
-    """Return the `StagingCounts` of all schedulers, summed."""
+    """Return the sum of all schedulers' `StagingCounts`."""
     there = [state["staging"] for state in scheduler_states if state and "staging" in state]
     return {name: sum(each[name] for each in there) for name in StagingCounts().to_dict()}
 
 
 def report_state(process: SchedulerProcess, result: Any, self: Any, recv_req: Any) -> Any:
-    """AFTER hook on `Scheduler.get_internal_state`: add the scheduler's own status, under the same key."""
+    """AFTER hook on `Scheduler.get_internal_state`: add the scheduler's own status, under `sglang_topp`."""
     report = status().to_dict()
     problems = list(refused_configurations.server_problems(self.server_args))
     result.internal_state[KEY] = {

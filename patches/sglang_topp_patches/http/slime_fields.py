@@ -1,14 +1,15 @@
 """Support slime's request field: return each token's nucleus, and log-probs renormalized over the nucleus.
 
-slime is an RL trainer. It sets `return_top_p_token_ids` in `sampling_params.custom_params` if its
-`--rollout-top-p` is not 1. It then reads two arrays from `meta_info`, in base64 of little-endian int32::
+slime is an RL trainer. If its option `--rollout-top-p` is not 1, slime sets `return_top_p_token_ids` in
+`sampling_params.custom_params`. From the answer's `meta_info`, slime then reads two arrays, as base64 of
+little-endian int32::
 
     top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
-    top_p_token_offsets   start index of each position, then the end of the last one: T + 1 entries
+    top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries
 
-Each log-prob in `output_token_logprobs` is renormalized over the set of its position. slime ships a patch of
-SGLang's sampler for this (`sglang-top_p.patch`). This module needs no such patch: it encodes our sets, with
-`top_p` as the threshold.
+Each log-prob in `output_token_logprobs` is renormalized over its position's set. For this purpose, slime
+ships a patch of SGLang's sampler (`sglang-top_p.patch`). This module needs no such patch: it encodes our
+candidate sets at the threshold `top_p`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
 
 __all__ = ["check_request", "nucleus_threshold", "write_nuclei"]
 
-# SGLang reports these log-probs over the whole vocabulary, so they do not match the renormalized ones.
+# SGLang reports these log-probs over the whole vocabulary, so they would not match the renormalized
+# log-probs.
 _OTHER_LOGPROBS = ("top_logprobs_num", "token_ids_logprob")
 
 
 def nucleus_threshold(sampling_params: Any) -> float:
-    """Return the threshold of a prompt's sets: its `top_p`.
+    """Return the threshold of a prompt's sets, which is the prompt's `top_p`.
 
     Args:
         sampling_params: the prompt's sampling parameters, as the caller sent them. The scheduler checks the
-            final parameters (`scheduler.refuse_unchecked_requests`), because a server may have defaults of
-            its own.
+            final parameters (`scheduler.refuse_unchecked_requests`), because a server may add its own
+            defaults.
 
     Raises:
         InvalidInputError: `top_p` is invalid, or the sampler does not draw from the nucleus of `top_p` alone.
@@ -53,10 +55,11 @@ def check_request(field: Callable[[str], Any]) -> None:
     """Refuse a request that also asks for log-probs which would not be renormalized.
 
     Args:
-        field: returns the value that a request field had before SGLang normalized the request, or None.
+        field: returns a field's value as the caller sent it, before SGLang normalized the request; None if
+            the caller did not send the field.
 
     Raises:
-        InvalidInputError: the request has such a field, which the message names.
+        InvalidInputError: the request has a field that asks for such log-probs. The message names the field.
     """
     for name in _OTHER_LOGPROBS:
         value = field(name)
@@ -68,18 +71,18 @@ def check_request(field: Callable[[str], Any]) -> None:
 
 
 def write_nuclei(meta_info: dict[str, Any], positions: Positions) -> None:
-    """Write the two arrays, and renormalize the log-probs of the generated tokens.
+    """Write slime's two arrays into `meta_info`, and renormalize the generated tokens' log-probs.
 
     Args:
         meta_info: the `meta_info` of a chunk or of the answer. Its `output_token_logprobs` is replaced.
-        positions: the sets of the same tokens. Each row has its highest log-prob first.
+        positions: the sets of the tokens in `meta_info`. Each row has its highest log-prob first.
 
     Raises:
         ValueError: SGLang reports fewer log-probs than there are sets.
     """
     offsets = offsets_of(positions.lengths)
     logprob_sums = log_sum_exp(positions.logprobs, offsets).tolist()
-    # With `max_new_tokens` 0, SGLang may list a log-prob although there is no token.
+    # If `max_new_tokens` is 0, SGLang may list a log-prob although there is no token.
     reported = meta_info.get("output_token_logprobs", [])[: len(logprob_sums)]
     meta_info["output_token_logprobs"] = [
         (logprob - logprob_sum, *rest)

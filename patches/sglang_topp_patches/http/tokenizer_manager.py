@@ -1,12 +1,15 @@
-"""Hook SGLang's tokenizer manager: put the sets from the scheduler into the answer's `meta_info`.
+"""Hook SGLang's tokenizer manager: put candidate sets from the scheduler into the answer's `meta_info`.
 
-1. `receive_entries` removes the entries from the scheduler's message before `_handle_batch_output` reads it.
-2. `write_meta_info` adds a request's entries to its accumulator, and records which positions the next chunk
-   contains. It runs within `_handle_batch_output`, and for a request that is aborted in the queue.
-3. `write_sets` writes the sets of those positions into the chunk when it is sent.
+1. `receive_entries` takes our entries, one per token, out of the scheduler's message before
+   `_handle_batch_output` reads the message.
+2. `write_meta_info` adds a request's entries to the request's `ResponseAccumulator`, and records which
+   positions the next chunk contains. It runs within `_handle_batch_output`, and when a queued request is
+   aborted.
+3. `write_sets` writes the sets of the recorded positions into the chunk when SGLang sends the chunk.
 
-A request that asked for sets and lacks one for a visible token ends as an error (finish reason `abort`,
-status 500). So an answer with a missing set never looks like an answer to a request without sets.
+If a request asked for sets and a visible token has no set, the request ends as an error (finish reason
+`abort`, status 500). So an answer with a missing set cannot be mistaken for an answer to a request without
+sets.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ __all__ = [
 
 _ARRIVED = "_sglang_topp_arrived"
 _ACCUMULATOR = "_sglang_topp_accumulator"
-# SGLang's lists with an entry for each token, which it extends until the answer has ended.
+# These lists have one entry per token. SGLang extends them until the answer ends.
 _PER_TOKEN = (
     *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
     *("output_token_sampling_mask", "output_token_sampling_logprobs"),
@@ -74,7 +77,7 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
     if entries is not nothing or prompt_rows is not nothing:
         recv_obj.customized_info = info or None
     ours = zip(getattr(recv_obj, "output_ids", nothing), entries, prompt_rows, strict=True)
-    # The next message may overwrite this: the event loop handles one message at a time.
+    # The next message may overwrite this attribute, because the event loop handles one message at a time.
     setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
 
 
@@ -114,9 +117,9 @@ def write_meta_info(
         self.abort_request(state.obj.rid)
     if not is_shown:
         return
-    # The source "sampler" gives the prompt no sets, because prompt tokens were not sampled. The number of
-    # SGLang's log-probs is the number of scored prompt positions. Generated tokens cannot be counted this
-    # way: with `max_new_tokens` 0, SGLang may report a log-prob without a token.
+    # With the source "sampler", a prompt has no sets, because its tokens were not sampled. Otherwise, each
+    # prompt position with a log-prob from SGLang needs a set. Generated tokens cannot be counted by their
+    # log-probs: if `max_new_tokens` is 0, SGLang may report a log-prob without a token.
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
@@ -143,8 +146,8 @@ def write_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
 
-    A client that reads more slowly than the engine generates gets only some of the chunks. No sets are
-    written for the other chunks.
+    A client that reads more slowly than the engine generates gets only some of the chunks. A chunk that is
+    never sent gets no sets.
     """
     chunks = original(self, obj=obj, state=state, request=request)
     if not asking_field(vars(obj).get):
@@ -171,7 +174,7 @@ def write_sets_of(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._wait_one_response` before 0.5.19: write sets and error statuses.
 
-    It does the work of both `write_sets` and `answer_with_status`.
+    This hook does the work of both `write_sets` and `answer_with_status`.
     """
     chunks = original(self, obj, request)
     if not asking_field(vars(obj).get):
@@ -182,7 +185,7 @@ def write_sets_of(
 async def _with_status(
     chunks: AsyncGenerator[dict[str, Any], None], obj: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Answer every error with its own status. SGLang itself answers some of them with a 200."""
+    """Answer every error with its own status. SGLang itself answers some errors with a 200."""
     from fastapi import HTTPException
 
     async with aclosing(chunks):
@@ -224,8 +227,8 @@ async def _with_sets(
                     raise CallEndedError(f"{field}: {problem}", accumulator.status)
                 _write_sets(self, out, state, accumulator)
             elif reason is None and not getattr(state.obj, AT_END, False):
-                # Drop a chunk whose set is missing: it looks like an answer to a request without sets. The
-                # error comes in a later chunk.
+                # Drop a chunk whose set is missing, because it looks like an answer to a request without
+                # sets. A later chunk reports the error.
                 continue
             elif reason is not None and reason.get("type") != "abort":
                 raise RuntimeError(
@@ -295,7 +298,7 @@ def merge_chunks(
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(formats.merge_stream_chunks(parts))
-        # If sets are written only at the end (`AT_END`), only the last chunk has the key.
+        # If sets are written only at the end (`AT_END`), only the last chunk has the key `KEY`.
         if any(KEY in part for part in parts[:-1]):
             if all(part.get(KEY) for part in parts):
                 result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
@@ -307,9 +310,10 @@ def merge_chunks(
 def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
     """AROUND hook on `TokenizerManager._handle_abort_req`: correct the last chunk of an aborted request.
 
-    A request that is aborted while it waits after a pause may have been streamed in part. Before 0.5.20, or
-    if chunks are incremental, SGLang's last chunk then has all of the text and the log-probs, but only the
-    last token. With this hook, the chunk has all tokens, or nothing if chunks are incremental.
+    If a request is aborted while it waits after a pause, a part of its answer may already have been streamed.
+    SGLang's last chunk then has all of the text and log-probs, but only the last token, if SGLang is older
+    than 0.5.20 or chunks are incremental. This hook puts all tokens into the last chunk, or empties the chunk
+    if chunks are incremental.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
@@ -339,7 +343,7 @@ def _list_form(self: Any, side: formats.Side, positions: Positions, with_text: b
 
 
 def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
-    """Replace SGLang's lists of top-k log-probs by packed arrays. SGLang's own flat form is kept."""
+    """Replace SGLang's lists of top-k log-probs with packed arrays. SGLang's flat form of them stays."""
     sides: tuple[tuple[formats.Side, int], ...] = (("input", 0), ("output", start))
     for side, first in sides:
         if meta_info.pop(f"{side}_top_logprobs", None) is not None:
@@ -353,7 +357,7 @@ def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumula
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
         # The request was aborted for another reason, which takes precedence.
-        if reason.get("status_code") is None:  # such an answer may show tokens
+        if reason.get("status_code") is None:  # an answer without an error status may show tokens
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}
         return

@@ -1,9 +1,9 @@
 """Record which weights generated each token, and correct SGLang's `weight_versions`.
 
-When weights are pushed, SGLang attributes the tokens that it has counted to the old weights. With overlap
+When weights are pushed, SGLang attributes all tokens counted so far to the old weights. With overlap
 scheduling, the old weights may have generated one more token that is not counted yet. SGLang attributes this
-token to the new weights. So every pass that makes sets records its weight version, and these spans replace
-SGLang's in the answer.
+token to the new weights. So every pass that makes sets records its weight version. In the answer, these
+recorded versions replace those that SGLang reports.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ __all__ = ["WeightSpans"]
 
 
 class WeightSpans:
-    """The versions of the weights that generated one sample's tokens, from the first token on.
+    """The weight versions that generated one sample's tokens, in the order of the tokens.
 
     Attributes:
-        prompt: the weight version that scored the prompt's positions. One version scores all of them, or the
-            request fails. The pass that scored the last position drew the first token.
+        prompt: the weight version that scored the prompt's positions. If weights change while a prompt is
+            scored, the request fails. The pass that scored the last position also drew the first token.
     """
 
     def __init__(self) -> None:
         self.prompt = ""
-        self._spans: list[tuple[str, int]] = []  # a version, and the index after its last token
+        self._spans: list[tuple[str, int]] = []  # each version with the index after its last token
 
     def add(self, version: str) -> None:
-        """Append the version of the next token."""
+        """Append the next token's weight version."""
         end = self._spans[-1][1] + 1 if self._spans else 1
         if self._spans and self._spans[-1][0] == version:
             self._spans[-1] = (version, end)
@@ -34,18 +34,18 @@ class WeightSpans:
             self._spans.append((version, end))
 
     def name_first(self, version: str) -> None:
-        """Set the version of the first token, which was appended without one."""
+        """Set the first token's version, which was unknown when the token was appended."""
         rest = self._spans[1:]
         if not rest or rest[0][0] != version:
             rest.insert(0, (version, 1))
         self._spans = rest
 
     def meta_info(self, num_tokens: int) -> dict[str, Any]:
-        """Return SGLang's two fields for the first `num_tokens` tokens.
+        """Return the fields `weight_version` and `weight_versions` for the first `num_tokens` tokens.
 
         `weight_version` is the version of the last token. `weight_versions` lists the spans in order, as
-        `{"version": name, "start": first index, "end": index after the last}`. Without a token, both fields
-        give the prompt's version, and the one span ends at 0.
+        `{"version": name, "start": first index, "end": index after the last}`. If there is no token, both
+        fields give the prompt's version, and the only span is from 0 to 0.
         """
         spans: list[dict[str, Any]] = []
         if not num_tokens:

@@ -1,8 +1,8 @@
 """Provide the application that SGLang's HTTP workers import, with the patch set installed.
 
-With `--tokenizer-worker-num` above 1, SGLang spawns workers that load no plugins. They import their
-application by name (`SGLANG_HTTP_SERVER_APP_PATH`). `plugin.register`, which runs in the launcher, makes
-them import this module instead, which loads the plugins and returns the configured application.
+If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers that load no plugins. The workers import
+their application by the name in `SGLANG_HTTP_SERVER_APP_PATH`. In the launcher, `plugin.register` points this
+variable to the present module, which loads the plugins and returns the configured application.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Limit the memory that candidate sets take in SGLang's processes."""
+"""Limit the memory that candidate sets use in SGLang's processes, and return freed memory to the OS."""

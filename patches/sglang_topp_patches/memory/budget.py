@@ -1,10 +1,11 @@
-"""Limit the candidates that one sample, and all requests in flight, may hold in this process.
+"""Limit how many candidates one sample, and all requests in flight together, may hold in this process.
 
-A set at p = 1 is the whole vocabulary: a megabyte for one token. Sets are never cut to fit. A request that
-exceeds a limit ends with an error that names the limit and what would fit, and its sets are freed.
+At p = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never truncated. A
+request that exceeds a limit ends with an error that names the limit and what would fit, and the request's
+sets are freed.
 
-Every process counts the sets that pass through it. The scheduler counts the sets of a sample until they are
-sent. The HTTP process counts the sets of a call until its answer is sent.
+Every process counts the sets that pass through it. The scheduler counts a sample's sets until they are sent.
+The HTTP process counts a call's sets until the call's answer is sent.
 """
 
 from __future__ import annotations
@@ -31,33 +32,35 @@ __all__ = [
 ]
 
 LIST_FORM_COST = 16
-"""The cost of a candidate in JSON lists, in candidates. Python objects and text take that much more memory
-than packed arrays."""
+"""A candidate in JSON lists counts as this many candidates, because Python objects and text take that much
+more memory than packed arrays."""
 
 _PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
 _IN_FLIGHT = "SGLANG_TOPP_MAX_CANDIDATES_IN_FLIGHT"
 _STAGED = "SGLANG_TOPP_STAGED_CANDIDATES_PER_ROW"
 _DEFAULT_PER_SAMPLE = 1 << 25
 _DEFAULT_STAGED = 256
-# At the peak, a candidate exists raw, joined, in base64, and in an answer's body, and takes about 40 bytes.
-# With one candidate for every 256 bytes, all requests in flight take at most a sixth of the memory.
+# At the peak, four copies of a candidate exist at once: raw, joined, in base64, and in an answer's body.
+# Together, the copies take about 40 bytes. The limit allows one candidate per 256 bytes of memory, so all
+# requests in flight take at most a sixth of the memory.
 _BYTES_PER_CANDIDATE = 256
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of one process, in candidates.
+    """One process's limits, counted in candidates.
 
-    A candidate is one token at one position. It takes 8 bytes, or `LIST_FORM_COST` times that in JSON lists.
+    A candidate is one token of one position's set. It takes 8 bytes, or `LIST_FORM_COST` times as much in
+    JSON lists.
 
     Attributes:
         max_candidates_per_sample: the limit for one sample and its prompt. The default is 2^25, which is 358
             MB of base64.
-        max_candidates_in_flight: the limit for all samples in flight. The default is one candidate for every
-            256 bytes of memory of the machine or container.
-        staged_candidates_per_row: the capacity of a GPU's staging area for the sets of a pass, per row. No
-            request is refused because of it: rows that do not fit are taken again, which waits for the device
-            (`scheduler.staging`).
+        max_candidates_in_flight: the limit for all samples in flight. The default is one candidate per 256
+            bytes of the machine's or container's memory.
+        staged_candidates_per_row: the capacity, per row, of the GPU memory into which a pass writes its sets.
+            No request is refused because of this limit: sets that do not fit are taken again, which waits for
+            the device (`scheduler.staging`).
     """
 
     max_candidates_per_sample: int
@@ -66,7 +69,7 @@ class Budget:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], memory_bytes: int) -> Budget:
-        """Read the limits from an environment.
+        """Read the limits from environment variables.
 
         Raises:
             InvalidInputError: a limit is not a positive integer.
@@ -85,7 +88,7 @@ class Budget:
 
 @cache
 def budget() -> Budget:
-    """Return this process's limits. All limits are 0 if the environment has an invalid limit."""
+    """Return this process's limits. All limits are 0 if an environment variable is invalid."""
     try:
         return Budget.of(os.environ, _memory_bytes())
     except InvalidInputError:
@@ -102,11 +105,11 @@ def budget_problem() -> str:
 
 
 class InFlight:
-    """Counts the candidates of all accounts. Beyond the limit, it ends the largest account with an owner.
+    """Counts all accounts' candidates. Beyond the limit, the largest account that has an owner is ended.
 
     Args:
         limit: the number of candidates that all accounts together may hold.
-        trimmer: returns the memory of large accounts to the OS.
+        trimmer: returns large accounts' memory to the OS after they close.
     """
 
     def __init__(self, limit: int, trimmer: HeapTrimmer | None = None) -> None:
@@ -119,15 +122,15 @@ class InFlight:
         """Open an account.
 
         Args:
-            end: called at most once, with a reason, to end the request or call that owns the account. None
-                for memory without such an owner.
+            end: called at most once, with a reason, to end the request or call that owns the account. None if
+                no request or call owns the memory.
         """
         account = Account(self, end)
         self._accounts.add(account)
         return account
 
     def end_largest(self) -> None:
-        """End the open account with the most candidates, of those that have an owner."""
+        """End the largest open account among those that have an owner."""
         largest = max(
             (account for account in self._accounts if account.has_owner and not account.is_closed),
             key=lambda account: account.candidates,
@@ -155,7 +158,7 @@ class Account:
         return self._end is not None
 
     def add(self, candidates: int, positions: int = 1) -> None:
-        """Count more candidates. Beyond the limit, this ends the largest account, which may be this one."""
+        """Count more candidates. If the limit is exceeded, end the largest account, which may be this one."""
         if self.is_closed:
             return
         self.candidates += candidates
@@ -197,11 +200,12 @@ def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
 
 
 def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
-    """Return the message that refuses the sets of a prompt.
+    """Return the message that refuses a prompt's sets.
 
     Args:
         limits: the limits of this process.
-        is_busy: whether all requests together exceed their limit, rather than this request its own.
+        is_busy: True if all requests together exceed their limit; False if this request exceeds its own
+            limit.
     """
     limit, name = (
         (limits.max_candidates_in_flight, _IN_FLIGHT)
@@ -226,11 +230,11 @@ def _count(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _memory_bytes() -> int:
-    """Return the memory of this machine, or the limit of its container."""
+    """Return this machine's memory in bytes, or its container's limit if that is smaller."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             return min(physical, int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
+        except (OSError, ValueError):  # the file does not exist, or says "max"
             continue
     return physical

@@ -1,4 +1,4 @@
-"""Return freed memory to the OS in SGLang's detokenizer process, through which the sets pass."""
+"""Return freed memory to the OS in SGLang's detokenizer process, through which candidate sets pass."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ __all__ = ["trim_after_batch"]
 
 
 def trim_after_batch(in_flight: InFlight, result: Any, self: Any, recv_obj: Any) -> None:
-    """Trim after a large message: AFTER hook on `DetokenizerManager.handle_batch_token_id_out`."""
+    """Trim the heap after a large message: AFTER hook on `DetokenizerManager.handle_batch_token_id_out`."""
     if len(getattr(recv_obj.customized_info, "data", b"")) >= LARGE_BYTES:
         in_flight.trimmer.trim_soon()

@@ -1,9 +1,10 @@
 """Copy a pass's candidate sets to the host and add them to their requests, on SGLang before 0.5.19.
 
-Later releases do this for every auxiliary output of a pass. Here, the sets are an attribute of the pass's
-result. The hooks copy the sets right before SGLang's own copies, under the same event. They add the sets to
-the requests after SGLang has appended the tokens, and before it sends them. By then SGLang has resolved
-overlap, retraction, and stops, so only visible tokens get a set.
+Since 0.5.19, SGLang itself does this for every auxiliary output of a pass. In older releases, the hooks keep
+the sets in an attribute of the pass's result. They start the copies right before SGLang's own copies, so that
+one event covers both. After SGLang has appended the tokens to the requests, and before it sends the tokens,
+the hooks add the sets. By then SGLang has resolved overlap, retraction, and stops, so only visible tokens get
+a set.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _KEPT = "sglang_topp_kept"
 
 @dataclass(frozen=True)
 class Committed:
-    """The tokens of one request that became visible in a step.
+    """One request's tokens that became visible in one scheduler step.
 
     Attributes:
         output_index: the index of the first token in the request's output.
@@ -46,24 +47,24 @@ class _Step:
     starts: list[int]
 
     def consume(self) -> None:
-        """Add the sets to their requests, to which SGLang has appended the tokens by now."""
+        """Add the sets to their requests. SGLang must have appended the tokens by now."""
         pairs = zip(self.batch.reqs, self.starts, strict=True)
         self.output.consume(self.batch, [_committed(req, start) for req, start in pairs])
 
 
-# SGLang's function that sends tokens does not get the step that they belong to.
+# A context variable holds the step, because SGLang does not pass the step to the function that sends tokens.
 _step: ContextVar[_Step | None] = ContextVar("sglang_topp_step", default=None)
 
 
 def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Issue the copies to the host: BEFORE hook on `GenerationBatchResult.copy_to_cpu`.
+    """Start copying the sets to the host: BEFORE hook on `GenerationBatchResult.copy_to_cpu`.
 
-    SGLang records the event of its own copies afterward, so the event covers these copies too.
+    SGLang records an event after its own copies, so the event covers these copies too.
     """
     output = take(self.logits_output)
     if output is not None:
         setattr(self, _HOST, output.copy_to_host(_copy))
-        setattr(self, _KEPT, output)  # until the copies end, which may run on another stream
+        setattr(self, _KEPT, output)  # keep it until the copies end: they may run on another stream
 
 
 def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> Any:
@@ -80,10 +81,10 @@ def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) ->
 
 
 def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> None:
-    """Commit a prefill server's first tokens: AROUND hook on `process_batch_result_disagg_prefill`.
+    """Add the sets of first tokens on a prefill server: AROUND hook on `process_batch_result_disagg_prefill`.
 
-    SGLang sends these tokens later, once the KV cache is transferred. Within the step, it sends only requests
-    that failed.
+    SGLang sends the first tokens later, after the KV cache has been transferred. Within the step, SGLang
+    sends only failed requests.
     """
     step = _step_of(batch, result)
     try:
@@ -103,10 +104,10 @@ def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _step_of(batch: Any, result: Any) -> _Step | None:
-    """Return the step with its output on the host, or None if the pass has no output."""
+    """Return the step with its sets on the host, or None if the pass has no sets."""
     output = getattr(result, _HOST, None)
     if output is None and (taken := take(getattr(result, "logits_output", None))) is not None:
-        # Without overlap scheduling, SGLang copies each value where it reads it.
+        # Without overlap scheduling, SGLang does not call `copy_to_cpu`, so copy the sets here.
         output = taken.copy_to_host(lambda tensor: tensor.cpu())
     return None if output is None else _Step(output, batch, [_num_visible(req) for req in batch.reqs])
 
@@ -117,7 +118,7 @@ def _free(result: Any) -> None:
 
 
 def _num_visible(req: Any) -> int:
-    """Return how many tokens are visible. A stop string may end a request before its last token."""
+    """Return how many of a request's tokens are visible. A stop string may hide the last tokens."""
     return len(req.output_ids) if req.finished_len is None else int(req.finished_len)
 
 

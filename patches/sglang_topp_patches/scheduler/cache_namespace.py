@@ -1,16 +1,17 @@
 """Give scored prompts cache namespaces, so that they never read KV that older weights computed.
 
-A scored prompt is one that asks for the sets of its own positions. A weight push with `flush_cache=false`
-keeps the prefix cache. A push while requests are in flight needs this setting. KV of the old weights then
-stays in the cache, and requests in flight add more of it. A scored prompt must not read such KV. So until the
-cache is flushed, each scored prompt gets a namespace of the current weights (SGLang's `extra_key`). Prompts
-that are scored with the same weights still share prefixes.
+A scored prompt is a prompt for whose positions the request asks for candidate sets. A weight push with
+`flush_cache=false` keeps the prefix cache. While requests are in flight, no other kind of push is possible.
+KV that the old weights computed then stays in the cache, and requests in flight add more such KV. A scored
+prompt must not read this KV. So until the cache is flushed, each scored prompt gets a cache namespace
+(SGLang's `extra_key`) that belongs to the current weights. Prompts that are scored with the same weights
+still share prefixes.
 
-`weights_of` returns the weights that a request's prefill began with. If a later pass has other weights,
-`prompt_sets` ends the request, because later chunks attend to the KV of earlier chunks.
+`weights_of` returns the weights with which a request's prefill began. If a later pass of the request runs
+with other weights, `prompt_sets` ends the request, because later chunks attend to the earlier chunks' KV.
 
-This module counts pushes and does not compare weight versions: a push may have no version, and the scheduler
-of an older SGLang does not receive the version.
+This module counts pushes instead of comparing weight versions, because a push may have no version, and an
+older SGLang's scheduler does not receive the version.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params
 
 __all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]
 
-# SGLang's prefix caches that separate namespaces and live as long as the scheduler's process.
+# These prefix caches of SGLang keep namespaces apart, and live as long as the scheduler's process.
 _KEYED_CACHES = frozenset(
     {
         *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),
         *("HiRadixCache", "HiMambaRadixCache", "ChunkCache", "SWAChunkCache", "PureSWAChunkCache"),
     }
 )
-# A scheduler with one of these attributes set reads KV from outside its process.
+# If one of these attributes is set, the scheduler reads KV from outside its process.
 _OUTSIDE = ("enable_hicache_storage", "enable_unified_cache_external_linker")
 _WEIGHTS = "sglang_topp_weights"
 _EXTRA_KEY = "sglang_topp_extra_key"
@@ -40,10 +41,10 @@ _EXTRA_KEY = "sglang_topp_extra_key"
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a pass.
+    """The weights with which a forward pass runs.
 
     Attributes:
-        push: the number of pushes before the pass.
+        push: the number of weight pushes before the pass.
         version: the weight version of the last push; empty if the scheduler does not receive it.
     """
 
@@ -68,7 +69,7 @@ class PrefixCache:
 
         A push that fails counts too, because it may have changed some weights.
         """
-        # The accelerator may still run the last pass, which uses the old weights. Wait for it.
+        # Wait for the accelerator, which may still run the last pass with the old weights.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.pushes += 1
@@ -83,15 +84,15 @@ class PrefixCache:
             self.has_only_current_weights = True
 
     def current_weights(self) -> Weights:
-        """Return the weights that a pass launched now runs with."""
+        """Return the weights with which a pass would run if it were launched now."""
         return Weights(self.pushes, internals().weight_version())
 
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
         """BEFORE hook on `Req.init_next_round_input`: choose the cache namespace of a scored prompt.
 
-        SGLang looks up a cached prefix there if it passes `tree_cache`. It passes `tree_cache` whenever it
-        tries to admit a waiting or retracted request, and omits it for the next chunk of a prompt. Every rank
-        must choose the same namespace, because the caches of the ranks mirror each other.
+        SGLang passes `tree_cache` whenever it tries to admit a waiting or retracted request, and then looks
+        up a cached prefix in the namespace. For a prompt's next chunk, SGLang omits `tree_cache`. All ranks
+        must choose the same namespace, because their caches mirror each other.
         """
         if tree_cache is None or not scores_prompt(req):
             return
@@ -105,7 +106,7 @@ class PrefixCache:
 
 
 def weights_of(req: Any) -> Weights | None:
-    """Return the weights that a scored prompt's prefill began with; None before it began."""
+    """Return the weights with which a scored prompt's prefill began; None before the prefill."""
     return getattr(req, _WEIGHTS, None)
 
 

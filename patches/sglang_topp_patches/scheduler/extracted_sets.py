@@ -1,4 +1,4 @@
-"""Hold the candidate sets of some rows of a pass in flat tensors, on the device or on the host."""
+"""Hold the candidate sets of a pass's rows in flat tensors, on the device or on the host."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ExtractedSets:
     Attributes:
         token_ids: int32 [n].
         logprobs: float32 [n].
-        offsets: int64 [rows + 1], where each row's set begins, then n.
-        problems: the reason why a row has no exact set, by the row's index.
+        offsets: int64 [rows + 1], the start of each row's set, and then n.
+        problems: maps the index of each row without an exact set to the reason.
     """
 
     token_ids: torch.Tensor
@@ -35,13 +35,13 @@ class ExtractedSets:
         return len(self.offsets) - 1
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> ExtractedSets:
-        """Return the sets with every tensor copied. On a GPU, the copies may still be under way."""
+        """Apply `copy_tensor` to every tensor, and return the result. The copies may be incomplete."""
         return ExtractedSets(
             copy_tensor(self.token_ids), copy_tensor(self.logprobs), copy_tensor(self.offsets), self.problems
         )
 
     def with_problems(self, problems: Mapping[int, str]) -> ExtractedSets:
-        """Return the sets with more rows marked as having no exact set."""
+        """Return the same sets, with more rows marked as having no exact set."""
         return replace(self, problems={**self.problems, **problems})
 
     def settled(self) -> ExtractedSets:

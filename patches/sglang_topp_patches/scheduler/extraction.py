@@ -33,17 +33,18 @@ def extract(
     lowest: float | None = None,
     is_taken: torch.Tensor | None = None,
 ) -> Sets:
-    """Take the sets of the rows whose threshold is not 0. A row without an exact set fails alone.
+    """Take the sets of the rows whose threshold is not 0. If a row has no exact set, only that row fails.
 
     Args:
         process: the scheduler process, which counts staged rows.
-        logprobs: float [B, V], natural log-probs. On a GPU, they may be read again until the scheduler
-            consumes the pass. Until then, the only permitted change is to overwrite -inf with the dtype's
-            lowest value.
+        logprobs: float [B, V], natural log-probs. On a GPU, the returned object may read them again until the
+            scheduler consumes the pass. Until then, the only permitted change is to overwrite -inf with the
+            dtype's lowest value.
         thresholds: B thresholds; 0 gives an empty set.
         sampled_ids: integer [B], the sampled tokens. Each is a member of its row's set.
-        lowest: log-probs at or below this value stand for probability 0. None is the dtype's lowest value.
-        is_taken: bool [B] on the device of `logprobs`: whether a row gets a set. None means that all rows do.
+        lowest: log-probs at or below this value stand for probability 0. None means the dtype's lowest value.
+        is_taken: bool [B], on the same device as `logprobs`: whether each row gets a set. None means that
+            every row gets a set.
     """
     if staging.is_staged(logprobs):
         return staging.by_threshold(process, logprobs, thresholds, sampled_ids, lowest, is_taken)
@@ -76,24 +77,24 @@ def extract_support(
     *,
     lowest: float | None = None,
 ) -> Sets:
-    """Take the sets of tokens that the sampler could draw. A row without an exact set fails alone.
+    """Take the sets of tokens that the sampler could draw. If a row has no exact set, only that row fails.
 
     `nucleus.support_candidates` defines the sets.
 
     Args:
         process: as for `extract`.
         logprobs: float [B, V], as for `extract`.
-        rows: int64 [R], ascending: the rows of `logprobs` that the sampler's weights belong to.
+        rows: int64 [R], ascending: the rows of `logprobs` to which the sampler's weights belong.
         is_drawn: bool [R, W], whether each weight is above 0.
-        token_ids: int32 [R, W], the tokens of the weights, highest weight first. None if W is V.
-        sampled_ids: integer [B].
+        token_ids: int32 [R, W], the token of each weight, highest weight first. None if W equals V.
+        sampled_ids: integer [B], the sampled tokens.
         lowest: as for `extract`.
     """
     if staging.is_staged(logprobs):
         return staging.by_weights(process, logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)
     logprobs, sampled_ids = _with_zeros(logprobs[rows], lowest), sampled_ids[rows]
     if token_ids is not None:
-        # The weights above 0 come first, so the rest of the vocabulary need not be read again.
+        # Weights above 0 come first, so the columns after the last of them can be dropped.
         width = max(1, int(is_drawn.sum(1).amax()))
         is_drawn, token_ids = is_drawn[:, :width], token_ids[:, :width]
     problems: dict[int, str] = {}

@@ -1,12 +1,13 @@
 """Take the candidate sets of generated tokens, in the scheduler processes.
 
-The hook `sample` runs around `ModelRunner.sample`, and attaches the sets to the pass. Within that call,
-SGLang computes the log-probs that it reports. The hook `compute_logprobs` (before 0.5.16, `attach_logprobs`)
-runs around that computation, which has both the log-probs and the sampled tokens, and takes the sets.
-Meanwhile, `sampler_support` captures the tokens that the sampler could draw.
+The hook `sample` runs around `ModelRunner.sample`, and attaches the sets to the pass. Within
+`ModelRunner.sample`, SGLang computes the log-probs that it reports. The hook `compute_logprobs` (before
+0.5.16, `attach_logprobs`) runs around that computation. It takes the sets there, where both the log-probs and
+the sampled tokens are available. Meanwhile, `sampler_support` captures the tokens that the sampler could
+draw.
 
-The sets travel to the host with SGLang's results. `GeneratedSets.consume` adds them to their requests once
-the tokens are committed. By then SGLang has resolved overlap, retraction, and stops.
+The sets travel to the host with SGLang's results. `GeneratedSets.consume` adds the sets to their requests
+once the tokens are committed. By then SGLang has resolved overlap, retraction, and stops.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _take(logprobs: torch.Tensor, sampled_ids: torch.Tensor) -> None:
     if capture is None or not capture.forward_pass.rows.answers:
         return
     process, thresholds = capture.forward_pass.process, capture.forward_pass.rows.thresholds
-    thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # padding rows
+    thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # padding rows get no sets
     lowest = lowest_logprob()
     if any(thresholds):
         capture.sets = extract(process, logprobs, thresholds, sampled_ids, lowest=lowest)
@@ -113,10 +114,10 @@ class GeneratedSets:
 
     Attributes:
         rows: the rows as they were when the pass was built.
-        sets: the sets by the threshold rule, one per row; None if no row asks by threshold.
-        weight_version: the version of the weights that the pass ran with.
-        drawn: the sets of what the sampler could draw, one for each row in `rows.drawn`; None if there is no
-            such row.
+        sets: the sets by the threshold rule, one per row; None if no row has a threshold.
+        weight_version: the weight version with which the pass ran.
+        drawn: the sets of tokens that the sampler could draw, one for each row in `rows.drawn`; None if there
+            is no such row.
     """
 
     rows: RequestedRows
@@ -131,7 +132,7 @@ class GeneratedSets:
         )
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
-        """Issue the copies to the host. SGLang waits for them before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for the copies before it calls `consume`."""
         return replace(
             self,
             sets=self.sets and self.sets.map(copy_tensor),
@@ -139,11 +140,10 @@ class GeneratedSets:
         )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append one entry to `customized_info` of every request with a newly visible token.
+        """Append one entry to the `customized_info` of every request with a newly visible token.
 
-        A set that does not belong to its token (a row that moved, a token that was replaced after sampling, a
-        position that was skipped) becomes an entry with a problem. Such an entry ends the request as an
-        error.
+        If a set does not belong to its token, the entry has a problem instead, which ends the request as an
+        error. This happens if a row moved, a token was replaced after sampling, or a position was skipped.
         """
         spans, problems = self._by_row()
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
@@ -154,7 +154,7 @@ class GeneratedSets:
             add_entries(req, commit.output_index, [(candidates, problem)], self.weight_version)
 
     def _by_row(self) -> tuple[dict[int, Span], dict[int, str]]:
-        """Return the sets by row, and the reasons of the rows without a set."""
+        """Return two dictionaries, keyed by row: the sets, and the reasons why sets are missing."""
         spans: dict[int, Span] = {}
         problems: dict[int, str] = {}
         by_rule = ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn))
@@ -183,8 +183,8 @@ class GeneratedSets:
 def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
 
-    SGLang sends the values from `send_token_offset` on, but would keep the earlier values as long as the
-    request.
+    SGLang sends only the entries from `send_token_offset` on, but would keep earlier entries until the
+    request is freed.
     """
     for req in reqs:
         if req.finished_output:

@@ -1,4 +1,4 @@
-"""Send the sets of a pass from the last pipeline stage, which samples, to the first, which answers.
+"""Send a pass's candidate sets from the last pipeline stage, which samples, to the first, which answers.
 
 SGLang passes the results of a pass from stage to stage as a dictionary. It sends tensors directly, and
 pickles all other values. So the sets travel as tensors, and the description of their rows is pickled.
@@ -24,7 +24,7 @@ __all__ = ["PassPart", "PassSets", "add_to_stage_output", "take_from_stage_outpu
 
 
 class PassPart(Protocol):
-    """The sets of one pass for its prompts or its generated tokens, on the device or on the host."""
+    """One pass's sets, of its prompts or of its generated tokens, on the device or on the host."""
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:
         """Copy every tensor, in a fixed order."""
@@ -49,7 +49,7 @@ class PassSets:
     parts: tuple[PassPart, ...]
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassSets:
-        """Issue the copies to the host. SGLang waits for them before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for the copies before it calls `consume`."""
         return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
 
     def settled(self) -> PassSets:
@@ -81,7 +81,7 @@ def add_to_stage_output(
         flat.append(tensor)
         return len(flat) - 1
 
-    # Complete the sets here: only this stage can take sets again that did not fit their staging area.
+    # Complete the sets here. If a set did not fit into its staging area, only this stage can take it again.
     ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
     if not ours:
         return
@@ -105,9 +105,9 @@ def take_from_stage_output(
 
 
 def _indivisible(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Make a tensor longer by one if its length is a multiple of the number of tensor-parallel ranks.
+    """Pad a tensor by one element if its length is a multiple of the number of tensor-parallel ranks.
 
-    SGLang would have each rank send its share of such a tensor, but only the rank that answers has sets.
+    Otherwise, SGLang would have each rank send its share of the tensor, but only one rank has the sets.
     """
     if num_ranks == 1 or len(tensor) == 0 or len(tensor) % num_ranks:
         return tensor

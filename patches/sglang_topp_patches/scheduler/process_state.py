@@ -12,11 +12,11 @@ __all__ = ["SchedulerProcess", "StagingCounts"]
 
 @dataclass
 class StagingCounts:
-    """Counts of the rows whose sets this process has staged (`scheduler.staging`).
+    """Counts the rows whose sets this process has written to a staging area (`scheduler.staging`).
 
     Attributes:
         rows_staged: rows whose sets went through a staging area.
-        rows_taken_again: staged rows whose sets did not fit, and were taken again.
+        rows_taken_again: staged rows whose sets did not fit, and were taken again without staging.
     """
 
     rows_staged: int = 0

@@ -1,8 +1,8 @@
 """Take the candidate sets of prompt positions (`logprob_start_len`), in the scheduler processes.
 
-SGLang scores a prompt from logits that it computes chunk by chunk, and the hooks see each chunk. Row `k` is
-the distribution of the token after position `k`. With chunked prefill, the rows of one request come from
-several passes. If weights are pushed between two passes of a request, the request ends as an error.
+SGLang scores a prompt from logits that it computes chunk by chunk, and the hooks see each chunk. Row `k` of
+the logits is the distribution of the token after position `k`. With chunked prefill, the rows of one request
+come from several passes. If weights are pushed between two passes of a request, the request ends as an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `InputLogprobProcessor.forward`: observe the logits that it computes.
+    """AROUND hook on `InputLogprobProcessor.forward`: observe the logits that the function computes.
 
     SGLang passes all arguments by keyword.
     """
@@ -120,7 +120,7 @@ def observe_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -
 
 
 class _Observer:
-    """Extracts the sets of a pass's scored rows from the logits as SGLang computes them."""
+    """Extracts the scored rows' sets from a pass's logits, while SGLang computes these logits."""
 
     def __init__(
         self, processor: Any, metadata: Any, forward_pass: ForwardPass, indices: torch.Tensor
@@ -134,10 +134,10 @@ class _Observer:
         self._position = 0
 
     def add(self, logits: torch.Tensor) -> None:
-        """Extract the sets of the next rows of the pass.
+        """Extract the sets of the pass's next rows.
 
         Args:
-            logits: float [rows, V], the logits of the next rows, whether they are scored or not.
+            logits: float [rows, V], the logits of the next rows, scored or not.
         """
         extraction, position = self._extraction, self._position
         self._position += len(logits)
@@ -167,9 +167,9 @@ class _Observer:
 
 
 def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Observer | None:
-    """Return an observer, or None if no row asks for sets by a threshold.
+    """Return an observer, or None if no row has a threshold.
 
-    With the sampler as source, prompts have no sets.
+    If the source is the sampler, prompts have no sets.
     """
     forward_pass = forward_pass_of(metadata.top_logprobs_nums)
     if forward_pass is None or not any(forward_pass.rows.thresholds):
@@ -186,8 +186,8 @@ class PassExtraction:
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
         chunks: the sets, in order.
-        refused: the requests that get an error instead of sets, by their index in the pass. The value is True
-            if all requests together exceed the budget, and False if one request does.
+        refused: maps the index of each request that gets an error instead of sets to the cause: True if all
+            requests together exceed the budget, False if this request alone does.
     """
 
     def __init__(self, in_flight: InFlight, thresholds: Sequence[float], counts: Sequence[int]) -> None:
@@ -202,9 +202,10 @@ class PassExtraction:
     def add(self, chunk: Sets) -> None:
         """Append the sets of the next rows.
 
-        Staged sets keep their log-probs until they are settled, so at most two chunks stay unsettled. A
-        prompt of up to two chunks never waits for the device. A longer prompt waits for one chunk while the
-        device computes the next. Chunks that stay unsettled are counted when they are consumed.
+        Staged sets keep their log-probs in memory until the host has waited for the sets (settled them). So
+        at most two chunks stay unsettled. A prompt of up to two chunks never waits for the device. A longer
+        prompt waits for one chunk while the device computes the next. Chunks that stay unsettled are counted
+        against the budget when they are consumed.
         """
         self.chunks.append(chunk)
         while self._num_settled < len(self.chunks):
@@ -227,7 +228,7 @@ class PassExtraction:
                 kept = [owner for owner in range(len(self._candidates)) if owner not in self.refused]
                 self._refuse(max(kept, key=lambda owner: self._candidates[owner]), is_busy=True)
             if self._candidates.sum() > _VALUES_AT_ONCE:
-                # The budget limits the host's memory, and the device may have less.
+                # The budget limits the host's memory, but the device may have less memory.
                 chunk = chunk.map(lambda tensor: tensor.cpu())
         self._num_rows += num_rows
         return chunk
@@ -257,8 +258,9 @@ def compute_logprobs_only(
 def forget_rows(result: None, self: Any) -> None:
     """AFTER hook on `Req.reset_for_retract`: free the rows of a partly scored prompt, as SGLang does.
 
-    Once a token is visible, the prompt has all of its rows and keeps them. A prompt of embeddings is the
-    exception: SGLang generates its answer again from the start, and keeps the log-probs of the first attempt.
+    Once a token is visible, the prompt is completely scored and keeps its rows. A prompt of embeddings is the
+    exception: SGLang generates the answer again from the start, but keeps the first attempt's log-probs. So
+    the hook refuses such a request.
     """
     if not self.customized_info or is_refused(self):
         return
@@ -276,14 +278,14 @@ def forget_rows(result: None, self: Any) -> None:
 
 @dataclass(frozen=True)
 class PromptSets:
-    """The sets of the prompt rows of one pass, on the device and then on the host.
+    """One pass's prompt sets, first on the device and then on the host.
 
     Attributes:
-        request_ids: the ids of the requests of the pass.
-        thresholds: the threshold of each request; 0 if it asks for no sets.
-        counts: the number of scored rows of each request.
+        request_ids: the ids of the pass's requests.
+        thresholds: each request's threshold; 0 if the request has none.
+        counts: each request's number of scored rows.
         chunks: the sets of all scored rows, in order.
-        weights: the weights that the pass ran with.
+        weights: the weights with which the pass ran.
         refused: the refused requests, as in `PassExtraction`.
     """
 
@@ -295,7 +297,7 @@ class PromptSets:
     refused: Mapping[int, bool] = field(default_factory=dict)
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
-        """Issue the copies to the host. SGLang waits for them before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for the copies before it calls `consume`."""
         return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
     def settled(self) -> PromptSets:
@@ -313,7 +315,8 @@ class PromptSets:
         ):
             own = spans[start : start + count]
             start += count
-            # SGLang will score a request again from its start if it was retracted since the pass began.
+            # If a request was retracted since the pass began, SGLang will score its prompt again from the
+            # start.
             if not p or not own or req.rid != request_id or req.is_retracted or is_refused(req):
                 continue
             if row in self.refused:
@@ -324,7 +327,8 @@ class PromptSets:
             # already.
             if info.get(KEY):
                 continue
-            # Even if no row was scored before the push, later chunks attend to the KV of earlier ones.
+            # Refuse even if no row was scored before the push: later chunks attend to KV that the old weights
+            # computed.
             if (began := weights_of(req)) != self.weights:
                 versions = (began and began.version, self.weights.version)
                 names = "" if len({*versions}) == 1 else f", {versions[0]!r} and then {versions[1]!r}"

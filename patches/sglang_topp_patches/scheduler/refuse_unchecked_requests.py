@@ -1,7 +1,7 @@
-"""Refuse requests for sets that reach the scheduler without the checks of `http.request_fields`.
+"""Refuse requests for candidate sets if the requests bypassed the HTTP checks (`http.request_fields`).
 
 An HTTP server without the patch set (SGLang's Rust server, a gRPC server, a worker without the plugin) passes
-`custom_params` on unchecked. Such a server would answer 200 without the sets.
+`custom_params` on unchecked. Without this refusal, such a server would answer 200 without the sets.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
 
 
 def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
-    """Return why slime's sets would not match the final sampling parameters, or an empty string."""
+    """Return why the sets for slime would not match the final sampling parameters, or an empty string."""
     if not custom.get(NUCLEUS):
         return ""
     if params.top_p != custom.get(THRESHOLD):

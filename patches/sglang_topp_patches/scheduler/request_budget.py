@@ -4,7 +4,7 @@ A request opens an account with its first set. The account closes when the reque
 request is aborted while it waits, or at the latest when the request is freed.
 
 The scheduler does not end a refused request itself: all tensor-parallel ranks would have to end it in the
-same step, but only one of them knows that a limit was exceeded. So the scheduler takes no more sets for the
+same step, but only one rank knows that a limit was exceeded. So the scheduler takes no more sets for the
 request, and sends the reason with the next token. The HTTP process then ends the request.
 """
 
@@ -48,13 +48,13 @@ def admit(req: Any, in_flight: InFlight) -> None:
 
 
 def charge(req: Any, candidates: int, positions: int = 1) -> None:
-    """Count new candidates of a request. A request that exceeds a limit is refused.
+    """Count a request's new candidates, and refuse the request if it exceeds a limit.
 
     Args:
         req: SGLang's `Req`, after `admit`. The account of a finished request closes at once, because its sets
             are about to be sent.
         candidates: the number of new candidates; negative if sets are dropped.
-        positions: the number of positions that the candidates belong to.
+        positions: the number of positions to which the candidates belong.
     """
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is None:
@@ -77,7 +77,7 @@ def close_account(req: Any) -> None:
 
 
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
-    """Close the accounts of aborted requests that wait: BEFORE hook on `Scheduler.abort_request`.
+    """Close the accounts of waiting requests that are aborted: BEFORE hook on `Scheduler.abort_request`.
 
     SGLang drops these requests without output, but may refer to them until two more passes have run.
     """
@@ -93,7 +93,7 @@ def is_refused(req: Any) -> bool:
 
 
 def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
-    """Drop a request's sets, take no more of them, and have the HTTP process end it with an error.
+    """Drop a request's sets, take no more sets, and have the HTTP process end the request with an error.
 
     Args:
         req: SGLang's `Req`.
@@ -103,8 +103,8 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     refusal = Entry(None, reason, status)
     end_without_set(req)
     info = req.customized_info = req.customized_info or {}
-    # SGLang sends entries from `send_token_offset` on, so the list must reach to the next token's entry.
-    # The prompt's rows are sent with the first token, if they have not been sent yet.
+    # SGLang sends entries from `send_token_offset` on, so the list must include the next token's entry. The
+    # prompt's rows are sent with the first token, unless they were sent already.
     info[KEY] = [refusal] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
     rows = internals().prompt_rows()
     rows += [refusal] * max(1, len(info.get(PROMPT_KEY, ())))
@@ -116,7 +116,8 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
 
     Args:
         req: SGLang's `Req`.
-        is_busy: whether all requests together exceed their limit, rather than this one its own.
+        is_busy: True if all requests together exceed their limit; False if this request exceeds its own
+            limit.
     """
     status = HTTPStatus.TOO_MANY_REQUESTS if is_busy else HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     refuse(req, prompt_refusal(budget(), is_busy=is_busy), status)
@@ -126,7 +127,7 @@ def end_without_set(req: Any) -> None:
     """Take no more sets for a request, and send its next token at once, with the reason."""
     setattr(req, _REFUSED, True)
     close_account(req)
-    # SGLang would send the tokens of a request that is not streamed only after every 50 tokens.
+    # If a request is not streamed, SGLang would send its tokens only after every 50.
     req.stream = True
     req.sampling_params.stream_interval = 1
 

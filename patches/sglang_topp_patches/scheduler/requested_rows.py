@@ -31,11 +31,11 @@ class RequestedRows:
 
     Attributes:
         request_ids: the id of each row's request.
-        thresholds: each row's threshold; 0 if its request does not ask by threshold.
-        drawn: the indices of the rows whose sets hold what the sampler could draw, ascending.
+        thresholds: each row's threshold; 0 if the row's request has none.
+        drawn: the ascending indices of the rows whose sets hold the tokens that the sampler could draw.
         greedy: the indices of the rows that are sampled greedily.
-        answers: whether this process's results reach the client. The other ranks only mirror them, and use
-            this object only to sample in the same way.
+        answers: whether this process's results reach the client. On all other ranks, this object serves only
+            to sample in the same way.
     """
 
     request_ids: tuple[str, ...]
@@ -51,7 +51,7 @@ class RequestedRows:
 
 @dataclass
 class ForwardPass:
-    """One forward pass in which a row asks for sets.
+    """One forward pass in which at least one row asks for sets.
 
     Attributes:
         process: the state of this scheduler process.
@@ -65,7 +65,7 @@ class ForwardPass:
 
 
 class TopLogprobsNums(list[int]):
-    """SGLang's `top_logprobs_nums`, with the pass that it belongs to."""
+    """SGLang's list `top_logprobs_nums`, with a reference to its forward pass."""
 
     forward_pass: ForwardPass
 
@@ -75,7 +75,7 @@ def note_requested_rows(
 ) -> Any:
     """Note the rows that ask for sets: AFTER hook on `ForwardBatch.init_new`.
 
-    The batch has its requests in the order of the rows.
+    The rows of the pass are in the order of the batch's requests.
     """
     rows = requested_rows(batch)
     if rows is not None:
@@ -94,13 +94,13 @@ def requested_rows(batch: Any) -> RequestedRows | None:
     drawn = tuple(row for row, req in enumerate(batch.reqs) if from_sampler(custom_params(req).get))
     if not any(thresholds) and not drawn:
         return None
-    # SGLang has replaced temperature 0 by a top_k of 1.
+    # SGLang has replaced temperature 0 with a top_k of 1.
     greedy = frozenset(row for row, req in enumerate(batch.reqs) if req.sampling_params.top_k == 1)
     return RequestedRows(tuple(req.rid for req in batch.reqs), thresholds, drawn, greedy, answers)
 
 
 def forward_pass_of(top_logprobs_nums: list[int] | None) -> ForwardPass | None:
-    """Return the pass that a `top_logprobs_nums` belongs to, or None if no row asks for sets."""
+    """Return the forward pass of a `top_logprobs_nums` list, or None if no row asks for sets."""
     return getattr(top_logprobs_nums, "forward_pass", None)
 
 

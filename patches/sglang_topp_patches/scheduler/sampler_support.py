@@ -1,9 +1,9 @@
 """Capture the tokens that SGLang's sampler could draw, with their weights, in the scheduler.
 
-SGLang's sampler returns the weights that are left after its filters, but only for requests with its own
-`return_sampling_mask`. The hook `sample_from_probs` makes the sampler return them for requests for sets too,
-and keeps them. The weights come from the call that draws the token, so a set follows the filters, their
-order, and the tie rule of the sampling backend in use.
+SGLang's sampler can return each token's weight after its filters (top_k, top_p, and min_p), but only for
+requests with SGLang's field `return_sampling_mask`. The hook `sample_from_probs` makes the sampler return the
+weights for requests for candidate sets as well, and keeps them. The weights come from the call that draws the
+token. So a set follows the sampling backend's own filters, filter order, and tie rule.
 
 All ranks sample this way, even those that answer no client, because all must draw the same token.
 """
@@ -36,15 +36,15 @@ __all__ = [
 
 @dataclass
 class Drawing:
-    """One sampling of a batch, with the sampler's weights for the rows that ask for them.
+    """One sampling of a batch, with the sampler's weights for the rows that need them.
 
     Attributes:
-        rows: the indices of the R rows that ask for what the sampler could draw, ascending.
-        greedy: the rows that are sampled greedily. The set of such a row is its sampled token.
-        weights: float [R, W] after the sampling, one row for each of `rows`. None if SGLang draws without
-            probabilities, as it does if the whole batch is greedy.
-        token_ids: int32 [R, W], the tokens of the weights, highest weight first. None if W is the size of the
-            vocabulary.
+        rows: the ascending indices of the R rows that ask for the tokens that the sampler could draw.
+        greedy: the rows that are sampled greedily. A greedy row's set is its sampled token.
+        weights: float [R, W], the sampler's weights, one row for each index in `rows`. None before the
+            sampling, and if SGLang draws without probabilities, for example if the whole batch is greedy.
+        token_ids: int32 [R, W], the token of each weight, highest weight first. None if W is the vocabulary
+            size.
     """
 
     rows: tuple[int, ...]
@@ -60,7 +60,7 @@ class Drawing:
         *,
         lowest: float | None = None,
     ) -> Sets:
-        """Take the sets of `rows`, in their order.
+        """Take the sets of the rows in `rows`, in that order.
 
         Args:
             process: as for `extract`.
@@ -71,7 +71,8 @@ class Drawing:
         rows = _to_device(self.rows, logprobs.device)
         if self.weights is not None:
             greedy = _to_device([row in self.greedy for row in self.rows], logprobs.device)
-            # The comparison copies, which is needed because a CUDA graph writes to the weights again.
+            # The comparison makes a copy. A view would not do, because a CUDA graph later overwrites the
+            # weights.
             is_drawn = (self.weights > 0) & ~greedy[:, None]
             ids = self.token_ids
             return extract_support(process, logprobs, rows, is_drawn, ids, sampled_ids, lowest=lowest)
@@ -94,9 +95,9 @@ class Capture:
 
     Attributes:
         forward_pass: the pass whose batch is sampled.
-        drawing: the sampler's weights, if a row asks for what the sampler could draw.
+        drawing: the sampler's weights, if a row asks for the tokens that the sampler could draw.
         sets: the sets by the threshold rule.
-        drawn: the sets of what the sampler could draw.
+        drawn: the sets of tokens that the sampler could draw.
     """
 
     forward_pass: ForwardPass
@@ -105,8 +106,8 @@ class Capture:
     drawn: Sets | None = None
 
 
-# The hooks on `Sampler` and `OutputLogprobProcessor` read the capture here, because SGLang does not pass the
-# forward pass to these classes.
+# The hooks on `Sampler` and `OutputLogprobProcessor` read the capture from this variable, because SGLang does
+# not pass the forward pass to these classes.
 _capture: ContextVar[Capture | None] = ContextVar("sglang_topp_capture", default=None)
 
 
@@ -121,7 +122,7 @@ def capturing(capture: Capture) -> Iterator[None]:
 
 
 def current_capture() -> Capture | None:
-    """Return the capture of the current sampling, or None if none of its rows asks for sets."""
+    """Return the capture of the current sampling, or None if no row asks for sets."""
     return _capture.get()
 
 
@@ -133,14 +134,14 @@ def sample_from_probs(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Capture the weights of rows that ask for them: AROUND hook on `Sampler._sample_from_probs`."""
+    """Capture the weights of the rows that need them: AROUND hook on `Sampler._sample_from_probs`."""
     capture = current_capture()
     drawing = capture.drawing if capture else None
     if drawing is None:
         return original(self, probs, sampling_info, *args, **kwargs)
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
-    # If SGLang's own mask was asked for too, ask for all rows, which SGLang returns without a copy.
+    # If the batch also needs SGLang's own mask, request all rows, which SGLang returns without a copy.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:
@@ -168,9 +169,10 @@ def rank_only_top_k(
 ) -> Any:
     """Rank no more tokens than top_k keeps: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
 
-    To return its weights, SGLang sorts whole rows. If every row has a top_k, no token beyond the largest
-    top_k can be drawn, and SGLang ranks only that many tokens when it returns no weights. This hook does the
-    same. With a seed, SGLang always sorts whole rows.
+    When SGLang returns its weights, it sorts whole rows. If every row has a top_k, no token beyond the
+    largest top_k can be drawn. When SGLang returns no weights, it therefore ranks only that many tokens, and
+    this hook does the same. If there is a sampling seed, SGLang always sorts whole rows, and the hook leaves
+    that alone.
     """
     seed = kwargs.get("sampling_seed", args[3] if len(args) > 3 else None)
     is_wide = max_top_k is None or max_top_k >= probs.shape[-1]

@@ -1,13 +1,13 @@
-"""Take the sets of the tokens that speculative verification accepts, in the scheduler processes.
+"""Take the candidate sets of tokens that speculative verification accepts, in the scheduler processes.
 
-A verification draws several tokens for each request: the accepted drafts, and one more. Each is drawn from
-the target model's distribution at its node of the request's draft tree. The hook `sample` runs around
-SGLang's `eagle_sample`. It records the support that the sampling kernel drew from, and what `eagle_sample`
-returned. The hook `compute_logprobs` runs around the function that reports the log-probs of the accepted
-tokens, and takes the sets.
+A verification draws several tokens for each request: the accepted drafts, and one more. Each token is drawn
+from the target model's distribution at the token's node in the request's draft tree. The hook `sample` runs
+around SGLang's `eagle_sample`. It records the result of `eagle_sample`, and the support from which the
+sampling kernel drew. The hook `compute_logprobs` runs around the function that reports the accepted tokens'
+log-probs, and takes the sets.
 
 The number of tokens that a request accepted is known only on the device. So every request that asks for sets
-gets as many slots as its tree is deep. Slots beyond the accepted tokens point to the root of the tree, and
+gets as many slots as its draft tree is deep. Slots beyond the accepted tokens point to the tree's root, and
 get no set.
 
 Shape legend: B requests, R requests that ask for sets, A slots per request, S = R * A slots, N tree nodes of
@@ -44,7 +44,7 @@ _FIELD = "sglang_topp_verification"
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record the tokens and the support of a verification: AROUND hook on `eagle_sample`."""
+    """Record a verification's tokens and support: AROUND hook on `eagle_sample`."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -85,12 +85,12 @@ def compute_logprobs(
 def _kernels_replaced_by(draw: Callable[..., Any]) -> Iterator[None]:
     """Within the block, call `draw(kernel, ...)` wherever SGLang calls a sampling kernel.
 
-    SGLang looks up the kernel by its name for each call.
+    This works because SGLang looks up the kernel by name at each call.
     """
     with ExitStack() as stack:
         for module, name in internals().verification_kernels():
             kernel = getattr(module, name, None)
-            if kernel is not None:  # if None, SGLang neither has nor calls this kernel
+            if kernel is not None:  # None means that this SGLang has no such kernel
                 setattr(module, name, partial(draw, kernel))
                 stack.callback(setattr, module, name, kernel)
         yield
@@ -102,9 +102,10 @@ class _Verification:
     Attributes:
         rows: the requests of the batch.
         asking: the indices of the requests that ask for sets, ascending.
-        result: what `eagle_sample` returned: the token at each node, int32 [N]; the number of tokens that
-            each request accepted, int32 [B]; and their nodes, int32 [B, A], padded with -1.
-        is_drawn: bool [R' * A, V], whether the kernel could draw each token, for the R' requests of
+        result: the three tensors from `eagle_sample`: the token at each node, int32 [N]; the number of tokens
+            that each request accepted, int32 [B]; and the accepted tokens' nodes, int32 [B, A], padded with
+            -1.
+        is_drawn: bool [R' * A, V], whether the kernel could draw each token, for the R' requests in
             `rows.drawn`. None if SGLang called no kernel.
         is_inside: bool [S], whether each drawn token had a probability above 0. None if SGLang called no
             kernel.
@@ -118,7 +119,7 @@ class _Verification:
         self.is_inside: Tensor | None = None
 
     def draw(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call SGLang's kernel, and record the support that it drew from."""
+        """Call SGLang's kernel, and record the support from which the kernel drew."""
         result = kernel(*args, **kwargs)
         probs_NV = kwargs["target_probs"].flatten(0, 1)
         nodes_RA = self._nodes(kwargs["accept_index"], self.asking)
@@ -169,7 +170,7 @@ class _Verification:
         width: int,
         lowest: float | None,
     ) -> Sets:
-        """Take the sets of what the kernel could draw, one for each slot of the requests in `rows.drawn`."""
+        """Take the sets of tokens that the kernel could draw, one set per slot of `rows.drawn`."""
         device = logprobs_SV.device
         slots = [self.asking.index(row) * width + slot for row in self.rows.drawn for slot in range(width)]
         at = _to_device(slots, device)
@@ -184,7 +185,7 @@ class _Verification:
 
     @staticmethod
     def _nodes(accept_index_BA: Tensor, asking: Sequence[int]) -> Tensor:
-        """Return the accepted nodes of the requests that ask, int64 [R, A], padded with their roots."""
+        """Return the accepted nodes of the requests in `asking`, int64 [R, A], padded with tree roots."""
         nodes_RA = accept_index_BA[_to_device(asking, accept_index_BA.device)].long()
         return torch.where(nodes_RA < 0, nodes_RA[:, :1], nodes_RA)
 
@@ -201,14 +202,14 @@ class VerifiedSets:
         rows: the requests as they were when the verification ran.
         asking: the indices of the requests that ask for sets, ascending.
         width: A, the number of slots per request.
-        weight_version: the version of the weights that the verification ran with.
-        sets: the sets by the threshold rule, one for each of S slots; None if no request asks by threshold.
-        drawn: the sets of what the kernel could draw, one for each slot of the requests in `rows.drawn`; None
-            if there is no such request.
+        weight_version: the weight version with which the verification ran.
+        sets: the sets by the threshold rule, one per slot (S in all); None if no request has a threshold.
+        drawn: the sets of tokens that the kernel could draw, one per slot of each request in `rows.drawn`;
+            None if there is no such request.
         token_ids: int32 [S], the tokens that the verification returned.
         accept_lens: int32 [R], the number of slots that each request accepted.
-        is_inside: bool [S], whether each token had a probability above 0 where it was drawn. None if no
-            kernel drew, because the verification was greedy.
+        is_inside: bool [S], whether each token had a probability above 0 in the distribution from which it
+            was drawn. None if the verification was greedy and called no kernel.
     """
 
     rows: RequestedRows
@@ -228,7 +229,7 @@ class VerifiedSets:
         )
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> VerifiedSets:
-        """Issue the copies to the host. SGLang waits for them before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for the copies before it calls `consume`."""
         return replace(
             self,
             sets=self.sets and self.sets.map(copy_tensor),
@@ -239,10 +240,10 @@ class VerifiedSets:
         )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append one entry to `customized_info` for each newly visible token of a request that asks.
+        """Append one entry to `customized_info` for each newly visible token of a request for sets.
 
-        SGLang may commit fewer tokens than were accepted, if a stop or a grammar ends the request earlier.
-        The committed tokens must be the first of the drawn tokens.
+        SGLang may commit fewer tokens than were accepted, if a stop condition or a grammar ends the request
+        earlier. The committed tokens must be the first drawn tokens.
         """
         by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
         found = self._by_slot()

@@ -1,12 +1,12 @@
-"""Take the sets of a GPU pass without waiting for the device, through a staging area of fixed size.
+"""Take a GPU pass's candidate sets without waiting for the device, through a staging area of fixed size.
 
 The host reads no value from the device between the sampling of a pass and SGLang's own copy of the results.
-So the kernels write the sets into a staging area, which SGLang's copy includes. The host knows the sizes of
-the sets once the scheduler consumes the pass. If the sets of some rows did not fit, the host takes them again
-from the log-probs, which waits for the device.
+So the kernels write the sets into a staging area, which SGLang's copy includes. The host learns the sets'
+sizes only when the scheduler consumes the pass. If some rows' sets did not fit, the host takes these sets
+again from the log-probs, which waits for the device.
 
-The log-probs of the rows that ask for sets are kept until the scheduler consumes the pass. They count against
-the budget. Their values stay valid until then, for three reasons:
+Until the scheduler consumes the pass, the log-probs of rows that ask for sets are kept, and count against the
+memory budget. Their values stay valid until then, for three reasons:
 
 1. SGLang waits for the event that follows its copies, so all earlier work on the sampling stream is done.
 2. If sets are taken again, the host waits for them before it frees the tensors.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StagedSets", "by_threshold", "by_weights", "is_staged", "warm_up"]
 
-_LEAST_ROWS = 16  # so that a small batch has room for the large sets of some of its rows
+_LEAST_ROWS = 16  # gives a small batch room for a few rows with large sets
 _BYTES_PER_CANDIDATE = 8
 
 
@@ -64,13 +64,13 @@ _TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], ExtractedSets]
 
 
 class _Kept:
-    """The tensors from which sets can be taken again, until they are freed.
+    """The tensors from which a pass's sets can be taken again, until `free` drops the tensors.
 
     Attributes:
-        process: the scheduler process, which counts their memory.
+        process: the scheduler process, which counts the tensors' memory.
         sampled_ids: int64 [R], the sampled tokens.
         vocab: the vocabulary's size.
-        lowest: log-probs at or below this value stand for probability 0; None is the dtype's lowest value.
+        lowest: log-probs at or below this value stand for probability 0; None means the dtype's lowest value.
         take_again: takes the sets of some of the R rows on the device, and waits for their sizes.
     """
 
@@ -89,7 +89,7 @@ class _Kept:
         self._account.add(num_bytes // _BYTES_PER_CANDIDATE, 0)
 
     def free(self) -> None:
-        """Drop the tensors. SGLang may hold on to a consumed pass until the next one."""
+        """Drop the tensors now, because SGLang may keep a consumed pass until the next pass."""
         self.take_again = None
         self._account.close()
 
@@ -113,7 +113,8 @@ def by_threshold(
         is_taken = None if is_taken is None else is_taken[on_device]
     elif logprobs.stride(1) != 1:
         logprobs = logprobs.contiguous()
-    # SGLang may replace sampled tokens in place, if a grammar or another rank decides on the token.
+    # Copy the sampled tokens: SGLang may replace them in place, if a grammar or another rank decides on the
+    # token.
     sampled_ids, p = sampled_ids.long().clone(), asked[rows]
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
@@ -139,10 +140,10 @@ def by_weights(
     sampled_ids: torch.Tensor,
     lowest: float | None,
 ) -> StagedSets:
-    """Take sets of what the sampler could draw, without waiting for the device.
+    """Take the sets of tokens that the sampler could draw, without waiting for the device.
 
-    The arguments are those of `extraction.extract_support`, but `sampled_ids` has one token for each of
-    `rows`.
+    The arguments are the same as for `extraction.extract_support`, except that `sampled_ids` has one token
+    per entry of `rows`.
     """
     from sglang_topp.nucleus import gpu_extraction
 
@@ -204,7 +205,8 @@ class StagedSets:
         kept: the tensors from which the sets can be taken again.
         rows: the indices of the R rows, ascending. All other rows have empty sets.
         num_rows: the number of all rows.
-        problems: the reason why a row has no exact set, by the row's index, as far as it is known.
+        problems: maps the index of each row without an exact set to the reason, as far as the reasons are
+            known yet.
     """
 
     area: StagingArea
@@ -214,22 +216,23 @@ class StagedSets:
     problems: Mapping[int, str] = field(default_factory=dict)
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StagedSets:
-        """Return the sets with the staging area copied. The copies may still be under way."""
+        """Apply `copy_tensor` to the staging area, and return the result. The copies may be incomplete."""
         return replace(self, area=self.area.map(copy_tensor))
 
     def with_problems(self, problems: Mapping[int, str]) -> StagedSets:
-        """Return the sets with more rows marked as having no exact set."""
+        """Return the same sets, with more rows marked as having no exact set."""
         return replace(self, problems={**self.problems, **problems})
 
     def settled(self) -> ExtractedSets:
-        """Wait for the sets, and return them complete, on the device."""
+        """Wait for the sets, and return the complete sets on the device."""
         device = self.area.rows.device
         return self.map(lambda tensor: tensor.cpu()).on_host().map(lambda tensor: tensor.to(device))
 
     def on_host(self) -> ExtractedSets:
-        """Return the sets from the staging area, which must be on the host by now. Call this once.
+        """Return the sets from the staging area, which must be on the host by now. Call this method once.
 
-        This waits for the device only if rows did not fit. It then frees the kept tensors.
+        The method waits for the device only if some rows' sets did not fit. Finally, it frees the kept
+        tensors.
         """
         read = self.area.read()
         found = read.problems(self.kept.sampled_ids, self.kept.vocab)
@@ -243,7 +246,7 @@ class StagedSets:
             again = self.kept.take_again(left_out).map(lambda tensor: tensor.cpu())
             ids, logprobs, offsets = _inserted((ids, logprobs, offsets), left_out, again)
         self.kept.free()
-        # In rows that were taken again, SGLang may have overwritten the -inf of the sampled token.
+        # In rows that were taken again, SGLang may have overwritten the sampled token's -inf.
         lowest = np.finfo(np.float32).min if self.kept.lowest is None else self.kept.lowest
         logprobs = np.where(logprobs <= lowest, np.float32(-np.inf), logprobs)
         sizes = np.zeros(self.num_rows, np.int64)

@@ -1,4 +1,4 @@
-"""Append an entry with a candidate set to the request of each token that becomes visible."""
+"""Append each newly visible token's candidate set to the token's request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_entries(
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
-    # If the prompt came as embeddings, SGLang generates a retracted request again from the start.
+    # If a retracted request's prompt came as embeddings, SGLang generates the answer again from the start.
     del entries[output_index:]
     skipped = output_index - len(entries)
     entries += [Entry(None, "a token became visible without passing through the sampler")] * skipped
@@ -43,6 +43,6 @@ def lowest_logprob() -> float | None:
     """Return the log-prob at or below which a probability is 0, or None for the dtype's lowest value.
 
     With `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, a logit of -1e30 stands for -inf. Where
-    SGLang reports `log_softmax` (greedy rows), a forbidden token has a finite log-prob near that.
+    SGLang reports `log_softmax` (greedy rows), a forbidden token has a finite log-prob near -1e30.
     """
     return -1e20 if internals().sanitizes_logits() else None

@@ -1,5 +1,5 @@
 """Adapters to SGLang's internals, one module per range of releases.
 
-`compat.releases` maps each release to its adapter class. A class is named for the oldest release that it
-serves, and derives from the class of the next newer range.
+`compat.releases` maps each release to its adapter class. Each adapter class is named after the oldest release
+that it serves, and derives from the adapter of the next newer range.
 """

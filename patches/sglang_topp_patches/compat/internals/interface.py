@@ -1,4 +1,4 @@
-"""Define the interface to SGLang's internals that every range of releases implements."""
+"""Define `Internals`, the interface between the hooks and the internals of any supported SGLang release."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ __all__ = ["Internals"]
 
 
 class Internals(Protocol):
-    """The interface through which hooks use SGLang's internals, the same for every release."""
+    """SGLang's internals as the hooks see them. Each range of releases has an adapter with this interface."""
 
     # -- in the scheduler
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Replace the pass's `top_logprobs_nums` by an equal list that carries our state.
+        """Replace the forward pass's `top_logprobs_nums` with an equal list that also carries our state.
 
         Args:
             top_logprobs_nums: the new list, equal to the pass's list.
-            batch: the batch that SGLang made the `ForwardBatch` from.
+            batch: the batch from which SGLang made the `ForwardBatch`.
             forward_batch: the pass's `ForwardBatch`.
         """
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Remove the sets of an earlier pass from the pass's output object, which SGLang may reuse."""
+        """Clear earlier sets from a forward pass's output object, because SGLang may reuse that object."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
-        """Send an output to the host with a pass.
+        """Attach candidate sets to a forward pass, so that they are copied to the host with its results.
 
         Args:
             logits_output: SGLang's `LogitsProcessorOutput` of the pass.
-            output: the sets of the pass. Its `copy_to_host` is called, and then its `consume`, with the
-                tokens that became visible.
+            output: an object that holds the pass's sets. Its method `copy_to_host` is called first. Later,
+                its method `consume` is called with the tokens that became visible.
         """
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine two outputs of one pass into one. None stands for no output."""
+        """Combine two outputs of one forward pass into one. Either may be None, which means no output."""
 
     def answers_requests(self) -> bool:
-        """Return whether this rank's results reach the client. The other ranks only mirror them."""
+        """Return whether this rank's results reach the client. All other ranks only mirror its work."""
 
     def weight_version(self) -> str:
-        """Return the weight version of a pass that starts now; empty if the scheduler does not know it."""
+        """Return the current weight version; empty if the scheduler does not know the version."""
 
     def sampling(self) -> tuple[str, bool]:
         """Return the sampling backend, and whether `--rl-on-policy-target` is set.
@@ -53,28 +53,28 @@ class Internals(Protocol):
         """
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return where `eagle_sample` looks up its sampling kernels: pairs of a module and an attribute.
+        """Return the (module, attribute name) pairs under which `eagle_sample` looks up its sampling kernels.
 
-        On a device without such a kernel, the module may lack the attribute. A module that was not imported
-        is None.
+        A module that was not imported is None. On a device without the kernel, the module may lack the
+        attribute.
         """
 
     def sanitizes_logits(self) -> bool:
-        """Return whether SGLang sanitizes logits, so that a row without a possible token fails alone.
+        """Return whether SGLang sanitizes logits. If so, a row in which no token is possible fails alone.
 
-        SGLang's default is False.
+        By default, SGLang does not sanitize logits.
         """
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return the indices of the rows of a pass that score a prompt token, ascending.
+        """Return, in ascending order, the indices of a pass's rows that score a prompt token.
 
         Args:
             metadata: SGLang's `LogitsMetadata`.
-            indices: the same rows on the device, int64.
+            indices: the same indices on the device, int64.
         """
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Compute a prompt's log-probs as SGLang reports them, by the same operations in the same order.
+        """Compute a prompt's log-probs with the same operations as SGLang, in the same order.
 
         Args:
             processor: SGLang's object that scores prompts.
@@ -82,12 +82,15 @@ class Internals(Protocol):
         """
 
     def prompt_rows(self) -> list[Any]:
-        """Return an empty list for `customized_info`. SGLang sends its entries together, once per request."""
+        """Return an empty list for `customized_info`. SGLang sends all entries of the list at once.
+
+        Other lists are sent piece by piece, with the tokens.
+        """
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Prepare the `customized_info` of requests that are sent together.
+        """Prepare the `customized_info` of requests that SGLang sends in one message.
 
-        Each request then arrives with its own values.
+        This ensures that each request arrives with its own values.
         """
 
     # -- in the HTTP process
@@ -96,7 +99,7 @@ class Internals(Protocol):
         """Return the message's `customized_info`: one list per key, with an entry per request."""
 
     def streams_increments(self, manager: Any) -> bool:
-        """Return whether a streamed chunk has only new tokens. `manager` is SGLang's `TokenizerManager`."""
+        """Return whether a streamed chunk holds only new tokens. `manager` is SGLang's `TokenizerManager`."""
 
     def skips_tokenizer(self, manager: Any) -> bool:
-        """Return whether the server has no tokenizer. `manager` is SGLang's `TokenizerManager`."""
+        """Return whether the server runs without a tokenizer. `manager` is SGLang's `TokenizerManager`."""

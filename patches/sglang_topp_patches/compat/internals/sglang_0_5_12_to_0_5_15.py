@@ -1,4 +1,4 @@
-"""Adapt to SGLang 0.5.12 to 0.5.15.post1, where the sampler attaches log-probs."""
+"""Adapters to the internals of SGLang 0.5.12 to 0.5.15.post1, whose sampler attaches the log-probs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Sglang0512", "Sglang0513", "Sglang0514", "Sglang0515"]
 
 
 class Sglang0515(Sglang0516):
-    """`Internals` of 0.5.15 and 0.5.15.post1."""
+    """Adapter to SGLang 0.5.15 and 0.5.15.post1."""
 
     def streams_increments(self, manager: Any) -> bool:
         """Read `incremental_streaming_output` from the server arguments."""
@@ -24,13 +24,13 @@ class Sglang0515(Sglang0516):
 
 
 class Sglang0514(Sglang0515):
-    """`Internals` of 0.5.14, which sends `customized_info` only for the requests that have some."""
+    """Adapter to SGLang 0.5.14, which sends `customized_info` only for requests that have any."""
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Give every request every key of the batch.
+        """Give each request all of our `customized_info` keys that any request of the batch has.
 
-        For each key, SGLang lists only the requests that have it, but reads the list by position in the
-        batch.
+        For each key, SGLang sends values only for the requests that have the key. But it looks up each value
+        by the request's position in the batch.
         """
         keys = {key for req in reqs for key in (req.customized_info or ()) if key in (KEY, PROMPT_KEY)}
         for req in reqs if keys else ():
@@ -39,28 +39,28 @@ class Sglang0514(Sglang0515):
                 info.setdefault(key, [])
 
     def _arrived(self, recv_obj: Any) -> dict[str, Any]:
-        # In these releases, the message holds the value itself, not its pickle.
+        # In these releases, the message holds `customized_info` itself, not a pickle of it.
         return getattr(recv_obj, "customized_info", None) or {}
 
 
 class Sglang0513(Sglang0514):
-    """`Internals` of 0.5.13 and 0.5.13.post1, which have no runtime context."""
+    """Adapter to SGLang 0.5.13 and 0.5.13.post1, which have no runtime context."""
 
     def answers_requests(self) -> bool:
-        """Return whether both attention ranks (tensor and context parallel) are 0, from `dp_attention`."""
+        """Return whether the attention ranks (tensor and context parallel) in `dp_attention` are both 0."""
         from sglang.srt.layers.dp_attention import get_attention_cp_rank, get_attention_tp_rank
 
         return bool(get_attention_tp_rank() == 0 and get_attention_cp_rank() == 0)
 
     def sanitizes_logits(self) -> bool:
-        """Return False: these releases have no such setting."""
+        """Return False: these releases have no setting that sanitizes logits."""
         return False
 
 
 class Sglang0512(Sglang0513):
-    """`Internals` of 0.5.12 and 0.5.12.post1, where a pass that only scores prompts has no `ForwardBatch`."""
+    """Adapter to SGLang 0.5.12 and 0.5.12.post1, where a pass that only scores has no `ForwardBatch`."""
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Set the list on the `ModelWorkerBatch` too, which SGLang creates for each pass."""
+        """Set the list on the `ForwardBatch` and on the pass's `ModelWorkerBatch`."""
         super().carry(top_logprobs_nums, batch, forward_batch)
         batch.top_logprobs_nums = top_logprobs_nums

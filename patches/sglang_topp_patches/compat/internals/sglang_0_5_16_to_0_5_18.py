@@ -1,6 +1,7 @@
-"""Adapt to SGLang 0.5.16 to 0.5.18, where processors compute log-probs.
+"""Adapters to the internals of SGLang 0.5.16 to 0.5.18, which computes log-probs in processor classes.
 
-These releases do not copy a plugin's output to the host. `scheduler.auxiliary_output_before_0_5_19` does.
+These releases do not copy a plugin's output to the host. Our hooks in
+`scheduler.auxiliary_output_before_0_5_19` copy it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FIELD = "sglang_topp_device_output"
 
 
 def take(logits_output: Any) -> Any:
-    """Remove our output from a pass's `LogitsProcessorOutput` and return it; None if there is none."""
+    """Remove our sets from a pass's `LogitsProcessorOutput` and return them, or None if there are no sets."""
     output = getattr(logits_output, _FIELD, None)
     if output is not None:
         setattr(logits_output, _FIELD, None)
@@ -25,23 +26,23 @@ def take(logits_output: Any) -> Any:
 
 
 class Sglang0518(Sglang0519):
-    """`Internals` of 0.5.18."""
+    """Adapter to SGLang 0.5.18."""
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Remove the output of an earlier pass, because SGLang reuses the object."""
+        """Remove the sets of an earlier pass, because SGLang reuses `logits_output`."""
         take(logits_output)
 
     def attach(self, logits_output: Any, output: Any) -> None:
-        """Store the output in an attribute of our own, because SGLang has no field for it."""
+        """Store the sets in an attribute of our own, because SGLang has no field for them."""
         setattr(logits_output, _FIELD, self.append(take(logits_output), output))
 
     def weight_version(self) -> str:
-        """Return an empty string: in these releases, the scheduler does not know the version."""
+        """Return an empty string: in these releases, the scheduler does not know the weight version."""
         return ""
 
 
 class Sglang0516(Sglang0518):
-    """`Internals` of 0.5.16 and 0.5.17, which score all prompts with `log_softmax`."""
+    """Adapter to SGLang 0.5.16 and 0.5.17, which score all prompts with `log_softmax`."""
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
         """Use `log_softmax`, as these releases do for every prompt."""

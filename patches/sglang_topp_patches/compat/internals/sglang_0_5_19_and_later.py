@@ -1,4 +1,5 @@
-"""Adapt to SGLang 0.5.19 and later, which copies and commits the auxiliary outputs of a pass."""
+"""Adapters to the internals of SGLang 0.5.19 and later, which itself copies a plugin's outputs to the
+host."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _PACKAGE = "sgl_kernel"
 
 
 def _imported(name: str) -> Any:
-    """Import a module as `eagle_sample` does when it draws. Return None if there is no such module."""
+    """Import and return a module, or return None if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -27,14 +28,14 @@ def _imported(name: str) -> Any:
 
 
 class Sglang0523:
-    """`Internals` since 0.5.23."""
+    """Adapter to SGLang 0.5.23 and later."""
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Set the list on the `ForwardBatch`, which SGLang passes to every function of a pass."""
+        """Set the list on the `ForwardBatch`, which SGLang gives to every function that a pass calls."""
         forward_batch.top_logprobs_nums = top_logprobs_nums
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Do nothing: since 0.5.19, SGLang itself clears the auxiliary output when it samples."""
+        """Do nothing: since 0.5.19, SGLang itself clears earlier auxiliary outputs when it samples."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
         """Add the output to SGLang's auxiliary outputs."""
@@ -47,17 +48,17 @@ class Sglang0523:
         return append_auxiliary_output(current, output)
 
     def answers_requests(self) -> bool:
-        """Return whether the attention ranks (tensor and context parallel) in the runtime context are 0."""
+        """Return whether the runtime context's attention ranks (tensor and context parallel) are both 0."""
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
         return bool(parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0)
 
     def weight_version(self) -> str:
-        """Read the version from the serving context.
+        """Read the weight version from SGLang's serving context.
 
-        SGLang changes the weights and their version between two passes, in the thread that launches passes.
-        So each pass has one version.
+        SGLang changes the weights and their version only between passes, in the thread that launches the
+        passes. So each pass runs with one version.
         """
         from sglang.srt.runtime_context import get_serving
 
@@ -65,14 +66,14 @@ class Sglang0523:
         return version
 
     def sampling(self) -> tuple[str, bool]:
-        """Read the backend and the on-policy setting from the execution context."""
+        """Read the sampling backend and the on-policy setting from SGLang's execution context."""
         from sglang.srt.runtime_context import get_exec
 
         settings = get_exec()
         return settings.kernel.sampling_backend, bool(settings.deterministic.rl_on_policy_target)
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return the module of `eagle_sample`, which imports the kernels at its top."""
+        """Return two names in `eagle_sample`'s module, which imports both kernels at its top level."""
         module = sys.modules.get("sglang.srt.speculative.eagle_utils")
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
 
@@ -83,15 +84,15 @@ class Sglang0523:
         return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Read the rows on the host, where SGLang keeps them since 0.5.21.
+        """Read the row indices on the host, where SGLang keeps a copy since 0.5.21.
 
-        Before 0.5.21, this waits for the device.
+        Before 0.5.21, the indices exist only on the device, so the host waits for the device.
         """
         on_host: Sequence[int] | None = getattr(metadata, "input_logprob_indices_cpu", None)
         return indices.tolist() if on_host is None else on_host
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Use SGLang's row normalizer if SGLang takes its faster path, else `log_softmax`."""
+        """Use SGLang's row normalizer if SGLang itself uses it, and `log_softmax` otherwise."""
         if not processor.enable_fast_input_logprobs:
             return torch.nn.functional.log_softmax(logits, dim=-1)
         from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
@@ -101,20 +102,21 @@ class Sglang0523:
         return logprobs
 
     def prompt_rows(self) -> list[Any]:
-        """Return a list that empties itself once SGLang takes a slice of it.
+        """Return a list that becomes empty when SGLang first takes a slice of the list.
 
-        Since 0.5.22, SGLang can send entries once per request (`is_request_level_customized_info_key`). But
-        if the answer is not streamed, SGLang sends them only when the request finishes. A request that is
-        aborted while it waits because of a pause never finishes. Its answer still shows tokens, because
-        SGLang sends new tokens after every 50, even if the answer is not streamed.
+        Since 0.5.22, SGLang itself can send entries once per request
+        (`is_request_level_customized_info_key`). For an answer that is not streamed, SGLang sends such
+        entries only when the request finishes. But a request never finishes if it is aborted while a pause
+        keeps it waiting. The answer to that request still shows tokens: even without streaming, the scheduler
+        sends new tokens after every 50.
         """
         return SentOnce()
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Do nothing: since 0.5.15, SGLang itself keeps the values of each request apart."""
+        """Do nothing: since 0.5.15, SGLang itself keeps each request's values apart."""
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Return the values, with each request's prompt rows unpacked from the one entry that holds them."""
+        """Return the message's `customized_info`, with each request's prompt rows unpacked from one entry."""
         info = self._arrived(recv_obj)
         if PROMPT_KEY in info:
             info[PROMPT_KEY] = [
@@ -124,7 +126,7 @@ class Sglang0523:
         return info
 
     def _arrived(self, recv_obj: Any) -> dict[str, Any]:
-        """Unpickle the value, which SGLang sends as a pickle beside the message."""
+        """Unpickle `customized_info`, which SGLang sends as a pickle within the message."""
         from sglang.srt.managers.io_struct import unwrap_from_pickle
 
         return unwrap_from_pickle(getattr(recv_obj, "customized_info", None)) or {}
@@ -139,10 +141,11 @@ class Sglang0523:
 
 
 class SentOnce(list[Any]):
-    """A list of `customized_info` whose entries SGLang sends together, once.
+    """A list in `customized_info` whose entries SGLang sends together, and only once.
 
-    SGLang sends a slice of each list, for the new tokens. The first slice of this list returns all entries as
-    one entry, and empties the list.
+    In each message, SGLang sends a slice of every list in `customized_info`, by the positions of the new
+    tokens. The first slice of this list, whatever its bounds, returns all entries as one entry and empties
+    the list.
     """
 
     def __getitem__(self, part: Any) -> Any:
@@ -150,16 +153,16 @@ class SentOnce(list[Any]):
             return super().__getitem__(part)
         whole = list(self)
         self.clear()
-        # The one entry holds all rows, for `take_customized_info` to unpack. For a request without rows,
+        # This single entry holds all rows, and `take_customized_info` unpacks it. If a request has no rows,
         # SGLang fills in None for each of its tokens.
         return [whole] if whole else []
 
 
 class Sglang0521(Sglang0523):
-    """`Internals` of 0.5.21 and 0.5.22, where `eagle_sample` imports the kernel when it is called."""
+    """Adapter to SGLang 0.5.21 and 0.5.22, where each call of `eagle_sample` imports the sampling kernel."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import the module with the CUDA kernel. On other devices, import the package of older releases."""
+        """Import the module with the CUDA kernel. On other devices, import `sgl_kernel` instead."""
         from sglang.srt.utils.common import is_cuda
 
         name = "sglang.kernels.ops.speculative.sampling" if is_cuda() else _PACKAGE
@@ -167,15 +170,15 @@ class Sglang0521(Sglang0523):
 
 
 class Sglang0520(Sglang0521):
-    """`Internals` of 0.5.20 and older releases, where the kernel comes from the package `sgl_kernel`."""
+    """Adapter to SGLang 0.5.20 and older, where the sampling kernel comes from the package `sgl_kernel`."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import `sgl_kernel`, in which these releases have the kernel on every device."""
+        """Import `sgl_kernel`, which provides the sampling kernel on every device in these releases."""
         return ((_imported(_PACKAGE), _KERNEL),)
 
 
 class Sglang0519(Sglang0520):
-    """`Internals` of 0.5.19, where a pass has one auxiliary output at most."""
+    """Adapter to SGLang 0.5.19, where a forward pass has at most one auxiliary output."""
 
     def append(self, current: Any, output: Any) -> Any:
         """Combine the outputs as SGLang itself does since 0.5.20."""
@@ -186,7 +189,7 @@ class Sglang0519(Sglang0520):
 
 @dataclass(frozen=True)
 class Outputs:
-    """Several outputs of a pass, on the device or on the host.
+    """Several auxiliary outputs of one forward pass, on the device or on the host.
 
     Attributes:
         outputs: the outputs, in the order in which they are consumed.
@@ -195,10 +198,10 @@ class Outputs:
     outputs: tuple[Any, ...]
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-        """Issue the copies of each output."""
+        """Start copying every output to the host."""
         return Outputs(tuple(output.copy_to_host(copy_tensor) for output in self.outputs))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Consume each output."""
+        """Call `consume` on every output."""
         for output in self.outputs:
             output.consume(batch, commits)
