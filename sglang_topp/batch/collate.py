@@ -245,7 +245,8 @@ def collate_sft(
 def _padding(lengths: NDArray[np.int64], width: int, pad_token_id: int) -> NDArray[np.int64]:
     """Return int64 [B, width] with padding before the last `lengths[i]` columns of row i.
 
-    The caller must write these last columns."""
+    The caller must write these last columns.
+    """
     pad_token_id = as_integer("pad_token_id", pad_token_id)
     if pad_token_id == 0:
         return np.zeros((len(lengths), width), np.int64)  # this memory is already zero

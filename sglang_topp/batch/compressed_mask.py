@@ -47,7 +47,7 @@ class CompressedMask:
 
     @classmethod
     def of(cls, mask: NDArray[Any]) -> CompressedMask:
-        """Compress `mask` [B, W], of any dtype. Its non-zero elements are the kept ones."""
+        """Compress `mask` [B, W], of any dtype. Non-zero elements are kept."""
         num_rows, width = mask.shape
         pairs, counts = [], np.zeros(num_rows, np.int64)
         for low, high in blocks(num_rows, width):

@@ -15,7 +15,7 @@ _FLOATS: dict[torch.dtype, tuple[type[np.floating[Any]], tuple[type[np.floating[
     torch.float32: (np.float32, (np.float16,)),
     torch.float64: (np.float64, (np.float16, np.float32)),
 }
-_SAMPLE = 4096  # values tested first, because most float arrays cannot be narrowed
+_SAMPLE = 4096  # test this many values first, because most float arrays cannot be narrowed
 
 
 def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:

@@ -136,7 +136,7 @@ def unpack_loss_masks(
     packed = torch.from_numpy(np.concatenate(parts)).to(device)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     flat = ((packed[:, None] >> shifts) & 1).to(dtype).view(-1)
-    # Every sample starts at a byte boundary, so it is a slice of the unpacked bits.
+    # Every sample starts at a byte boundary, so each sample's mask is a slice of the unpacked bits.
     ends = np.cumsum([8 * len(part) for part in parts]).tolist()
     return [
         flat[end - 8 * len(part) :][: len(mask)] for end, part, mask in zip(ends, parts, masks, strict=True)

@@ -233,8 +233,8 @@ def nest_batch(
     """Compress the padded fields of a batch. `unnest_batch` restores the batch bit for bit.
 
     Args:
-        batch: a dict or a `tensordict.TensorDict`, from names to values. Entries with rows are tensors [B,
-            ...] on any device (also jagged ones), BatchCandidateSets, and lists, tuples, and arrays of B
+        batch: a dict or a `tensordict.TensorDict` that maps names to values. Entries with rows are tensors
+            [B, ...] on any device (also jagged ones), BatchCandidateSets, and lists, tuples, and arrays of B
             entries. Any other entry is a single value that all rows share. In a TensorDict, non-tensor
             entries other than BatchCandidateSets have rows only if they are stacked.
         fields: the padded CPU tensors `[B, W, *rest]` to compress. Each value is a `NestedFieldSpec`, or

@@ -415,7 +415,10 @@ class CandidateSets:
 
 
 def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
-    """Return whether a nucleus at `p` cannot have this mass, if the whole row's is within `error` of 1."""
+    """Return whether `mass` is impossible for a nucleus at `p`.
+
+    The mass of the row's whole vocabulary is known to be within `error` of 1.
+    """
     return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
 
 

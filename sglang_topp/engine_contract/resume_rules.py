@@ -61,7 +61,10 @@ NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {
     "watermark": (None, "it follows the answer from its first token"),
     "beam_width": (1, "a beam's other branches are gone at the cut"),
 }
-"""The fields that would lose their state. Each maps to `(harmless value, why other values are refused)`."""
+"""The fields that would lose their state in a resuming request.
+
+Each maps to `(harmless value, why other values are refused)`.
+"""
 
 INTERNAL_PARAMS = frozenset(
     {

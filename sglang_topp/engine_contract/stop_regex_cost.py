@@ -61,8 +61,8 @@ def search_steps(pattern: str, num_chars: int) -> float:
         return math.inf
     if is_verbose:
         return math.inf
-    # `ways` and `steps` are the ways to match, and the steps, of the pattern read so far at one start
-    # position.
+    # `ways` counts the ways to match the pattern read so far at one start position, and `steps` counts the
+    # steps of trying them.
     ways, steps = 1.0, 1.0
     alternatives, after_group = [1], False
     for token in _TOKEN.finditer(pattern):

@@ -56,7 +56,7 @@ class StagingArea:
         return StagingArea(copy_tensor(self.entries), copy_tensor(self.rows))
 
     def read(self) -> StagedRows:
-        """Return the area as NumPy arrays. Both must be on the host, with all copies finished."""
+        """Return the area as NumPy arrays. Both tensors must be on the host, with all copies finished."""
         return StagedRows(self.entries.numpy(), self.rows.numpy())
 
 

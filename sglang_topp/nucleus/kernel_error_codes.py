@@ -23,7 +23,7 @@ ZERO_PROBABILITY = 4
 def row_error(row: int, code: int, detail: int, sampled_B: Tensor | None, vocab: int) -> InvalidInputError:
     """Return the exception for a row's error code and detail.
 
-    Only for an invalid sampled id, the function reads `sampled_B`, which waits for the device.
+    The function reads `sampled_B` only for an invalid sampled id, because this read waits for the device.
     """
     if code == NOT_LOGPROBS:
         return not_logprobs(row, float(np.int32(detail).view(np.float32)))

@@ -50,7 +50,7 @@ class Cuts(NamedTuple):
         sizes: int32 [B], the number of candidates, including the sampled token.
         error_codes: int32 [B], 0 or an error code (`kernel_error_codes`).
         highest: float32 [B], the row's highest log-prob, or NaN if the row holds NaN.
-        keys: int32 [B]. A token is in the nucleus if its sort key is below the row's `keys`.
+        keys: int32 [B], the cutoffs. A token is in the nucleus if its sort key is below its row's cutoff.
         blocks: int32 [B, N]. The first `active` entries of a row are its active blocks, ascending.
         active: int32 [B], the number of active blocks.
         block: S, the number of tokens in a block.

@@ -106,7 +106,7 @@ def distillation_loss(
         direction, outside: as defined above.
         loss_mask: [T]. Positions with 0 do not count.
         bias, softcap, logit_scale, tp_group, vocab_start, vocab_size: as in `candidate_logprobs`. The tail
-            covers all ids outside the set that the ranks hold, without padding.
+            covers all ids outside the set, on all ranks, without padding.
         temperature: the student's temperature, above 0, one number or [T]. It has no gradient.
         chunk_rows: as in `head_logprobs`. Used for "tail" only.
         weight_grad, backend: as in `candidate_logprobs`. Used for "renormalized" only. With a tail, every id

@@ -1,6 +1,6 @@
 """Gathered products in plain torch: dot products and weighted sums over selected rows of a matrix.
 
-Replay uses them to compute the candidates' logits from an LM head, and the gradients.
+From an LM head, these functions compute the candidates' logits and their gradients.
 
 The functions run on any device, with bounded memory for any number of entries. Sums are in float32 (float64
 for float64 inputs) and in a fixed order, so results repeat to the last bit. `gathered_products_triton` has
@@ -126,7 +126,7 @@ def gathered_add(
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):
         return
-    step = -(-len(present) // -(-len(present) // step))  # keep the number of parts, at equal sizes
+    step = -(-len(present) // -(-len(present) // step))  # the same number of parts, of equal size
     bounds = F.pad(counts.cumsum(0), (1, 0))
     stops = [*bounds[:-1:step].tolist(), len(segments)]
     for number, start in enumerate(range(0, len(present), step)):

@@ -1,6 +1,6 @@
 """Triton kernels for dot products and weighted sums of selected rows, without an `[m, H]` copy of these rows.
 
-The functions are those of `gathered_products`.
+`gathered_products` has the same functions in plain torch.
 
 `gathered_dot` reads each gathered row once. `gathered_sum` and `gathered_add` sum the rows of a segment in
 registers and write each sum once, in the output's dtype. A frequent token or a large candidate set makes a
@@ -94,7 +94,7 @@ def _sum_segments(
     if not num_segments or not width:
         return
     # Only the device knows each segment's number of entries. The total number of entries bounds the number of
-    # pieces, so the host need not wait. Surplus programs find no piece and return.
+    # pieces, so the host need not wait. Surplus Triton programs find no piece and return.
     num_entries = len(segments)
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE

@@ -33,7 +33,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """How one context-parallel rank's hidden states arrange a micro-batch of sequences.
+    """How a micro-batch of sequences is arranged in one context-parallel rank's hidden states.
 
     ::
 

@@ -144,7 +144,7 @@ def _places(ctx: Any, part: slice, entries: slice) -> Tensor:
 
 
 def _log_sums(logits_CV: Tensor, *, out: Tensor) -> None:
-    """Compute `out[c] = log(sum over i of exp(logits[c, i]))`, or minus infinity if the row's are."""
+    """Compute `out[c] = log(sum over i of exp(logits[c, i]))`. A row of only -inf gives -inf."""
     if logits_CV.shape[1] == 0:
         out.fill_(-torch.inf)
         return
