@@ -98,8 +98,8 @@ def collate_rl(
         prompts: B rows of token ids, none empty. Here and below, a row is a list, a 1-D array, or a 1-D
             tensor on any device, with or without grad.
         responses: B rows of token ids.
-        rewards: B rows of R_i numbers, one per token. They are rounded to float32, and numbers beyond its
-            range become infinite.
+        rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32, and become
+            infinite if they are too large.
         loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
         logprobs: B rows of R_i numbers, rounded like `rewards`, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.

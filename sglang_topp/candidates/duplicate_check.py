@@ -20,7 +20,7 @@ def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
     are compared at the latest in the round in which one of them wins the slot.
 
     Args:
-        values: int32 [n].
+        values: int32 [n], the value of every entry.
         rows: int32 [n], the row of every entry.
     """
     bits = len(values).bit_length() + 1

@@ -190,8 +190,8 @@ class CandidateSets:
     def logprob_sum(self) -> Float32Array:
         """float32 [T]: the natural log of the kept mass, `log Σ_{i in C_t} q[i]`, accumulated in float64.
 
-        For an empty span, the value is 0, because nothing is masked there. For a set with one candidate, it
-        is exactly that candidate's log-prob.
+        For an empty span, the value is 0, because nothing is masked there. For a set with one candidate, the
+        value is exactly that candidate's log-prob.
         """
         return _read_only(self._log_mass.astype(np.float32))
 
@@ -269,7 +269,7 @@ class CandidateSets:
 
         Raises:
             InvalidInputError: some parts have log-probs and others have none. Call `without_logprobs` on the
-                parts that have them. Parts without candidates are ignored in this check.
+                parts that have log-probs. Parts without candidates are ignored in this check.
         """
         if not parts:
             return cls.empty(0)
@@ -371,9 +371,9 @@ class CandidateSets:
         """Copy the arrays to tensors: `token_ids`, `logprobs`, `offsets`, and `sampled_ids`. Needs torch.
 
         A copy to a GPU is one asynchronous transfer from pinned memory. The tensors can be used at once
-        on the current stream. They have the same dtypes as the arrays. `logprobs` is None if the log-probs
-        are unknown. To score over the same sets several times, pass the result to `sglang_topp.replay`
-        instead of the sets.
+        on the current stream. The tensors have the same dtypes as the arrays. `logprobs` is None if the
+        log-probs are unknown. To score over the same sets several times, pass the result to
+        `sglang_topp.replay` instead of the sets.
 
         Args:
             device: the tensors' device. If None, torch's default device.

@@ -51,8 +51,8 @@ some rows reach the bound, and 2e-3 for V = 262,144.
 BFLOAT16_MASS_ERROR = 1 / 30
 """How far the sum of a row's probabilities may be from 1, if its log-probs were rounded to bfloat16.
 
-Rounding moves log-probs between -16 and -8 by up to 1/32. It moves lower log-probs by more, but they hold at
-most 2 % of a row's mass.
+Rounding moves log-probs between -16 and -8 by up to 1/32. Rounding moves lower log-probs by more, but
+these hold at most 2 % of a row's mass.
 """
 
 LOWEST = np.finfo(np.float32).min
@@ -193,7 +193,7 @@ def _check_possible(
     is_sampled: NDArray[np.bool_],
     first: int,
 ) -> None:
-    """Check that only sampled tokens have probability 0, and that no set consists of such a token alone."""
+    """Check that only sampled tokens have probability 0, and that every non-empty set has a mass above 0."""
     if not len(logprobs) or logprobs.min() > LOWEST:
         return
     if (stray := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:

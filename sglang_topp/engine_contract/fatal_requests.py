@@ -1,12 +1,12 @@
 """Refuse requests that SGLang accepts but that crash or block it.
 
 SGLang 0.5.23 accepts an id beyond the vocabulary, a number that overflows its tensor, and a bias that leaves
-no finite logit. Each of them crashes the scheduler, which ends the service for every caller. SGLang also
+no finite logit. Each of these crashes the scheduler, which ends the service for every caller. SGLang also
 tokenizes a long text on its event loop, where all other requests wait. Values that SGLang refuses by itself
 are not checked here. A comment at each check says what happens without the check.
 
 The sidecar checks every request with this module, and the patch set checks the requests for candidate sets.
-The sidecar may run where SGLang is not installed, so this module does not import it.
+The sidecar may run where SGLang is not installed, so this module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Model:
 
     Attributes:
         vocab_size: the number of rows in the embedding and the LM head (`vocab_size` in the model's
-            configuration). It may include ids that the tokenizer does not use.
+            configuration). This number may include ids that the tokenizer does not use.
         context_length: the most tokens that a prompt and its answer may have together.
         max_token_chars: the number of characters in the tokenizer's longest token.
     """

@@ -11,8 +11,8 @@ and the time of `.*.*x` is cubic. So a stop regex must follow these rules:
    positions in the text. A repeat has one way per count, a group has one way per alternative, and a sequence
    multiplies the ways of its parts.
 
-The number of steps is an upper bound. It includes ways that exclude each other, so some harmless patterns
-are refused.
+The number of steps is an upper bound. The count includes ways that exclude each other, so some harmless
+patterns are refused.
 """
 
 from __future__ import annotations

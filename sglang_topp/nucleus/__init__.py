@@ -25,7 +25,7 @@ def top_p_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the candidate set of every row for the threshold `p`, as flat arrays.
 
-    With `q = exp(logprobs[b])`, not renormalized, the candidates of row `b` are::
+    Let `q = exp(logprobs[b])`, without renormalization. The candidates of row `b` are::
 
         { i : q[i] > 0  and  sum of q[j] over all j with q[j] > q[i]  <  p[b] }  ∪  { sampled_ids[b] }
 
@@ -85,7 +85,7 @@ def support_candidates(
             weight of 0, below 0, or NaN is never drawn.
         token_ids: integers [R, W], the token id of each weight, without duplicates in a row. None means that
             the weights cover all V tokens in order.
-        sampled_ids: integers [R].
+        sampled_ids: integers [R], the sampled token of each row.
 
     Returns:
         `(token_ids, logprobs, offsets)`, as from `top_p_candidates`.

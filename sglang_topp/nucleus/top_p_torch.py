@@ -42,8 +42,8 @@ class _RequestedRows(NamedTuple):
     """The rows to extract, one entry per row in every field."""
 
     rows_R: Tensor  # int64, the row's number in the batch
-    limit_R: Tensor  # float64, a token is in the nucleus if the mass above it is less than this
-    sampled_R: Tensor  # int64
+    limit_R: Tensor  # float64, a token is in the nucleus if the mass above it is below this limit
+    sampled_R: Tensor  # int64, the sampled token ids
     sampled_logprobs_R: Tensor  # float32; NaN adds no token, because `NaN < x` is false
 
     def take(self, which: Tensor) -> _RequestedRows:
@@ -142,7 +142,7 @@ def _cut(
     Args:
         values_RM: log-probs, with ids that ascend along a row.
         requested: the rows to extract.
-        bound_R: an upper bound of the values that are not in `values_RM`. None if `values_RM` holds whole
+        bound_R: an upper bound for the values that are not in `values_RM`. None if `values_RM` holds whole
             rows.
         blocks_RK: the blocks that the M values come from. None if `values_RM` holds whole rows.
 

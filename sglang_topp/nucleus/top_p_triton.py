@@ -77,7 +77,7 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
         logprobs_BV: contiguous along a row.
         limits_B: float64. A token is in the nucleus if the mass above it is below the row's limit. A limit of
             0 skips the row.
-        sampled_B: int64. An id outside the vocabulary sets the row's error code.
+        sampled_B: int64, the sampled token ids. An id outside the vocabulary sets the row's error code.
         lowest: log-probs at or below this value stand for probability 0.
     """
     num_rows, vocab = logprobs_BV.shape

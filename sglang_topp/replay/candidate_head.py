@@ -72,8 +72,8 @@ def candidate_logprobs(
 
     Every returned value is differentiable once, in `hidden`, `weight`, and `bias`. Sums run in float32
     (float64 for float64 inputs) in a fixed order, so values and gradients repeat to the last bit. A position
-    with one candidate scores exactly 0, and its hidden state is not read. An empty span scores 0. Neither has
-    a gradient.
+    with one candidate scores exactly 0, and its hidden state is not read. An empty span scores 0. Neither
+    kind of position has a gradient.
 
     Args:
         hidden: [T, H], float16, bfloat16, float32, or float64. The states that predict the targets;
@@ -88,7 +88,7 @@ def candidate_logprobs(
             gets NaN scores instead. To get the error message, pass the CandidateSets instead. Backend "torch"
             and `weight_grad="sparse"` wait for the device in any case.
         bias: [V], the LM head's bias, or None.
-        temperature: above 0, one number or [T]. It has no gradient.
+        temperature: above 0, one number or [T]. The temperature has no gradient.
         softcap: the soft cap of the logits, above 0, or None.
         logit_scale: above 0. Cohere's `logit_scale`, Falcon-H1's `lm_head_multiplier`, and 1 over Granite's
             `logits_scaling`.
@@ -110,14 +110,15 @@ def candidate_logprobs(
             - "dense": autograd receives [V, H].
             - "sparse": autograd receives a coalesced `torch.sparse_coo` tensor with the rows of the ids that
               occur, for `SGD` and `SparseAdam`. `weight` must be a leaf. If `weight.grad` is dense, autograd
-              adds the rows to it in place. The backward waits for the device once.
+              adds the sparse rows to `weight.grad` in place. The backward waits for the device once.
             - a buffer [V, H], float32 (float64 for float64 inputs) or of `weight`'s dtype: each backward adds
               the gradient rows of the ids that occur, in place, with each sum rounded once. Time and memory
               depend on the candidates, not on V. Pass `weight.grad` (zeros if it is None) or Megatron's
-              `weight.main_grad`, again in each call. Autograd and hooks then see no gradient of `weight`:
-              they get None, or are not called. So use a buffer only if the code that reduces gradients
-              reads that buffer. torch's DistributedDataParallel reads `weight.grad`, which its forward may
-              replace: read `weight.grad` inside the wrapped module's forward, or after it. Megatron's
+              `weight.main_grad`, again in each call. Autograd then gets None as the gradient of
+              `weight`, and hooks get None or are not called. So use a buffer only if the code that reduces
+              gradients reads that buffer. torch's DistributedDataParallel reads `weight.grad`, which its
+              forward may replace: read `weight.grad` inside the wrapped module's forward, or after it.
+                  Megatron's
               DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward sets
               `weight.grad_added_to_main_grad`, and gives `weight.grad` zeros that take no memory. FSDP reads
               neither, so use "dense" there.

@@ -80,9 +80,9 @@ def distillation_loss(
         direction="forward"     kl[t] = KL(q || p) = sum over outcomes of q_o (log q_o - log p_o)
         direction="reverse"     kl[t] = KL(p || q) = sum over outcomes of p_o (log p_o - log q_o)
 
-    "tail" counts how much probability the student has outside the set. It merges the outside ids into one
-    outcome in both distributions. So this KL is never above the KL over the whole vocabulary, and the two are
-    equal if every set is the whole vocabulary. (verl's issue 7856 asks for this loss. A sum over the
+    "tail" counts how much probability the student has outside the set. This mode merges the outside ids into
+    one outcome in both distributions. So this KL is never above the KL over the whole vocabulary, and the two
+    are equal if every set is the whole vocabulary. (verl's issue 7856 asks for this loss. A sum over the
     teacher's top-k alone is not a KL and can fall below 0.) "renormalized" ignores the ids outside the set:
     the student may give them all its probability at no cost, and they have no gradient. So "renormalized"
     takes a fraction of the time and memory. (verl's issue 6676 renormalizes over the student's top-k.)
@@ -107,7 +107,7 @@ def distillation_loss(
         loss_mask: [T]. Positions with 0 do not count.
         bias, softcap, logit_scale, tp_group, vocab_start, vocab_size: as in `candidate_logprobs`. The tail
             covers all ids outside the set, on all ranks, without padding.
-        temperature: the student's temperature, above 0, one number or [T]. It has no gradient.
+        temperature: the student's temperature, above 0, one number or [T]. The temperature has no gradient.
         chunk_rows: as in `head_logprobs`. Used for "tail" only.
         weight_grad, backend: as in `candidate_logprobs`. Used for "renormalized" only. With a tail, every id
             has a gradient, so `weight_grad` must be "dense".

@@ -38,9 +38,9 @@ def gathered_dot(
 
     Args:
         left: [L, H], of any floating dtype.
-        left_rows: int64 [m], ascending.
+        left_rows: int64 [m], the row of `left` for each entry, ascending.
         right: [R, H], of any floating dtype.
-        right_rows: int64 [m].
+        right_rows: int64 [m], the row of `right` for each entry.
         out_dtype: float32 or float64, the dtype of the products and sums.
         chunk: the number of entries processed at a time, if rows are gathered.
 
@@ -77,9 +77,9 @@ def gathered_sum(
 
     Args:
         source: [R, H], of any floating dtype.
-        source_rows: int64 [m].
+        source_rows: int64 [m], the row of `source` for each entry.
         weights: [m], float32 or float64, the dtype of the sums.
-        segments: int64 [m], ascending, below `num_segments`.
+        segments: int64 [m], the segment of each entry, ascending, below `num_segments`.
         out_dtype: the dtype to which each finished sum is rounded, once.
         chunk: the number of entries processed at a time, if rows are gathered.
 

@@ -33,8 +33,8 @@ def divergence(
     """Return [T], the KL in nats, differentiable once in `logits` and `tail`.
 
     The KL is 0 at positions that are not in the support. Under tensor parallelism, each rank passes the
-    logits that it holds, and all ranks get the same values. The backward needs no communication. It expects
-    the same incoming gradient on every rank.
+    logits that it holds, and all ranks get the same values. The backward needs no communication, and
+    expects the same incoming gradient on every rank.
 
     Args:
         logits: [m], the policy's logits.
@@ -42,8 +42,9 @@ def divergence(
             the policy is the softmax over the candidates.
         other: [m], the other policy's log-probs. Over all ranks, and including the tail, the probabilities at
             each position must sum to 1.
-        other_tail: [A], the other policy's log-prob of the tail, or None without a tail. It may be minus
-            infinity. With `reverse`, this is allowed only where the policy's tail is minus infinity too.
+        other_tail: [A], the other policy's log-prob of the tail, or None without a tail. The value may be
+            minus infinity. With `reverse`, this is allowed only where the policy's tail is minus infinity
+            too.
         reverse: compute KL(policy || other) instead of KL(other || policy).
 
     Raises:

@@ -60,8 +60,8 @@ def masked_logprobs(
 
     Every returned value is differentiable once, in `logits`. Apart from the gradient, memory grows with the
     candidates, not with the logits. Sums run in float32 (float64 for float64 inputs). A position with one
-    candidate scores exactly 0, and so does an empty span, whose token the policy did not draw. Neither has a
-    gradient.
+    candidate scores exactly 0, and so does an empty span, whose token the policy did not draw. Neither kind
+    of position has a gradient.
 
     Args:
         logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the

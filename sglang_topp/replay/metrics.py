@@ -131,8 +131,8 @@ def replay_metrics(
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
-    # If the rollout gave a sampled token no probability, the ratio is inf. If the policy gave it none either,
-    # the ratio is NaN.
+    # If the rollout gave a sampled token no probability, the ratio is inf, or NaN if the policy gave the
+    # token no probability either.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)

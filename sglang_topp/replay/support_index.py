@@ -56,8 +56,8 @@ class SupportIndex:
     """An index of the logits that replay needs: the candidates of every position with a choice.
 
     A position with one candidate has log-prob 0 under any policy, and an empty span is not scored. Neither
-    has entries here, so neither costs anything. If all other ids form a tail outcome, a position with one
-    candidate has a choice too. For this case, pass `smallest=1` to `of`.
+    kind of position has entries in this index, so neither costs anything. If all other ids form a tail
+    outcome, a position with one candidate has a choice too. For this case, pass `smallest=1` to `of`.
 
     All tensors are on one device, and int64 except for `token_ids`. No tensor depends on the targets.
     """
@@ -120,7 +120,7 @@ class SupportIndex:
         without work on the host and without waiting for the device.
 
         Args:
-            device: the device of the index. `CandidateTensors` must be on it.
+            device: the device of the index. `CandidateTensors` must be on this device.
             smallest: positions with fewer than `smallest` candidates have no entries.
 
         Raises:

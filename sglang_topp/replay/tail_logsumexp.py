@@ -1,9 +1,9 @@
 """Compute the candidates' logits, and the log-sum-exp of the tail: all ids outside the candidate set.
 
-The log-sum-exp is summed over the tail's ids directly, not computed as a difference of two sums. So it is
-accurate whether the tail has nearly no probability or nearly all. The LM head processes one chunk of
-positions at a time, and again in the backward. If one chunk holds all positions, its logits are kept for the
-backward.
+The log-sum-exp is summed over the tail's ids directly, not computed as a difference of two sums. So the
+result is accurate whether the tail has nearly no probability or nearly all of it. The LM head processes one
+chunk of positions at a time, and again in the backward. If one chunk holds all positions, its logits are kept
+for the backward.
 
 Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m candidates
 that this rank holds, c of these in one chunk.
@@ -116,7 +116,7 @@ class _SupportAndTail(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV = ctx.kept
                     logits_CV.view(-1).index_copy_(0, places_c, logits_m[entries])
-                    ctx.kept = None  # the gradient overwrites it, so a second backward computes it again
+                    ctx.kept = None  # the gradient overwrites these logits; a second backward recomputes them
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)
