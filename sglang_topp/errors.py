@@ -193,7 +193,7 @@ def describe(value: object) -> str:
     try:
         return _ABBREVIATED.repr(value)
     except (ValueError, RecursionError):
-        return f"a value of type {type(value).__name__}"  # a huge integer inside, or too deep
+        return f"a value of type {type(value).__name__}"  # for huge integers inside, and deep nesting
 
 
 _ABBREVIATED = reprlib.Repr()

@@ -46,8 +46,8 @@ __all__ = ["RLBatch", "SFTBatch", "collate_rl", "collate_rollouts", "collate_sft
 class RLBatch(TypedDict):
     """The CPU tensors that `collate_rl` returns. R is the longest response's length, S the longest sample's.
 
-    Each of the caller's `fields` is an entry under its own name, int64 or float32 [B, R]. For a
-    model's log-probs over `sequences`, the slice `[:, -R - 1 : -1]` lines up with every [B, R] field.
+    Each of the caller's `fields` is an entry under its own name, int64 or float32 [B, R]. For a model's
+    log-probs over `sequences`, the slice `[:, -R - 1 : -1]` lines up with every [B, R] field.
     """
 
     sequences: torch.Tensor
@@ -98,8 +98,8 @@ def collate_rl(
         prompts: B rows of token ids, none empty. Here and below, a row is a list, a 1-D array, or a 1-D
             tensor on any device, with or without grad.
         responses: B rows of token ids.
-        rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32, and become
-            infinite if they are too large.
+        rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32, and become infinite
+            if they are too large.
         loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
         logprobs: B rows of R_i numbers, rounded like `rewards`, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
@@ -111,9 +111,8 @@ def collate_rl(
     Raises:
         InvalidInputError: a row's length differs from its response's, a value has the wrong type, a prompt is
             empty (nothing would predict the response's first token), a set's sampled token is not the
-            response's token, a token with a loss has no candidate set, a name in `fields` is
-            already a field of the batch, or `pad_token_id` is not an integer. The message names the field and
-            the sample.
+            response's token, a token with a loss has no candidate set, a name in `fields` is already a field
+            of the batch, or `pad_token_id` is not an integer. The message names the field and the sample.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.

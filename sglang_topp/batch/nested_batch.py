@@ -4,8 +4,7 @@ Elements where the mask is 1 are always sent. Elements where the mask is 0 are s
 the field's pad value, so that the padded field is restored exactly. In a field that is declared `droppable`,
 elements where the mask is 0 are never sent.
 
-Shape legend: B rows, W columns, n values of one field over all rows, and `rest` for any further
-dimensions.
+Shape legend: B rows, W columns, n values of one field over all rows, and `rest` for any further dimensions.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class NestedFieldSpec:
         mask: the name of the [B, W] field whose non-zero elements mark the columns to keep.
         pad: the field's value in columns that are not kept.
         droppable: whether elements where the mask is 0 may be lost. Lost elements are restored as `pad`.
-        columns: the field's dimension that matches the mask's columns. For example, pass 2 for
-            `position_ids` [B, 3, W], which hold three position ids per token.
+        columns: the field's dimension that matches the mask's columns. For example, pass 2 for `position_ids`
+            [B, 3, W], which hold three position ids per token.
     """
 
     mask: str
@@ -237,8 +236,8 @@ def nest_batch(
             [B, ...] on any device (also jagged ones), BatchCandidateSets, and lists, tuples, and arrays of B
             entries. Any other entry is a single value that all rows share. In a TensorDict, non-tensor
             entries other than BatchCandidateSets have rows only if they are stacked.
-        fields: the padded CPU tensors `[B, W, *rest]` to compress. Each value is a `NestedFieldSpec`, or
-            the name of the mask. Other entries are not changed.
+        fields: the padded CPU tensors `[B, W, *rest]` to compress. Each value is a `NestedFieldSpec`, or the
+            name of the mask. Other entries are not changed.
         narrow: send integers and floats in a narrower dtype if it holds every value exactly.
         strict: raise if a tensor with two or more dimensions stays dense.
 

@@ -126,8 +126,8 @@ class PackedCollator:
             `2 * cp_size * tp_size`, because each rank takes two zigzag chunks.
         pp_size: the number of pipeline stages. Above 1, all rows are computed at the same width.
         fp8_multiple: the number that must divide the row count of an FP8 GEMM on every rank: 16 with
-            per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. Only whole
-            rows are aligned for FP8, not each sample.
+            per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. Only whole rows are
+            aligned for FP8, not each sample.
 
     Raises:
         InvalidInputError: an argument is not an integer, a size is below 1, or `max_tokens` is too small for

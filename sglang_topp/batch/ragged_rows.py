@@ -158,8 +158,7 @@ def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
     """Write `line[:] = row`. Only integers convert to int64, and only numbers to float32.
 
     Args:
-        line: int64 or float32 [L], contiguous. L is the row's length, already verified by
-            `check_lengths`.
+        line: int64 or float32 [L], contiguous. L is the row's length, already verified by `check_lengths`.
         row: a row that `host_rows` returned.
         name, sample: the row's name in error messages.
 

@@ -53,10 +53,10 @@ _SUM_ERROR = 1e-6
 class CandidateSets:
     """The candidate sets of one sequence's generated positions, stored as CSR arrays.
 
-    Position `t` owns the span `offsets[t]:offsets[t + 1]` of `token_ids` and `logprobs`. A span is ordered
-    by log-prob, highest first, then by token id, lowest first. The ids in a span are distinct and
-    include `sampled_ids[t]`. An empty span marks a position that the policy did not sample, such as a tool's
-    token. The position is not replayed, and its loss mask is 0.
+    Position `t` owns the span `offsets[t]:offsets[t + 1]` of `token_ids` and `logprobs`. A span is ordered by
+    log-prob, highest first, then by token id, lowest first. The ids in a span are distinct and include
+    `sampled_ids[t]`. An empty span marks a position that the policy did not sample, such as a tool's token.
+    The position is not replayed, and its loss mask is 0.
 
     Sets decoded from a sampling mask may have no log-probs. Then `has_logprobs` is False, spans are ordered
     by token id, and reading `logprobs`, or a value computed from `logprobs`, raises an error. All other
@@ -72,8 +72,7 @@ class CandidateSets:
             empty.
 
     Arrays that already have these dtypes are not copied: `CandidateSets` keeps read-only views. The caller
-        must
-    not write to the arrays afterwards.
+    must not write to the arrays afterwards.
 
     Raises:
         InvalidCandidateSetsError: the arrays break one of the rules above. The message names the array and
@@ -370,8 +369,8 @@ class CandidateSets:
     def to_torch(self, device: torch.device | str | int | None = None) -> CandidateTensors:
         """Copy the arrays to tensors: `token_ids`, `logprobs`, `offsets`, and `sampled_ids`. Needs torch.
 
-        A copy to a GPU is one asynchronous transfer from pinned memory. The tensors can be used at once
-        on the current stream. The tensors have the same dtypes as the arrays. `logprobs` is None if the
+        A copy to a GPU is one asynchronous transfer from pinned memory. The tensors can be used at once on
+        the current stream. The tensors have the same dtypes as the arrays. `logprobs` is None if the
         log-probs are unknown. To score over the same sets several times, pass the result to
         `sglang_topp.replay` instead of the sets.
 

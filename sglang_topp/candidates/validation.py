@@ -43,16 +43,16 @@ MAX_LOGPROB = 1e-3
 MASS_ERROR = 2e-3
 """How far the sum of a row's probabilities may be from 1, if a float32 softmax computed the log-probs.
 
-Nearly all of this error is in the softmax's own sum. On a CPU, each of 8 SIMD lanes adds V / 8 numbers (V
-is the vocabulary size), with a relative error of up to V / 8 * 2^-24. This is 1.1e-3 for V = 151,936, where
-some rows reach the bound, and 2e-3 for V = 262,144.
+Nearly all of this error is in the softmax's own sum. On a CPU, each of 8 SIMD lanes adds V / 8 numbers (V is
+the vocabulary size), with a relative error of up to V / 8 * 2^-24. This is 1.1e-3 for V = 151,936, where some
+rows reach the bound, and 2e-3 for V = 262,144.
 """
 
 BFLOAT16_MASS_ERROR = 1 / 30
 """How far the sum of a row's probabilities may be from 1, if its log-probs were rounded to bfloat16.
 
-Rounding moves log-probs between -16 and -8 by up to 1/32. Rounding moves lower log-probs by more, but
-these hold at most 2 % of a row's mass.
+Rounding moves log-probs between -16 and -8 by up to 1/32. Rounding moves lower log-probs by more, but these
+hold at most 2 % of a row's mass.
 """
 
 LOWEST = np.finfo(np.float32).min

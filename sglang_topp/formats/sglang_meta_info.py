@@ -106,8 +106,8 @@ def decode_prompt_top_p(
         vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Returns:
-        Sets of T positions. The span of the prompt's first token is empty, because SGLang has no
-        distribution for that token.
+        Sets of T positions. The span of the prompt's first token is empty, because SGLang has no distribution
+        for that token.
 
     Raises:
         MissingCandidateSetsError, SampledTokenMissingError, WireError: as for `decode_top_p`.

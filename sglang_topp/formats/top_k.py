@@ -59,8 +59,7 @@ def encode_top_k(
     """Encode SGLang's fixed-k log-probs in base64, as `meta_info` fields.
 
     `{side}_top_logprobs_shape` is `[R, k]`, and both arrays hold exactly `R * k` numbers. Positions without a
-    distribution have no row. `{side}_top_logprobs_none_positions` lists these positions in ascending
-    order.
+    distribution have no row. `{side}_top_logprobs_none_positions` lists these positions in ascending order.
 
     Args:
         logprobs: T rows of k log-probs. A position without a distribution has None or an empty row.

@@ -42,8 +42,8 @@ def top_p_candidates(
         sampled_ids: integers [B], which are added to the sets of their rows.
 
     Returns:
-        `(token_ids int32 [n], logprobs float32 [n], offsets int64 [B + 1])` on the device of `logprobs`.
-        Row `b` owns the span `offsets[b]:offsets[b + 1]`, ordered by log-prob, highest first, then by id.
+        `(token_ids int32 [n], logprobs float32 [n], offsets int64 [B + 1])` on the device of `logprobs`. Row
+        `b` owns the span `offsets[b]:offsets[b + 1]`, ordered by log-prob, highest first, then by id.
 
     Raises:
         InvalidInputError: a shape or dtype is wrong, `p` is outside [0, 1] or NaN, a sampled id is outside

@@ -9,10 +9,10 @@ standard deviation 6 at p = 0.95: 85 of 2,374). In a flat row all blocks are act
 too.
 
 The search narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several pivots at once,
-until the interval holds at most one entry. Each of about ten rounds reads all values, so the values are
-kept in registers if they fit. Sums are float64. One program sums each row in a fixed order, so results are
-bitwise reproducible. Kernels are not specialized on arguments that change between decode steps, so no step
-compiles a kernel again.
+until the interval holds at most one entry. Each of about ten rounds reads all values, so the values are kept
+in registers if they fit. Sums are float64. One program sums each row in a fixed order, so results are bitwise
+reproducible. Kernels are not specialized on arguments that change between decode steps, so no step compiles a
+kernel again.
 
 Shape legend: B rows, V ids in the vocabulary, N blocks of S tokens, C entries that the output can hold.
 """

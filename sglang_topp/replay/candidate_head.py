@@ -1,9 +1,9 @@
 """Score targets over their candidate sets from hidden states, by computing only the candidates' logits.
 
 Under a sampling mask, only the candidates' logits matter, a handful per position. Computing only these logits
-reduces the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor
-the backward builds a [T, V] tensor. A position with fewer than two candidates leaves no choice, so its hidden
-state is not read.
+reduces the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor the backward
+builds a [T, V] tensor. A position with fewer than two candidates leaves no choice, so its hidden state is not
+read.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all, A positions
 with a choice, m entries (candidates of those positions that this rank holds).
@@ -95,9 +95,9 @@ def candidate_logprobs(
         entropy: also return the entropy over the support, differentiable.
         per_candidate: also return the log-prob of every candidate, differentiable.
         kl_to: [n], another policy's log-probs of all candidates. If given, KL(this policy || other policy) is
-            also returned, differentiable in this policy. Pass `Scores.candidate_logprobs` of a
-            reference model, or `candidates.logprobs` for the rollout itself. The log-probs are renormalized
-            over each set, so they may be over the whole vocabulary.
+            also returned, differentiable in this policy. Pass `Scores.candidate_logprobs` of a reference
+            model, or `candidates.logprobs` for the rollout itself. The log-probs are renormalized over each
+            set, so they may be over the whole vocabulary.
         tp_group: the ranks that share the vocabulary, or None. Every rank passes the same `hidden`,
             `targets`, and sets. Every rank gets the same scores and the whole gradient of `hidden`. The
             incoming gradient must be the same on every rank.
@@ -114,11 +114,10 @@ def candidate_logprobs(
             - a buffer [V, H], float32 (float64 for float64 inputs) or of `weight`'s dtype: each backward adds
               the gradient rows of the ids that occur, in place, with each sum rounded once. Time and memory
               depend on the candidates, not on V. Pass `weight.grad` (zeros if it is None) or Megatron's
-              `weight.main_grad`, again in each call. Autograd then gets None as the gradient of
-              `weight`, and hooks get None or are not called. So use a buffer only if the code that reduces
-              gradients reads that buffer. torch's DistributedDataParallel reads `weight.grad`, which its
-              forward may replace: read `weight.grad` inside the wrapped module's forward, or after it.
-                  Megatron's
+              `weight.main_grad`, again in each call. Autograd then gets None as the gradient of `weight`, and
+              hooks get None or are not called. So use a buffer only if the code that reduces gradients reads
+              that buffer. torch's DistributedDataParallel reads `weight.grad`, which its forward may replace:
+              read `weight.grad` inside the wrapped module's forward, or after it. Megatron's
               DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward sets
               `weight.grad_added_to_main_grad`, and gives `weight.grad` zeros that take no memory. FSDP reads
               neither, so use "dense" there.

@@ -1,9 +1,9 @@
 """Score targets over the whole vocabulary from hidden states, without `[T, V]` logits.
 
-This module is for trainers without replay. The LM head writes the logits of one chunk of positions at a
-time to one buffer. The backward computes the logits again and converts them to the gradient in place. If one
-chunk holds all positions, the buffer is kept for the backward. Callers should leave out positions without a
-loss before the head, with `RowSelection.select(hidden)`.
+This module is for trainers without replay. The LM head writes the logits of one chunk of positions at a time
+to one buffer. The backward computes the logits again and converts them to the gradient in place. If one chunk
+holds all positions, the buffer is kept for the backward. Callers should leave out positions without a loss
+before the head, with `RowSelection.select(hidden)`.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, C positions of one chunk.
 """

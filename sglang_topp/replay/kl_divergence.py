@@ -33,13 +33,13 @@ def divergence(
     """Return [T], the KL in nats, differentiable once in `logits` and `tail`.
 
     The KL is 0 at positions that are not in the support. Under tensor parallelism, each rank passes the
-    logits that it holds, and all ranks get the same values. The backward needs no communication, and
-    expects the same incoming gradient on every rank.
+    logits that it holds, and all ranks get the same values. The backward needs no communication, and expects
+    the same incoming gradient on every rank.
 
     Args:
         logits: [m], the policy's logits.
-        tail: [A], the log-sum-exp of the policy's logits outside the candidates, over all ranks. If None,
-            the policy is the softmax over the candidates.
+        tail: [A], the log-sum-exp of the policy's logits outside the candidates, over all ranks. If None, the
+            policy is the softmax over the candidates.
         other: [m], the other policy's log-probs. Over all ranks, and including the tail, the probabilities at
             each position must sum to 1.
         other_tail: [A], the other policy's log-prob of the tail, or None without a tail. The value may be

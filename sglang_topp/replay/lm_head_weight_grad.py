@@ -9,8 +9,8 @@ One autograd node computes the gradients of weight and bias, and another node th
 states. So autograd runs only the nodes whose gradients are requested. This matters, because the first node
 may write to the caller's buffer.
 
-Shape legend: V ids held by this rank, H hidden size, T positions, m candidates that this rank holds,
-U distinct ids among these.
+Shape legend: V ids held by this rank, H hidden size, T positions, m candidates that this rank holds, U
+distinct ids among these.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class Layout:
     ) -> RowSelection:
         """Find this rank's rows that score a response token, and the token that each row scores.
 
-        If a prompt is empty, no token precedes the response's first token. So no row on any rank scores
-        this token, and `RowSelection.scored` is False for it.
+        If a prompt is empty, no token precedes the response's first token. So no row on any rank scores this
+        token, and `RowSelection.scored` is False for it.
 
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.

@@ -5,8 +5,8 @@ result is accurate whether the tail has nearly no probability or nearly all of i
 chunk of positions at a time, and again in the backward. If one chunk holds all positions, its logits are kept
 for the backward.
 
-Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m candidates
-that this rank holds, c of these in one chunk.
+Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m candidates that
+this rank holds, c of these in one chunk.
 """
 
 from __future__ import annotations
