@@ -108,7 +108,7 @@ def is_plain(name: str, value: Any) -> bool:
 
 
 def with_columns(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each padded tensor in an entry that has two or more dimensions.
+    """Yield the name and value of each padded tensor in an entry, if the tensor has two dimensions or more.
 
     Tensors of an inner TensorDict are named `name.inner`.
     """

@@ -89,7 +89,7 @@ def distillation_loss(
 
     The loss is differentiable once, in `hidden`, `weight`, and `bias`. The student's tail is summed over the
     outside ids, not computed as `1 - mass`, so a tail of 1e-30 is as accurate as a tail of 0.5. The teacher's
-    tail follows from float32 log-probs, so it is accurate to about 1e-6. A set whose mass is 1, or more by
+    tail follows from float32 log-probs, so it is accurate to about 1e-6. A set whose mass is 1, or above 1 by
     rounding, has no tail. With direction "reverse", the KL to a teacher without a tail would be infinite. So
     with "reverse", a teacher's tail below 1e-6 counts as 1e-6, unless the set is the whole vocabulary.
 

@@ -6,8 +6,8 @@ existing gradient. A sparse gradient has only the rows of ids that occur, and a 
 these rows.
 
 One autograd node computes the gradients of weight and bias, and another node the gradient of the hidden
-states. So autograd runs only the nodes whose gradients are requested. This matters, because the first node
-may write to the caller's buffer.
+states. So autograd runs only the nodes whose gradients are requested. The separation matters, because the
+node for weight and bias may write to the caller's buffer.
 
 Shape legend: V ids held by this rank, H hidden size, T positions, m candidates that this rank holds, U
 distinct ids among these.
