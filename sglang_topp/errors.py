@@ -65,8 +65,8 @@ class InvalidCandidateSetsError(InvalidInputError):
     """The arrays do not form candidate sets (shape, dtype, order, range, membership).
 
     Attributes:
-        field: the invalid array, by its name in `CandidateSets`.
-        problem: the message without the field.
+        field: the name of the invalid array in `CandidateSets`.
+        problem: the message without the field's name.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -83,7 +83,7 @@ class WireError(SglangToppError, ValueError):
 
     Attributes:
         field: the invalid key of the payload.
-        problem: the message without the field.
+        problem: the message without the field's name.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -123,7 +123,7 @@ class WeightPushError(RequestError):
     """A weight push did not finish on every engine.
 
     Attributes:
-        weight_versions: maps each engine's URL to the version of its weights, or to None if that is unknown.
+        weight_versions: maps each engine's URL to its weight version, or to None if the version is unknown.
     """
 
     def __init__(self, message: str, *, weight_versions: Mapping[str, str | None] | None = None) -> None:
@@ -138,8 +138,8 @@ class ResponseError(RequestError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status of the error. If the error came inside a stream or a 200 answer, the status
-            that its body names. None if the answer names no status.
+        status: the HTTP status of the error. For an error inside a stream or a 200 answer, this is the status
+            that the error's body names, or None if the body names no status.
         body: the server's message, truncated to a readable length.
     """
 
@@ -193,7 +193,7 @@ def describe(value: object) -> str:
     try:
         return _ABBREVIATED.repr(value)
     except (ValueError, RecursionError):
-        return f"a value of type {type(value).__name__}"  # it contains a huge integer, or nests too deeply
+        return f"a value of type {type(value).__name__}"  # for huge integers inside, and deep nesting
 
 
 _ABBREVIATED = reprlib.Repr()

@@ -3,10 +3,11 @@
 glibc keeps freed blocks for later allocations, so a process stays large after it has freed large sets. Two
 measures prevent this, and both are needed:
 
-- `return_large_blocks_at_once` (`M_MMAP_THRESHOLD`) bounds the peak. A sidecar that streamed 16 samples of
-  200,000 candidates grew by 28 MiB with it, and by 55 to 75 MiB without it.
+- `return_large_blocks_at_once` (`M_MMAP_THRESHOLD`) bounds the peak memory. A sidecar that streamed 16
+  samples of 200,000 candidates grew by 28 MiB with this setting, and by 55 to 75 MiB without.
 - `HeapTrimmer` (`malloc_trim`, in a background thread) returns smaller blocks. After answers of 0.4 MB each,
-  a process of 33 MiB stayed at 122 MiB with the threshold alone, and at 34 MiB with `malloc_trim`.
+  a process that started at 33 MiB stayed at 122 MiB with the threshold alone, and at 34 MiB with
+  `malloc_trim`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _DELAYS_S = (1.0, 4.0, 25.0)
 
 
 def return_large_blocks_at_once() -> None:
-    """Have glibc return each block of 1 MiB or more to the OS when it is freed, in the whole process.
+    """Make glibc return every freed block of 1 MiB or more to the OS at once, in the whole process.
 
     By default, glibc returns blocks of 128 KiB or more, but raises this limit, up to 32 MiB, each time such a
     block is freed. Outside of Linux and glibc, this call does nothing.
@@ -47,8 +48,8 @@ class HeapTrimmer:
     def trim_soon(self) -> None:
         """Trim the heap in the background, 1, 5, and 30 seconds from now.
 
-        A call before the last of these trims makes the thread repeat all three after it. Outside of Linux
-        and glibc, nothing is trimmed.
+        If this method is called again before the third trim, the thread repeats all three trims afterwards.
+        Outside of Linux and glibc, nothing is trimmed.
         """
         with self._lock:
             self._requests += 1

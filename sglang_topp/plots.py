@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kept_mass", "over_positions", "ratios", "set_sizes"]
 
-# Color-blind readers can tell these two colors apart, also in grayscale.
+# These two colors can be told apart by color-blind readers, and in grayscale.
 _BLUE, _ORANGE = "#0072b2", "#e69f00"
 _MAX_STRETCHES = 128
 _RATIO_TICKS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5)
@@ -79,7 +79,7 @@ def over_positions(
     *,
     value: Literal["size", "mass", "entropy"] = "size",
 ) -> Axes:
-    """Draw how a value develops over the position in the output: the median, and the 10th to 90th percentile.
+    """Draw a value's median, and its 10th to 90th percentiles, over the position in the output.
 
     Positions are grouped into at most 128 stretches of equal length.
 

@@ -1,6 +1,6 @@
 """`BatchCandidateSets`: the candidate sets of a batch in one value, with one row per sample.
 
-Shape legend: B rows, T positions of all rows, n candidates in all, W columns of a padded field.
+Shape legend: B rows, T positions in all, n candidates in all, W columns of a padded field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BatchCandidateSets:
     The positions of row `i` are `sets[row_offsets[i]:row_offsets[i + 1]]`.
 
     Args:
-        sets: T positions, row after row.
+        sets: the candidate sets of all T positions, row after row.
         row_offsets: int64 [B + 1], `row_offsets[0] == 0`, never decreasing, `row_offsets[B] == T`.
 
     Raises:
@@ -57,13 +57,13 @@ class BatchCandidateSets:
         """Build from one CandidateSets per row. Each array is copied once.
 
         Raises:
-            InvalidInputError: some rows have log-probs and others have none. Rows without candidates combine
-                with either kind.
+            InvalidInputError: some rows have log-probs and others have none. Rows without candidates are
+                ignored in this check.
         """
         if not rows:
             return cls(CandidateSets.empty(0), np.zeros(1, np.int64))
         row_offsets = offsets_of([len(row.sampled_ids) for row in rows])
-        # Shift each row's offsets by the number of candidates before it.
+        # Shift each row's offsets by the number of candidates in earlier rows.
         offsets = np.zeros(row_offsets[-1] + 1, np.int64)
         np.concatenate([row.offsets[1:] for row in rows], out=offsets[1:])
         before = offsets_of([len(row.token_ids) for row in rows])[:-1]
@@ -81,7 +81,7 @@ class BatchCandidateSets:
         return len(self.row_offsets) - 1
 
     def __eq__(self, other: object) -> bool:
-        """Compare all rows, bit for bit."""
+        """Compare every entry of every row."""
         if not isinstance(other, BatchCandidateSets):
             return NotImplemented
         return np.array_equal(self.row_offsets, other.row_offsets) and self.sets == other.sets
@@ -90,12 +90,12 @@ class BatchCandidateSets:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [B]: the number of positions of each row."""
+        """int64 [B]: the number of positions in each row."""
         return np.diff(self.row_offsets)
 
     @property
     def nbytes(self) -> int:
-        """The total size of all arrays in bytes, which a transfer to another process sends."""
+        """The total size of all arrays in bytes: the amount that a transfer to another process sends."""
         sets = self.sets
         arrays = (*sets._arrays(), self.row_offsets)
         return sum(array.nbytes for array in arrays if array is not None)
@@ -105,7 +105,10 @@ class BatchCandidateSets:
     @overload
     def __getitem__(self, index: slice) -> BatchCandidateSets: ...
     def __getitem__(self, index: int | slice) -> CandidateSets | BatchCandidateSets:
-        """Return the CandidateSets of row `i` for `batch[i]`, or the rows `batch[a:b]`. Nothing is copied."""
+        """Return one row's CandidateSets for `batch[i]`, or a smaller batch for `batch[a:b]`.
+
+        Nothing is copied.
+        """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
@@ -140,17 +143,17 @@ class BatchCandidateSets:
         return BatchCandidateSets(taken, offsets_of(self.lengths[index]))
 
     def place(self, into: ArrayLike, starts: ArrayLike, shape: tuple[int, int]) -> BatchCandidateSets:
-        """Place every row in a [N, W] field, one position per column. Other positions have empty spans.
+        """Place every row in a [N, W] field, one position per column. Other elements get empty spans.
 
-        Row `i` goes to row `into[i]`, columns `starts[i]` to `starts[i] + lengths[i] - 1`. The result has N
-        rows of W positions each, so position `row * W + column` of its `sets` belongs to element
-        `[row, column]` of the field. Candidates are neither copied nor changed.
+        Row `i` goes to row `into[i]` of the field, in columns `starts[i]` to `starts[i] + lengths[i] - 1`.
+        The result has N rows of W positions each, so position `row * W + column` of the result's `sets`
+        belongs to element `[row, column]` of the field. Candidates are neither copied nor changed.
 
         Args:
-            into: integers [B], the field's row that receives each row.
-            starts: integers [B], the first column of each row in the field. The rows must come in ascending
-                order of their places, which must not overlap. `take` reorders rows.
-            shape: (N, W).
+            into: integers [B], the destination row of each row.
+            starts: integers [B], the first column of each row in the field. The rows' places must ascend and
+                must not overlap. Call `take` first to reorder the rows.
+            shape: the field's shape (N, W).
 
         Raises:
             InvalidInputError: a value is not an integer, or a row does not fit its place, overlaps the

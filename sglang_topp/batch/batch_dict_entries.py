@@ -1,6 +1,6 @@
 """Read a batch dict or TensorDict: its entries by name, selected rows of an entry, and raw bit patterns.
 
-Shape legend: B rows, W columns, rest: any further dimensions.
+Shape legend: B rows, W columns, and `rest` for any further dimensions.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def is_padded(name: str, value: Any) -> bool:
     """Return whether `value` is a padded tensor with rows, on any device.
 
     Raises:
-        InvalidInputError: `value` is a tensor of another layout, which cannot be cut by rows.
+        InvalidInputError: `value` is a tensor whose layout cannot be cut by rows.
     """
     if not isinstance(value, torch.Tensor) or not value.ndim or is_jagged(value):
         return False
@@ -108,7 +108,7 @@ def is_plain(name: str, value: Any) -> bool:
 
 
 def with_columns(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each padded tensor in an entry that has two or more dimensions.
+    """Yield the name and value of each padded tensor in an entry, if the tensor has two dimensions or more.
 
     Tensors of an inner TensorDict are named `name.inner`.
     """
@@ -142,7 +142,7 @@ def take_rows(value: Any, rows: NDArray[np.int64]) -> Any:
 
 def _take_jagged(value: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
     """Return these rows of a jagged tensor as a new tensor, so that its pickle does not hold other rows."""
-    # Pass on the ragged dimension. From a list of rows of equal lengths, torch would choose another one.
+    # Pass the ragged dimension. If all rows had the same length, torch would choose another dimension.
     ragged = next(dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt))
     held = value.unbind()
     parts = [held[i] for i in rows.tolist()]
@@ -152,7 +152,7 @@ def _take_jagged(value: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
 
 
 def nbytes_of(value: Any) -> int:
-    """Return the bytes of candidate sets or of a jagged tensor, and 0 for any other entry."""
+    """Return the size in bytes of candidate sets or a jagged tensor, and 0 for any other entry."""
     if isinstance(value, BatchCandidateSets):
         return value.nbytes
     if is_jagged(value):
@@ -176,7 +176,7 @@ def padded_field(entries: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def mask_of(entries: Mapping[str, Any], name: str) -> NDArray[Any]:
-    """Return [B, W] integers that are not 0 where the mask `name` is not 0."""
+    """Return integers [B, W] that are non-zero exactly where the mask `name` is non-zero."""
     mask = padded_field(entries, name)
     if mask.ndim != 2:
         raise InvalidInputError(f"{name}: got shape {list(mask.shape)}, expected a mask [rows, columns]")
@@ -185,7 +185,7 @@ def mask_of(entries: Mapping[str, Any], name: str) -> NDArray[Any]:
 
 
 def bits_of(entries: Mapping[str, Any], name: str, layout: CompressedMask, columns: int) -> NDArray[Any]:
-    """Return the bits of a field as [B, W, *rest], with its dimension `columns` moved to the second place."""
+    """Return a field's bits as [B, W, *rest], with the field's dimension `columns` moved to second place."""
     tensor = padded_field(entries, name)
     if not 1 <= columns < tensor.ndim:
         raise InvalidInputError(
@@ -203,7 +203,7 @@ def bits_of(entries: Mapping[str, Any], name: str, layout: CompressedMask, colum
 
 
 def as_bits(tensor: torch.Tensor) -> NDArray[Any]:
-    tensor = tensor.detach().resolve_conj().resolve_neg()  # a bit view would ignore these flags
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # a bit view would ignore pending conj and neg
     bits: NDArray[Any] = tensor.view(_BITS[tensor.itemsize]).numpy()
     return bits
 

@@ -1,4 +1,4 @@
-"""Pack samples into bins that keep a token budget, and distribute the bins evenly over data-parallel ranks.
+"""Pack samples into bins within a token budget, and distribute the bins evenly over data-parallel ranks.
 
 Shape legend: n samples, each with a footprint (the tokens that it costs, including padding).
 """
@@ -17,14 +17,17 @@ __all__ = ["deal_bins", "first_fit_decreasing"]
 
 
 def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Put each sample, from the largest to the smallest, into the first bin with room. Ties keep their order.
+    """Put each sample, from the largest to the smallest, into the first bin with room.
+
+    Samples of equal size keep their order.
 
     Args:
-        footprints: int64 [n], each 0 to `capacity`.
-        capacity: the largest sum of a bin's footprints.
+        footprints: int64 [n], each from 0 to `capacity`.
+        capacity: the most tokens that a bin may hold.
 
     Returns:
-        The bins, as indices of samples. If the fewest possible bins are k, there are at most 11/9 k + 6/9.
+        The bins, as lists of sample indices. There are at most 11/9 k + 6/9 bins, where k is the smallest
+        possible number.
 
     Raises:
         InvalidInputError: a footprint is negative or above `capacity`. The message names the sample.
@@ -51,14 +54,15 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
 def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[list[list[int]]]:
     """Pack samples into bins of about equal size, with the same number of bins for every rank.
 
-    The number of bins is that of first-fit decreasing, rounded up to a multiple of `ranks`. Each sample, from
-    the largest to the smallest, then goes into the emptiest bin. If the budget is so tight that this
-    overfills a bin, the bins of first-fit decreasing are used instead, and the fullest are split until there
-    are enough. A bin is empty only if there are fewer samples than bins. The bins are dealt to the ranks, the
-    fullest first. Each bin goes to the rank with the fewest tokens among those that still need a bin.
+    First-fit decreasing gives the number of bins, which is rounded up to a multiple of `ranks`. Each sample,
+    from the largest to the smallest, then goes into the emptiest bin. If this would overfill a bin, the bins
+    of first-fit decreasing are used instead, and the fullest bins are split until there are enough. A bin is
+    empty only if there are fewer samples than bins. The bins are dealt to the ranks, the fullest first. Each
+    bin goes to the rank with the fewest tokens among the ranks that still need a bin.
 
     Returns:
-        The bins of every rank, the fullest first. Bin k runs on all ranks at the same time.
+        A list of bins for each rank, the fullest bin first. All ranks process their k-th bins at the same
+        time.
 
     Raises:
         InvalidInputError: a footprint is negative or above `capacity`, or `ranks` is below 1.
@@ -99,7 +103,8 @@ def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[i
 def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
     """Split the fullest bin with two samples or more into two bins, until there are `count` bins.
 
-    Such a bin always exists here: if every sample had a bin of its own, spreading could not overfill a bin.
+    A bin with two samples always exists. Otherwise there would be fewer samples than `count`, so `_spread`
+    would not have overfilled a bin, and `_split` would not be called.
     """
     out = list(bins)
     fullest = [(-_load(members, sizes), at) for at, members in enumerate(out) if len(members) > 1]

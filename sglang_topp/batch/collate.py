@@ -1,14 +1,15 @@
 """Collate samples of different lengths into the padded tensors of one training batch.
 
-Shape legend: B samples, P_i and R_i tokens of sample i's prompt and response, R = max R_i,
-S = max (P_i + R_i), A = max num_actions_i. Every field is right-aligned, so responses end together::
+Shape legend: B samples; P_i tokens in sample i's prompt, and R_i in its response; R = max R_i,
+S = max (P_i + R_i), A = max num_actions_i. Every field is right-aligned, so all responses end in the last
+column::
 
     | pad     pad     prompt  prompt  response |
     | pad     prompt  response response response |
                       |<------- R ------------>|
     |<--------------- S ---------------------->|
 
-`reference_layouts.py` defines `collate_rl` and `collate_sft` in plain loops.
+`reference_layouts.py` defines the results of `collate_rl` and `collate_sft` with plain loops.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ __all__ = ["RLBatch", "SFTBatch", "collate_rl", "collate_rollouts", "collate_sft
 
 
 class RLBatch(TypedDict):
-    """The batch that `collate_rl` returns: CPU tensors. S = max (P_i + R_i), R = max R_i.
+    """The CPU tensors that `collate_rl` returns. R is the longest response's length, S the longest sample's.
 
-    Each of the caller's `fields` is an entry under its own name, int64 or float32 [B, R]. If a model computes
-    log-probs over `sequences`, their slice `[:, -R - 1 : -1]` lines up with every [B, R] field.
+    Each of the caller's `fields` is an entry under its own name, int64 or float32 [B, R]. For a model's
+    log-probs over `sequences`, the slice `[:, -R - 1 : -1]` lines up with every [B, R] field.
     """
 
     sequences: torch.Tensor
@@ -58,11 +59,11 @@ class RLBatch(TypedDict):
     loss_mask: torch.Tensor
     """float32 [B, R], each 0 or 1."""
     rewards: torch.Tensor
-    """float32 [B, R]."""
+    """float32 [B, R], one reward per response token."""
     logprobs: NotRequired[torch.Tensor]
-    """float32 [B, R]. Only if log-probs were passed."""
+    """float32 [B, R], the response tokens' log-probs. Present only if log-probs were passed."""
     candidates: NotRequired[BatchCandidateSets]
-    """Row i holds the R_i positions of response i. Only if candidate sets were passed."""
+    """Row i holds the R_i positions of response i. Present only if candidate sets were passed."""
 
 
 class SFTBatch(TypedDict):
@@ -73,8 +74,8 @@ class SFTBatch(TypedDict):
     attention_mask: torch.Tensor
     """int64 [B, S], 0 on padding and 1 elsewhere."""
     loss_mask: torch.Tensor
-    """int64 [B, A], 0 or 1 for each of the last `num_actions` tokens. With `normalize_loss_mask`, float32
-    [B, A], divided by its sum over the batch."""
+    """int64 [B, A], 0 or 1 for each of the last `num_actions` tokens. With `normalize_loss_mask`, the mask is
+    float32, and divided by its sum over the batch."""
 
 
 def collate_rl(
@@ -89,27 +90,29 @@ def collate_rl(
     pad_token_id: int,
     max_seq_len: int | None = None,
 ) -> RLBatch:
-    """Collate rollouts, given as rows. The result equals that of `reference_layouts.collate_rl` bit for bit.
+    """Collate rollouts, passed as one row per sample.
+
+    The result equals that of `reference_layouts.collate_rl` bit for bit.
 
     Args:
         prompts: B rows of token ids, none empty. Here and below, a row is a list, a 1-D array, or a 1-D
             tensor on any device, with or without grad.
         responses: B rows of token ids.
-        rewards: B rows of R_i numbers, one per token. They are rounded to float32; numbers that are too large
-            become infinite.
+        rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32, and become infinite
+            if they are too large.
         loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
-        logprobs: B rows of R_i numbers, rounded as `rewards` are, or None.
+        logprobs: B rows of R_i numbers, rounded like `rewards`, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
-        fields: further fields by name, such as another model's log-probs: B rows of R_i values each. Arrays
-            and tensors of integers become int64. Other rows, and all lists, become float32, as `rewards` do.
+        fields: further fields by name, such as another model's log-probs: B rows of R_i values each. Integer
+            arrays and tensors become int64. All other rows, including lists, become float32.
         pad_token_id: fills `sequences` before the prompt.
-        max_seq_len: warn if some P_i + R_i is larger. Nothing is truncated.
+        max_seq_len: warn if a sample is longer. Nothing is truncated.
 
     Raises:
         InvalidInputError: a row's length differs from its response's, a value has the wrong type, a prompt is
             empty (nothing would predict the response's first token), a set's sampled token is not the
-            response's token, a token with a loss has no candidate set, one of `fields` has the name of
-            another field, or `pad_token_id` is not an integer. The message names the field and the sample.
+            response's token, a token with a loss has no candidate set, a name in `fields` is already a field
+            of the batch, or `pad_token_id` is not an integer. The message names the field and the sample.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
@@ -129,26 +132,26 @@ def collate_rollouts(
     pad_token_id: int,
     max_seq_len: int | None = None,
 ) -> RLBatch:
-    """Collate the `Rollout` objects of a client. The batch is that of `collate_rl`.
+    """Collate the `Rollout` objects that a client returned, into the same batch as `collate_rl`.
 
-    `logprobs` are the denominators of importance ratios under replay: the log-probs over the rollouts' own
-    candidate sets, or over the whole vocabulary if the rollouts have no sets. Tokens that `Rollout.extend`
-    appended have a loss mask of 0.
+    The batch's `logprobs` are the denominators of importance ratios under replay: the log-probs over the
+    rollouts' own candidate sets, or over the whole vocabulary if the rollouts have no sets. Tokens that
+    `Rollout.extend` appended have a loss mask of 0.
 
     Args:
-        rollouts: B rollouts, such as `RolloutClient.generate` returns and `load_rollouts` yields. Either all
-            or none have candidate sets.
-        rewards: B entries. Each is one number, such as a sequence's advantage, that every token of the
-            response gets, or one number per token.
-        candidates: the sets to put into the batch instead of the rollouts' own, such as a teacher's
-            (`Score.candidates`).
+        rollouts: B rollouts, for example from `RolloutClient.generate` or `load_rollouts`. Either all or none
+            have candidate sets.
+        rewards: B entries. Each is one number for the whole response (such as its advantage), or one number
+            per token.
+        candidates: the sets to put into the batch instead of the rollouts' own sets, for example a teacher's
+            sets (`Score.candidates`).
         fields: as in `collate_rl`.
         pad_token_id: fills `sequences` before the prompt.
         max_seq_len: warn if some sequence is longer. Nothing is truncated.
 
     Raises:
-        InvalidInputError: for the reasons of `collate_rl`; or there are no rollouts, some have candidate sets
-            and others have none, or the rollouts' sets have no log-probs.
+        InvalidInputError: for the same reasons as `collate_rl`; or there are no rollouts, some have candidate
+            sets and others have none, or the rollouts' sets have no log-probs.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
@@ -215,12 +218,12 @@ def collate_sft(
         num_actions: B integers, the number of tokens at the end of each row to train on.
         loss_masks: B rows of num_actions[i] values, each 0 or 1. None means all 1.
         normalize_loss_mask: divide the mask by its sum over the batch, so that the sum of the masked losses
-            is their mean, as in `PackedBatch`. A mask without a 1 stays 0.
+            is their mean, as in `PackedBatch`. A mask of all zeros stays 0.
         pad_token_id: fills `sequences` before the ids.
 
     Raises:
-        InvalidInputError: lengths do not fit, or a value has the wrong type. The message names the field and
-            the sample.
+        InvalidInputError: lengths do not match, or a value has the wrong type. The message names the field
+            and the sample.
     """
     samples = read_examples(input_ids, num_actions, loss_masks)
     longest, width = int(samples.lengths.max()), int(samples.num_actions.max())
@@ -239,10 +242,13 @@ def collate_sft(
 
 
 def _padding(lengths: NDArray[np.int64], width: int, pad_token_id: int) -> NDArray[np.int64]:
-    """Return int64 [B, width] in which only the padding, before the last `lengths[i]` columns, is written."""
+    """Return int64 [B, width] with padding before the last `lengths[i]` columns of row i.
+
+    The caller must write these last columns.
+    """
     pad_token_id = as_integer("pad_token_id", pad_token_id)
     if pad_token_id == 0:
-        return np.zeros((len(lengths), width), np.int64)  # new memory is zero, so nothing is written
+        return np.zeros((len(lengths), width), np.int64)  # this memory is already zero
     out = np.empty((len(lengths), width), np.int64)
     for line, start in zip(out, (width - lengths).tolist(), strict=True):
         line[:start] = pad_token_id

@@ -1,6 +1,6 @@
 """`CompressedMask`: a [B, W] mask stored as runs or bits, which gathers and scatters the elements it keeps.
 
-Shape legend: B rows, W columns, n kept elements in all, rest: any further dimensions of a field.
+Shape legend: B rows, W columns, n kept elements in all, and `rest` for a field's further dimensions.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _BLOCK_BYTES = 1 << 20  # blocks of rows of this size stay in a core's cache
 class CompressedMask:
     """The kept elements of B rows, as runs of columns, or as bits if runs would be larger.
 
-    Both forms represent every mask, including masks with gaps and empty rows. Rows keep their `width` when
+    Both forms can represent any mask, including masks with gaps and empty rows. Rows keep their `width` when
     they are taken from a batch, so a part of a batch is restored at the whole batch's width.
 
     Args:
-        width: W.
-        offsets: int64 [B + 1]. The kept elements of row i are `values[offsets[i]:offsets[i + 1]]`, in column
-            order, if `gather` returned `values`.
-        runs: int32 [runs, 2], the first column of each run and the column after its last, row after row. None
-            if the mask is stored as bits.
+        width: the number of columns W.
+        offsets: int64 [B + 1]. Row i's kept elements are `gather(field)[offsets[i]:offsets[i + 1]]`, in
+            column order.
+        runs: int32 [runs, 2], the first column of each run and the column after its last one, row after row.
+            None if the mask is stored as bits.
         run_offsets: int64 [B + 1]. Row i's runs are `runs[run_offsets[i]:run_offsets[i + 1]]`. None if the
             mask is stored as bits.
         bits: uint8 [B, ceil(W / 8)], column c in bit `c % 8` of byte `c // 8`. None if the mask is stored as
@@ -47,11 +47,11 @@ class CompressedMask:
 
     @classmethod
     def of(cls, mask: NDArray[Any]) -> CompressedMask:
-        """Compress the non-zero elements of `mask` [B, W], of any dtype."""
+        """Compress `mask` [B, W], of any dtype. Non-zero elements are kept."""
         num_rows, width = mask.shape
         pairs, counts = [], np.zeros(num_rows, np.int64)
         for low, high in blocks(num_rows, width):
-            # Join the rows with a 0 between them, so that every change starts or ends a run.
+            # Join the rows with a 0 between them, so that each change of value starts or ends a run.
             line = np.zeros((high - low) * (width + 1) + 1, np.uint8)
             np.not_equal(mask[low:high], 0, out=line.view(np.bool_)[1:].reshape(-1, width + 1)[:, :width])
             changes = np.bitwise_xor(line[1:], line[:-1])
@@ -92,7 +92,7 @@ class CompressedMask:
         """Return [n, *rest]: the kept elements of `field` [B, W, *rest], row after row.
 
         `on_block` is called with each block of rows just before the block is gathered. So the caller can
-        inspect the whole field, and it is still read from memory only once.
+        inspect the whole field, and the field is still read from memory only once.
         """
         values = np.empty((self.offsets[-1], *field.shape[2:]), field.dtype)
         flat = field.reshape(len(self) * self.width, *field.shape[2:])
@@ -133,7 +133,7 @@ class CompressedMask:
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Yield every run as a span of the flattened [B * W] field.
 
-        There is at most one run per 64 elements. With more, the mask is stored as bits.
+        There is at most one run per 64 elements. A mask with more runs is stored as bits.
         """
         assert self.runs is not None
         assert self.run_offsets is not None
@@ -143,7 +143,7 @@ class CompressedMask:
 
 
 def blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that cover `num_rows`, each of about the size of a core's cache."""
+    """Yield ranges of rows that cover `num_rows`, each about as large as a core's cache."""
     step = max(1, _BLOCK_BYTES // max(1, row_bytes))
     return ((low, min(low + step, num_rows)) for low in range(0, num_rows, step))
 

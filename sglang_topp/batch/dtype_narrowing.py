@@ -15,13 +15,13 @@ _FLOATS: dict[torch.dtype, tuple[type[np.floating[Any]], tuple[type[np.floating[
     torch.float32: (np.float32, (np.float16,)),
     torch.float64: (np.float64, (np.float16, np.float32)),
 }
-_SAMPLE = 4096  # most float arrays cannot be narrowed, and the first few values show it
+_SAMPLE = 4096  # test this many values first, because most float arrays cannot be narrowed
 
 
 def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
     """Return an array in a narrower dtype if that is lossless, and unchanged otherwise.
 
-    The array is given as `bits`, the bit patterns of its `dtype` as signed integers.
+    `bits` holds the array's elements of type `dtype`, viewed as signed integers.
     """
     if not bits.size:
         return bits
@@ -42,7 +42,7 @@ def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
 
 
 def widened(values: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Undo `narrowed`: return the bit patterns of `dtype`."""
+    """Undo `narrowed`: return the elements' bit patterns in the original `dtype`."""
     if dtype in _FLOATS and values.dtype.kind == "f":
         return values.astype(_FLOATS[dtype][0]).view(f"i{dtype.itemsize}")
     if _is_integer(dtype):

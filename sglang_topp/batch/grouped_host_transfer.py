@@ -14,7 +14,7 @@ __all__ = ["to_host"]
 
 
 def to_host(rows: Sequence[Any]) -> Sequence[Any]:
-    """Return `rows` with every tensor as a NumPy array. Tensors of one device and dtype share a transfer."""
+    """Convert each tensor in `rows` to a NumPy array. Tensors of one device and dtype share a transfer."""
     if not any(isinstance(row, torch.Tensor) for row in rows):
         return rows
     out = list(rows)
@@ -26,7 +26,7 @@ def to_host(rows: Sequence[Any]) -> Sequence[Any]:
             else:
                 away.setdefault((row.device, row.dtype), []).append(i)
     for indices in away.values():
-        # One synchronizing copy for all samples, not one per sample.
+        # Copy all samples at once, because each copy waits for the device.
         flat = to_numpy(torch.cat([out[i].detach().reshape(-1) for i in indices]))
         ends = np.cumsum([out[i].numel() for i in indices])
         for i, part in zip(indices, np.split(flat, ends[:-1]), strict=True):

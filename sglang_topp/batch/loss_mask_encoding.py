@@ -33,10 +33,10 @@ class PackedLossMask:
     Args:
         data: either uint8 [ceil(L / 8)], with token t in bit `t % 8` of byte `t // 8` and unused bits 0, or
             int8 [L], with one byte per token.
-        length: L.
+        length: the number of tokens L.
 
-    `len` and iteration behave as for a list of ints, so the built-in `sum` is correct. (Over an int8 array,
-    the built-in `sum` is wrong, because NumPy 2 wraps around after 127.)
+    `len` and iteration behave as for a list of ints, so the built-in `sum` is correct. (For an int8 array in
+    NumPy 2, the built-in `sum` overflows above 127.)
     """
 
     data: NDArray[np.uint8] | NDArray[np.int8]
@@ -62,7 +62,7 @@ class PackedLossMask:
         return iter(self.to_numpy().tolist())
 
     def __eq__(self, other: object) -> bool:
-        """Compare the values of two masks in either form."""
+        """Compare the values of two masks, whether they are stored as bits or bytes."""
         if not isinstance(other, PackedLossMask):
             return NotImplemented
         return np.array_equal(self.to_numpy(), other.to_numpy())
@@ -81,7 +81,7 @@ class PackedLossMask:
         return int.from_bytes(self.data.tobytes(), "little").bit_count()
 
     def to_numpy(self) -> NDArray[np.int8]:
-        """Return int8 [L], each 0 or 1, a view of `data` in the int8 form. Sum it with `dtype=np.int64`."""
+        """Return int8 [L], each 0 or 1: a view if `data` is int8. Pass `dtype=np.int64` to sum the array."""
         if self.data.dtype == np.int8:
             return self.data.view(np.int8)
         bits = self.data.view(np.uint8)
@@ -97,12 +97,12 @@ class PackedLossMask:
 def pack_loss_mask(
     mask: Any, *, form: Literal["bits", "int8"] = "bits", length: int | None = None
 ) -> PackedLossMask:
-    """Pack the loss mask of one sample. The given mask is copied, and not changed.
+    """Pack the loss mask of one sample. The input is copied and not modified.
 
     Args:
         mask: [L], a list of ints or bools, a 1-D array, or a 1-D tensor on any device. Every value is 0 or 1.
         form: `bits` is smaller (L / 8 bytes). `int8` (L bytes) can be read without a copy.
-        length: the expected L, such as the response's length. Another length is an error.
+        length: the expected L, such as the response's length. Any other length is an error.
 
     Raises:
         InvalidInputError: the mask has a value other than 0 and 1, is not 1-D, or has the wrong length.
@@ -136,7 +136,7 @@ def unpack_loss_masks(
     packed = torch.from_numpy(np.concatenate(parts)).to(device)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     flat = ((packed[:, None] >> shifts) & 1).to(dtype).view(-1)
-    # Every sample starts at a byte, so a slice of the unpacked bits suffices, without a gather.
+    # Every sample starts at a byte boundary, so each sample's mask is a slice of the unpacked bits.
     ends = np.cumsum([8 * len(part) for part in parts]).tolist()
     return [
         flat[end - 8 * len(part) :][: len(mask)] for end, part, mask in zip(ends, parts, masks, strict=True)
@@ -155,7 +155,7 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
             out.append(_bytes(mask))
         except InvalidInputError as error:
             raise InvalidInputError(f"{name}[{i}]: {error}") from None
-    # Check all masks in one call, because a call per mask costs more than reading it.
+    # Check all masks in one call, because one call per mask would take longer than reading the masks.
     if out and np.concatenate(out).max(initial=0) > 1:
         for i, values in enumerate(out):
             if (wrong := np.flatnonzero(values > 1)).size:
@@ -165,9 +165,9 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
 
 
 def _bytes(mask: Any) -> NDArray[np.uint8]:
-    """Return the mask as uint8 [L]. Values other than 0 and 1 raise, or become numbers above 1.
+    """Return the mask as uint8 [L].
 
-    `mask_rows` rejects numbers above 1.
+    An invalid value raises an error here, or becomes a number above 1, which `mask_rows` rejects.
     """
     if isinstance(mask, PackedLossMask):
         return mask.to_numpy().view(np.uint8)

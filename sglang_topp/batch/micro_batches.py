@@ -23,11 +23,12 @@ __all__ = ["MicroBatches", "split_micro_batches", "take_batch"]
 
 @dataclass(frozen=True, eq=False)
 class MicroBatches:
-    """The rows of each micro-batch of each rank, as `split_micro_batches` returns them.
+    """The rows of every rank's micro-batches, as returned by `split_micro_batches`.
 
     Attributes:
         rows: `rows[rank][k]` is int64, the rows of a rank's k-th micro-batch, ascending. Every rank has the
-            same number of micro-batches. Some are empty only if B is less than their total number.
+            same number of micro-batches. A micro-batch is empty only if there are fewer rows than
+            micro-batches.
     """
 
     rows: tuple[tuple[NDArray[np.int64], ...], ...]
@@ -44,7 +45,8 @@ class MicroBatches:
                 BatchCandidateSets.
 
         Raises:
-            InvalidInputError: the number of rows is not the number of lengths that were split.
+            InvalidInputError: the batch has more or fewer rows than the `lengths` passed to
+                `split_micro_batches`.
         """
         nested = batch if isinstance(batch, NestedBatch) else nest_batch(batch, {})
         num_rows = sum(len(rows) for rank in self.rows for rows in rank)
@@ -56,13 +58,13 @@ class MicroBatches:
         """Join the results of the micro-batches in the order of the batch's rows.
 
         Args:
-            results: `results[rank][k]` is [rows, ...], the results of the rows of that micro-batch.
+            results: `results[rank][k]` is [rows, ...], the results of the rank's k-th micro-batch.
 
         Returns:
             [B, ...], one result per row of the batch.
 
         Raises:
-            InvalidInputError: a result is missing, or its number of rows is not that of its micro-batch.
+            InvalidInputError: a result is missing, or its number of rows differs from its micro-batch's.
         """
         parts = []
         for rank, expected in enumerate(self.rows):
@@ -86,13 +88,13 @@ class MicroBatches:
 def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) -> MicroBatches:
     """Split B rows into micro-batches of at most `max_tokens` tokens.
 
-    Rows are packed by first-fit decreasing (`bin_packing`). Every rank gets the same number of micro-batches,
-    because collective operations need it, and about the same number of tokens.
+    Rows are packed by first-fit decreasing (`bin_packing`). Every rank gets about the same number of tokens,
+    and exactly the same number of micro-batches, because all ranks must take part in collective operations.
 
     Args:
-        lengths: integers [B], the tokens that each row costs. This is the row's own length if padding is
-            removed, and the batch's width otherwise.
-        max_tokens: the most tokens of a micro-batch.
+        lengths: integers [B], the tokens that each row costs: the row's own length if padding is removed, and
+            the batch's width otherwise.
+        max_tokens: the most tokens in a micro-batch.
         ranks: the number of data-parallel ranks.
 
     Raises:
@@ -106,7 +108,9 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
 
 
 def take_batch(batch: Any, rows: ArrayLike) -> Any:
-    """Return these rows of a batch, in this order, including candidate sets. Adjacent rows are views.
+    """Return the given rows of a batch, in the given order. Adjacent rows are returned as views.
+
+    The result includes the rows' candidate sets.
 
     Args:
         batch: a NestedBatch, or a dict or TensorDict with entries as in `nest_batch` and tensors on any
@@ -114,7 +118,7 @@ def take_batch(batch: Any, rows: ArrayLike) -> Any:
         rows: integers, from 0 to B - 1.
 
     Raises:
-        InvalidInputError: entries differ in B, or an index is out of range.
+        InvalidInputError: entries differ in their number of rows, or an index is out of range.
     """
     nested = batch if isinstance(batch, NestedBatch) else nest_batch(batch, {})
     return _like(batch, nested.take(rows))

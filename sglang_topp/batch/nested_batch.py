@@ -1,10 +1,10 @@
-"""`NestedBatch`: the fields of a batch as nested (jagged) tensors, to send them without the padding.
+"""`NestedBatch`: a batch whose padded fields are stored without the padding, for transfers.
 
-Elements under a mask of 1 are always sent. Elements under a mask of 0 that equal the field's pad value are
-not sent. If they have another value, they are sent too, so that the padded field is restored exactly. In a
-field that is declared `droppable`, all elements under a mask of 0 are lost.
+Elements where the mask is 1 are always sent. Elements where the mask is 0 are sent only if they differ from
+the field's pad value, so that the padded field is restored exactly. In a field that is declared `droppable`,
+elements where the mask is 0 are never sent.
 
-Shape legend: B rows, W columns, n values of one field over all rows, rest: any further dimensions.
+Shape legend: B rows, W columns, n values of one field over all rows, and `rest` for any further dimensions.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class NestedFieldSpec:
     Args:
         mask: the name of the [B, W] field whose non-zero elements mark the columns to keep.
         pad: the field's value in columns that are not kept.
-        droppable: elements under a mask of 0 may be lost. They are restored as `pad`.
-        columns: the field's dimension that matches the mask's columns. For example, this is 2 for the
-            `position_ids` [B, 3, W] of models with several position ids per token.
+        droppable: whether elements where the mask is 0 may be lost. Lost elements are restored as `pad`.
+        columns: the field's dimension that matches the mask's columns. For example, pass 2 for `position_ids`
+            [B, 3, W], which hold three position ids per token.
     """
 
     mask: str
@@ -65,11 +65,11 @@ class _Field:
     values: NDArray[Any]
     dtype: torch.dtype
     layout: int | None
-    """Index into the batch's layouts. None for a dense tensor, with `values` [B, *rest]."""
+    """Index into the batch's layouts. None for a dense tensor, whose `values` are [B, *rest]."""
     pad: int = 0
     """The pad value's bit pattern."""
     columns: int = 1
-    """The dimension of the tensor that has size W. `values` are [n, *rest], without this dimension."""
+    """The tensor's dimension of size W. `values` [n, *rest] do not have this dimension."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +80,15 @@ class NestedBatch:
     picklable. `batch[a:b]`, `take`, and `chunk` select rows. Tensors that are not nested are not copied, and
     pickle protocol 5 transfers them without a copy.
 
-    `dense` and `outside` describe the whole batch, also after rows were selected.
+    `dense` and `outside` describe the whole batch, even after rows were selected.
 
     Attributes:
-        num_rows: B.
-        dense: the tensors of two or more dimensions that were not compressed. Maps each name to a text with
+        num_rows: the number of rows B.
+        dense: the tensors with two or more dimensions that were not compressed. Each name maps to a text with
             shape, dtype, and size in bytes. A tensor in an inner TensorDict has the name `name.inner`.
-        outside: the fields with values other than `pad` under a mask of 0. Maps each name to the number of
-            columns that are sent for these values. If they are many and not needed, set `droppable`.
+        outside: the fields with values other than `pad` where the mask is 0. Each name maps to the number of
+            columns that are sent for these values. If there are many such columns, and they are not needed,
+            set `droppable`.
     """
 
     num_rows: int
@@ -119,7 +120,7 @@ class NestedBatch:
         )
 
     def __getitem__(self, rows: slice) -> NestedBatch:
-        """Return the rows `batch[a:b]`. The result shares the arrays."""
+        """Return the rows of `batch[a:b]`, which share this batch's arrays."""
         return self.take(np.arange(self.num_rows)[rows])
 
     def chunk(self, parts: int) -> list[NestedBatch]:
@@ -162,8 +163,8 @@ class NestedBatch:
     def jagged(self, name: str) -> torch.Tensor:
         """Return a nested field as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
 
-        Row i holds the values that its mask keeps and, unless the field is droppable, all others that differ
-        from the pad value. `padded` is the inverse.
+        Row i holds the values where its mask is not 0 and, unless the field is droppable, all other values
+        that differ from the pad value. `padded` is the inverse.
 
         Raises:
             InvalidInputError: `name` is not a nested field.
@@ -181,12 +182,12 @@ class NestedBatch:
             like: the name of a nested field.
 
         Returns:
-            `[B, W, *rest]` on the device of `values`, and differentiable in them. W is the width of the whole
-            batch, even if this value holds only some of its rows.
+            `[B, W, *rest]` on the device of `values`, and differentiable in `values`. W is the width of the
+            whole batch, even if this NestedBatch holds only some of the batch's rows.
 
         Raises:
-            InvalidInputError: `like` is not a nested field, or the number of values differs. The message
-                names the row.
+            InvalidInputError: `like` is not a nested field, or the number of values does not match. The
+                message names the row.
         """
         _, layout = self._nested_field(like)
         lengths = np.diff(layout.offsets)
@@ -228,23 +229,23 @@ def nest_batch(
     narrow: bool = True,
     strict: bool = False,
 ) -> NestedBatch:
-    """Compress the padded fields of a batch. `unnest_batch` restores it bit for bit.
+    """Compress the padded fields of a batch. `unnest_batch` restores the batch bit for bit.
 
     Args:
-        batch: a dict or a `tensordict.TensorDict` of names to values. Entries with rows are tensors [B, ...]
-            on any device (also jagged ones), BatchCandidateSets, and lists, tuples, and arrays of B entries.
-            Any other entry is one value for all rows. In a TensorDict, other non-tensor entries have rows
-            only if they are stacked.
-        fields: the padded CPU tensors `[B, W, *rest]` to compress. A value is a `NestedFieldSpec`, or the
+        batch: a dict or a `tensordict.TensorDict` that maps names to values. Entries with rows are tensors
+            [B, ...] on any device (also jagged ones), BatchCandidateSets, and lists, tuples, and arrays of B
+            entries. Any other entry is a single value that all rows share. In a TensorDict, non-tensor
+            entries other than BatchCandidateSets have rows only if they are stacked.
+        fields: the padded CPU tensors `[B, W, *rest]` to compress. Each value is a `NestedFieldSpec`, or the
             name of the mask. Other entries are not changed.
         narrow: send integers and floats in a narrower dtype if it holds every value exactly.
-        strict: raise if a tensor with columns stays dense.
+        strict: raise if a tensor with two or more dimensions stays dense.
 
     Raises:
         InvalidInputError: a field or its mask is missing, not a padded CPU tensor, or of another shape; the
-            pad value cannot be represented in the field's dtype; tensors differ in B; or, with `strict`, a
-            tensor with two or more dimensions is not in `fields` (the message gives its shape, dtype, and
-            size).
+            pad value cannot be represented in the field's dtype; tensors differ in their number of rows; or,
+            with `strict`, a tensor with two or more dimensions is not in `fields` (the message gives its
+            shape, dtype, and size).
     """
     specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
     entries = entries_of(batch)
@@ -300,13 +301,13 @@ def nest_batch(
 
 
 def unnest_batch(nested: NestedBatch) -> Any:
-    """Restore the batch, or the rows of it that `nested` holds.
+    """Restore the padded batch, with the rows that `nested` holds.
 
-    Fields have their original dtype, shape, and order. Padded fields are new memory. Dense tensors share
-    their memory with `nested` if it is writable.
+    Fields have their original dtype, shape, and order. Padded fields are new tensors. Dense tensors share the
+    memory of `nested` if that memory is writable.
 
     Returns:
-        A dict, or a `tensordict.TensorDict` with batch size [B] if `nest_batch` was called with one.
+        A `tensordict.TensorDict` with batch size [B] if `nest_batch` received a TensorDict, else a dict.
     """
     out: dict[str, Any] = {}
     for name in nested._keys:
@@ -334,7 +335,7 @@ def _padded(field: _Field, layout: CompressedMask | None) -> NDArray[Any]:
         return field.values if field.values.flags.writeable else field.values.copy()
     values = widened(field.values, field.dtype)
     shape = (len(layout), layout.width, *values.shape[1:])
-    # `np.zeros` gets memory that is already zero, so the padding, most of a batch, is not written.
+    # `np.zeros` gets memory that is already zero, so the padding need not be written.
     out = np.full(shape, field.pad, values.dtype) if field.pad else np.zeros(shape, values.dtype)
     layout.scatter(values, out)
     return out

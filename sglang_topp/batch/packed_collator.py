@@ -1,7 +1,7 @@
 """`PackedCollator`: pack several samples into each row, for variable-length attention.
 
 A value that scores a token (loss mask, reward, log-prob, candidate set) is in the column whose logits predict
-the token, one column before the token itself. So `f(logits)[row, column]` lines up with every scored field
+the token, one column before the token. So `f(logits)[row, column]` lines up with every scored field
 without a shift. The last column of each sample scores nothing::
 
     sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding
@@ -9,7 +9,8 @@ without a shift. The last column of each sample scores nothing::
 
 `reference_layouts.py` defines the layout in plain loops.
 
-Shape legend: B samples of L_i tokens, P_i of the prompt and R_i of the response; N rows of W columns.
+Shape legend: B samples; L_i tokens in sample i, P_i in its prompt and R_i in its response; N rows of W
+columns.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ __all__ = ["PackedBatch", "PackedCollator"]
 class PackedBatch(TypedDict):
     """The batch that `PackedCollator` returns: CPU tensors of N rows and W columns, and lists of N entries.
 
-    Rank d of `dp_size` owns the rows from `d * N / dp_size` to `(d + 1) * N / dp_size - 1`. Each row is a
+    Data-parallel rank d owns the rows from `d * N / dp_size` to `(d + 1) * N / dp_size - 1`. Each row is a
     micro-batch. In an RL batch, each of the caller's `fields` is an entry under its own name, int64 or
-    float32 [N, W], placed as `rewards`.
+    float32 [N, W], placed like `rewards`.
     """
 
     sequences: torch.Tensor
@@ -59,27 +60,29 @@ class PackedBatch(TypedDict):
     """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, always W."""
     cu_seqlens: list[torch.Tensor]
     """int32 [samples + 1] for each row: the first column of each sample, and then the row's length. So each
-    span includes the sample's alignment. A row without samples has one sequence of padding."""
+    span includes the padding after the sample. A row without samples has one sequence that is all padding."""
     seq_lengths: list[torch.Tensor]
-    """int32 [samples] for each row: the number of tokens of each sample, without alignment."""
+    """int32 [samples] for each row: the number of tokens of each sample, without padding."""
     samples: list[torch.Tensor]
     """int64 [samples] for each row: the indices of the row's samples, in order."""
     response_mask: NotRequired[torch.Tensor]
-    """RL: int64 [N, W], 1 where a response token is predicted."""
+    """RL only: int64 [N, W], 1 where a response token is predicted."""
     rewards: NotRequired[torch.Tensor]
-    """RL: float32 [N, W], in the columns that predict the tokens."""
+    """RL only: float32 [N, W], in the columns that predict the tokens."""
     logprobs: NotRequired[torch.Tensor]
-    """RL: float32 [N, W], in the columns that predict the tokens. Only if log-probs were passed."""
+    """RL only: float32 [N, W], in the columns that predict the tokens. Present only if log-probs were
+    passed."""
     candidates: NotRequired[BatchCandidateSets]
-    """RL: N rows of W positions. A position has a set if its column predicts a sampled token. Only if sets
-    were passed."""
+    """RL only: N rows of W positions. A position has a set if its column predicts a sampled token. Present
+    only if sets were passed."""
 
 
 @dataclass(frozen=True)
 class _Packing:
     """The place of every sample: sample `order[k]` starts in row `rows[k]` at column `starts[k]`.
 
-    `order` lists the samples row by row. `lengths` are the samples' numbers of tokens, by sample.
+    `order` lists the samples row by row. `lengths` holds each sample's number of tokens, in the caller's
+    order.
     """
 
     order: NDArray[np.int64]
@@ -91,7 +94,7 @@ class _Packing:
     row_lengths: NDArray[np.int64]
 
     def gaps(self) -> NDArray[np.int64]:
-        """Return the indices of the flattened [N, W] field that no sample covers. Packed rows have few."""
+        """Return the few indices of the flattened [N, W] field that no sample covers."""
         first = self.rows * self.width + self.starts
         stop = first + self.lengths[self.order]
         sizes = np.append(first[1:], self.num_rows * self.width) - stop
@@ -99,7 +102,7 @@ class _Packing:
         return np.repeat(stop - before, sizes) + np.arange(sizes.sum())
 
     def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-        """Return `(sample, first, stop)` for every sample, as indices of the flattened [N, W] field.
+        """Return `(sample, first, stop)` for every sample, as indices into the flattened [N, W] field.
 
         The span of sample i starts `skip[i]` columns after the sample's start, and has `lengths[i]` columns.
         """
@@ -113,16 +116,18 @@ class PackedCollator:
     """Packs samples into rows of at most `max_tokens` columns, by first-fit decreasing on aligned lengths.
 
     Args:
-        max_tokens: the most columns of a row, including all alignment.
+        max_tokens: the most columns in a row, including alignment padding.
         pad_token_id: fills `sequences` between and after samples.
-        dp_size: data-parallel ranks. The number of rows is a multiple of it, and tokens are spread evenly.
-        tp_size: tensor-parallel ranks (sequence parallelism). Every sample is aligned to it.
-        cp_size: context-parallel ranks. Above 1, every sample is aligned to `2 * cp_size * tp_size`, because
-            each rank takes two zigzag chunks.
-        pp_size: pipeline stages. Above 1, all rows are computed at the same width.
-        fp8_multiple: the multiple that an FP8 GEMM requires of its rows on every rank: 16 with per-tensor
-            scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. Each row is aligned to it as a
-            whole.
+        dp_size: the number of data-parallel ranks. The number of rows is a multiple of `dp_size`, and tokens
+            are spread evenly over the ranks.
+        tp_size: the number of tensor-parallel ranks. Every sample is aligned to a multiple of `tp_size`, as
+            sequence parallelism requires.
+        cp_size: the number of context-parallel ranks. Above 1, every sample is aligned to
+            `2 * cp_size * tp_size`, because each rank takes two zigzag chunks.
+        pp_size: the number of pipeline stages. Above 1, all rows are computed at the same width.
+        fp8_multiple: the number that must divide the row count of an FP8 GEMM on every rank: 16 with
+            per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. Only whole rows are
+            aligned for FP8, not each sample.
 
     Raises:
         InvalidInputError: an argument is not an integer, a size is below 1, or `max_tokens` is too small for
@@ -150,12 +155,12 @@ class PackedCollator:
 
     @property
     def sequence_multiple(self) -> int:
-        """The multiple to which the number of columns of every sample is rounded up."""
+        """Every sample's number of columns is rounded up to a multiple of this number."""
         return self.tp_size * (2 * self.cp_size if self.cp_size > 1 else 1)
 
     @property
     def row_multiple(self) -> int:
-        """The multiple to which the number of columns of every row is rounded up."""
+        """Every row's number of columns is rounded up to a multiple of this number."""
         return self.fp8_multiple * self.sequence_multiple
 
     def collate_sft(
@@ -166,8 +171,8 @@ class PackedCollator:
         A loss on the first token of a sample is dropped, because nothing predicts that token.
 
         Raises:
-            InvalidInputError: for the reasons of `collate_sft`; or a sample is empty, or longer than
-                `max_tokens` once aligned.
+            InvalidInputError: for the same reasons as `collate_sft`; or a sample is empty, or longer than
+                `max_tokens` after alignment.
         """
         examples = read_examples(input_ids, num_actions, loss_masks)
         packing = self._pack("input_ids", examples.lengths)
@@ -199,8 +204,8 @@ class PackedCollator:
         """Pack rollouts. The arguments are those of `sglang_topp.batch.collate_rl`.
 
         Raises:
-            InvalidInputError: for the reasons of `collate_rl`; or a sample is empty, or longer than
-                `max_tokens` once aligned.
+            InvalidInputError: for the same reasons as `collate_rl`; or a sample is empty, or longer than
+                `max_tokens` after alignment.
         """
         samples = read_rollouts(
             prompts, responses, rewards, loss_masks, logprobs, candidates, fields, PackedBatch.__annotations__
@@ -218,8 +223,8 @@ class PackedCollator:
         """Pack the `Rollout` objects of a client, with the arguments of `sglang_topp.batch.collate_rollouts`.
 
         Raises:
-            InvalidInputError: for the reasons of `collate_rollouts`; or a sample is empty, or longer than
-                `max_tokens` once aligned.
+            InvalidInputError: for the same reasons as `collate_rollouts`; or a sample is empty, or longer
+                than `max_tokens` after alignment.
         """
         columns = rollout_columns(rollouts, rewards, candidates)
         samples = read_rollouts(**columns, fields=fields, own_names=PackedBatch.__annotations__)
@@ -296,7 +301,7 @@ class PackedCollator:
     ) -> tuple[PackedBatch, NDArray[np.int64]]:
         """Return the fields that all packed batches have, and a flat view of `sequences`.
 
-        The caller writes the samples' tokens to this view.
+        The caller writes the samples' tokens to the flat view.
         """
         shape, gaps = (packing.num_rows, packing.width), packing.gaps()
         # Samples fill nearly all of a packed field, so writing only the gaps halves the memory traffic.

@@ -1,6 +1,7 @@
 """Check rows of different lengths (lists, arrays, or tensors), and write them into a batch's arrays.
 
-Each row is written once, from the caller's object directly into the batch's memory. No loop runs per token.
+Each row is written once, from the caller's object directly into the batch's memory, without a Python loop per
+token.
 
 Shape legend: B samples, L_i tokens of sample i, W columns of a padded field.
 """
@@ -38,9 +39,9 @@ RaggedRows: TypeAlias = Sequence[Any]
 
 _INTEGERS = frozenset("bhilqBHI")
 _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
-# The accepted types of rows. `isinstance` gets this tuple, because a union type would be built for every row.
+# The accepted types of rows, as a tuple for `isinstance`: a union type would be built again for every row.
 _HELD = (list, tuple, np.ndarray)
-# For each dtype of the batch: the accepted dtypes, their description, and the `struct` code.
+# Maps each dtype of the batch to the accepted dtypes, their description, and the `struct` code.
 _TAKES = {
     np.dtype(np.int64): (_INTEGERS, "integers that fit int64", "q"),
     np.dtype(np.float32): (_NUMBERS, "numbers", "f"),
@@ -53,8 +54,8 @@ def as_integer(name: str, value: Any) -> int:
     Without the check, NumPy would write 0.5 and "0" into an array of ids as 0.
 
     Raises:
-        InvalidInputError: `value` is not an integer, such as the None of a tokenizer without a padding token,
-            or does not fit int64.
+        InvalidInputError: `value` is not an integer (for example None, from a tokenizer without a padding
+            token), or does not fit int64.
     """
     try:
         return int(np.int64(operator.index(value)))
@@ -66,11 +67,11 @@ def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> N
     """Check that `values` are 1-D integers, and return them as int64 [k]. An empty list is valid.
 
     Raises:
-        InvalidInputError: `values` are not 1-D, or not integers. The message says what is `expected`.
+        InvalidInputError: `values` are not 1-D, or not integers. The message contains `expected`.
     """
     try:
         array = to_numpy(values)
-    except ValueError as error:  # lists of several lengths
+    except ValueError as error:  # nested lists of different lengths
         raise InvalidInputError(f"{name}: expected {expected}: {error}") from None
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InvalidInputError(f"{name}: got {array.dtype} of shape {array.shape}, expected {expected}")
@@ -98,7 +99,7 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 
 
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
-    """Check that every sample's row has its `expected` length, the length of its row in the field `of`.
+    """Check each row's length against `expected`, the row lengths of the field named `of`.
 
     Raises:
         InvalidInputError: the number of samples or a row's length differs. The message names the sample.
@@ -150,15 +151,15 @@ def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
                 raise InvalidInputError(f"{name}[{i}]: got shape {row.shape}, expected one value per token")
             if row.dtype.char not in accepted and row.size:
                 raise InvalidInputError(f"{name}[{i}]: got dtype {row.dtype}, expected {expected}")
-    return out  # only empty arrays have a dtype that is not accepted: NumPy makes an empty list float64
+    return out  # only empty arrays have another dtype: NumPy converts an empty list to float64
 
 
 def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
     """Write `line[:] = row`. Only integers convert to int64, and only numbers to float32.
 
     Args:
-        line: int64 or float32 [L], contiguous. L is the row's length, as `check_lengths` has checked.
-        row: a row of `host_rows`.
+        line: int64 or float32 [L], contiguous. L is the row's length, already verified by `check_lengths`.
+        row: a row that `host_rows` returned.
         name, sample: the row's name in error messages.
 
     Raises:
@@ -178,7 +179,7 @@ def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
 def right_align(
     name: str, rows: RaggedRows, lengths: NDArray[np.int64], width: int, dtype: DTypeLike
 ) -> NDArray[Any]:
-    """Return [B, width] with `out[i, width - lengths[i]:] = rows[i]`, and 0 before it."""
+    """Return [B, width] with each row right-aligned: `out[i, width - lengths[i]:] = rows[i]`, else 0."""
     out = np.zeros((len(rows), width), dtype)
     for i, (line, row, start) in enumerate(zip(out, rows, (width - lengths).tolist(), strict=True)):
         write_row(line[start:], row, name, i)

@@ -185,7 +185,7 @@ def _pack(
 def _pack_scored(
     bins: Sequence[list[int]], values: Sequence[list[Any]], width: int, sequence_multiple: int
 ) -> torch.Tensor:
-    """Return float32 [bins, width]: `values[i][t + 1]` in the column of sample i's token t."""
+    """Return float32 [bins, width], with each token's value in the column before the token."""
     rows = []
     for members in bins:
         row: list[Any] = []

@@ -28,7 +28,7 @@ class RolloutLike(Protocol):
 
     @property
     def output_ids(self) -> NDArray[np.int32]:
-        """int32 [R_i]: the generated tokens, and tokens of tools between them."""
+        """int32 [R_i]: the generated tokens, with the tools' tokens between them."""
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
@@ -36,7 +36,7 @@ class RolloutLike(Protocol):
 
     @property
     def loss_mask(self) -> NDArray[np.int8]:
-        """int8 [R_i]: 1 for generated tokens, 0 for tokens of tools."""
+        """int8 [R_i]: 1 for generated tokens, 0 for tools' tokens."""
 
     @property
     def candidates(self) -> CandidateSets | None:
@@ -57,7 +57,7 @@ class RolloutColumns(TypedDict):
 def rollout_columns(
     rollouts: Sequence[RolloutLike], rewards: Sequence[Any], candidates: Sequence[CandidateSets] | None
 ) -> RolloutColumns:
-    """Return the arguments of `collate_rl`. The arguments and errors here are those of `collate_rollouts`."""
+    """Convert the arguments of `collate_rollouts` to those of `collate_rl`. The errors are the same."""
     if not len(rollouts):
         raise InvalidInputError("rollouts: got none, expected at least one")
     if (i := next((i for i, one in enumerate(rollouts) if not hasattr(one, "output_ids")), None)) is not None:
@@ -82,7 +82,7 @@ def rollout_columns(
 
 
 def _per_token(rewards: Sequence[Any], lengths: list[int]) -> list[Any]:
-    """Return one row per rollout, in which a single number is repeated for every token."""
+    """Return one row of rewards per rollout. A single number is repeated for every token."""
     try:
         num_rewards = len(rewards)
     except TypeError:

@@ -1,6 +1,6 @@
 """Validate RL and SFT samples before they are collated or packed.
 
-Shape legend: B samples, P_i, R_i, and L_i tokens of sample i's prompt, response, and whole sequence.
+Shape legend: B samples. Sample i has P_i prompt tokens, R_i response tokens, and L_i tokens in all.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def check_sets_match_responses(
         masks: B loss masks.
 
     Raises:
-        InvalidInputError: a position breaks a rule. The message names the first one.
+        InvalidInputError: a position breaks one of these rules. The message names the first such position.
     """
 
     def where(position: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ __all__ = [
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
 
-# Entries per block of `blocks_of`. The temporary arrays of a block this large fit in a core's cache.
+# `blocks_of` yields blocks of about this many entries, whose temporary arrays fit in a core's cache.
 _AT_ONCE = 1 << 16
 
 
@@ -90,7 +90,7 @@ def blocks_of(offsets: Int64Array) -> Iterator[slice]:
 
 
 def log_sum_exp(values: NDArray[np.floating[Any]], offsets: Int64Array) -> NDArray[np.float64]:
-    """Return float64 [T]: the log of the sum of `exp` over each span, or 0 if the span is empty.
+    """Return float64 [T]: the log-sum-exp of each span, or 0 if the span is empty.
 
     The first value of a span must be its highest.
     """
@@ -109,7 +109,7 @@ def log_sum_exp(values: NDArray[np.floating[Any]], offsets: Int64Array) -> NDArr
 
 
 def first_true(mask: NDArray[np.bool_]) -> int | None:
-    """Return the index of the first True, or None."""
+    """Return the index of the first True, or None if there is none."""
     if not len(mask):
         return None
     index = int(mask.argmax())

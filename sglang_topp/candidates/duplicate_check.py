@@ -1,4 +1,4 @@
-"""Check whether any row holds the same value twice, exactly, and faster than by sorting."""
+"""Check exactly whether all values within each row are distinct, faster than by sorting."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from numpy.typing import NDArray
 
 __all__ = ["all_distinct"]
 
-# Odd constants with well-mixed bits (2^32 over the golden ratio, and two of murmur3's).
+# These odd constants have well-mixed bits: 2^32 over the golden ratio, and two from MurmurHash3.
 _VALUE_FACTOR, _ROW_FACTOR, _ROUND_FACTOR = np.array([0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35], np.uint32)
 
 
 def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
-    """Return whether no value occurs twice in the same row.
+    """Return whether all values within each row are distinct.
 
     Each entry hashes to a slot of a table, writes its index there, and reads the slot again. An entry that
-    reads another index has lost the slot, and is compared with the winner. The losers repeat this among
-    themselves with another hash. Equal entries share a slot in every round, so they are compared at the
-    latest in the round in which one of them wins.
+    reads another entry's index has lost the slot, and is compared with the winner. The losers then try again
+    with another hash. Equal entries (same value, same row) share a slot in every round, so two equal entries
+    are compared at the latest in the round in which one of them wins the slot.
 
     Args:
-        values: int32 [n].
+        values: int32 [n], the value of every entry.
         rows: int32 [n], the row of every entry.
     """
     bits = len(values).bit_length() + 1

@@ -11,7 +11,7 @@ from sglang_topp.candidates.sets import CandidateSets
 
 __all__ = ["set_entropy"]
 
-# Log-probs are clamped here. A sampled token of probability 0 adds nothing, but `0 * -inf` would be NaN.
+# Log-probs are clamped to this value, because `0 * -inf` is NaN for a sampled token of probability 0.
 _LEAST_LOGPROB = -1e4
 
 

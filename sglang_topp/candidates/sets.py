@@ -51,27 +51,27 @@ _SUM_ERROR = 1e-6
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class CandidateSets:
-    """The candidate set of every generated position of one sequence, as one CSR value.
+    """The candidate sets of one sequence's generated positions, stored as CSR arrays.
 
-    Position `t` owns the span `offsets[t]:offsets[t + 1]` of `token_ids` and `logprobs`. A span is ordered
-    by log-prob, highest first, then by token id, lowest first. Its ids are distinct and include
+    Position `t` owns the span `offsets[t]:offsets[t + 1]` of `token_ids` and `logprobs`. A span is ordered by
+    log-prob, highest first, then by token id, lowest first. The ids in a span are distinct and include
     `sampled_ids[t]`. An empty span marks a position that the policy did not sample, such as a tool's token.
-    Nothing is replayed there, and the loss mask is 0.
+    The position is not replayed, and its loss mask is 0.
 
-    A value decoded from a sampling mask may have no log-probs. Then `has_logprobs` is False, spans are
-    ordered by token id, and reading `logprobs`, or a value computed from them, raises. All other methods
-    work.
+    Sets decoded from a sampling mask may have no log-probs. Then `has_logprobs` is False, spans are ordered
+    by token id, and reading `logprobs`, or a value computed from `logprobs`, raises an error. All other
+    methods work.
 
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
         logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. Only
-            a sampled token of zero probability has `-inf` (or float32's lowest value, which SGLang writes
-            instead). If n is 0, None and an empty array mean the same.
+            a sampled token of zero probability may have `-inf` (or float32's lowest value, which SGLang
+            writes instead). If n is 0, None and an empty array mean the same.
         offsets: int64 [T + 1], `offsets[0] == 0`, never decreasing, `offsets[T] == n`.
         sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the span is
             empty.
 
-    Arrays that already have these dtypes are not copied: the value keeps read-only views of them. The caller
+    Arrays that already have these dtypes are not copied: `CandidateSets` keeps read-only views. The caller
     must not write to the arrays afterwards.
 
     Raises:
@@ -142,7 +142,7 @@ class CandidateSets:
 
         Raises:
             InvalidInputError: the sets have no log-probs (`has_logprobs` is False). `logprob_sum` and
-                `sampled_logprobs` raise it too.
+                `sampled_logprobs` raise this error too.
         """
         if self._logprobs is None:
             raise InvalidInputError(
@@ -156,7 +156,7 @@ class CandidateSets:
     @overload
     def __getitem__(self, index: slice) -> CandidateSets: ...
     def __getitem__(self, index: int | slice) -> tuple[Int32Array, Float32Array | None] | CandidateSets:
-        """Return `(token_ids int32 [K], logprobs float32 [K])` for `sets[t]`, CandidateSets for `sets[a:b]`.
+        """Return `(token_ids int32 [K], logprobs float32 [K])` for `sets[t]`, or the sets `sets[a:b]`.
 
         The second item of the pair is None if the log-probs are unknown.
         """
@@ -189,8 +189,8 @@ class CandidateSets:
     def logprob_sum(self) -> Float32Array:
         """float32 [T]: the natural log of the kept mass, `log Σ_{i in C_t} q[i]`, accumulated in float64.
 
-        An empty span has 0: nothing is masked there, so `logprob - logprob_sum` is the log-prob itself. The
-        sum of a set with one candidate is exactly that candidate's log-prob.
+        For an empty span, the value is 0, because nothing is masked there. For a set with one candidate, the
+        value is exactly that candidate's log-prob.
         """
         return _read_only(self._log_mass.astype(np.float32))
 
@@ -204,7 +204,7 @@ class CandidateSets:
         """float32 [T]: the sampled token's log-prob within its set, `sampled_logprobs - logprob_sum`.
 
         This is the rollout's log-prob under the replayed distribution, the denominator of importance ratios.
-        A position with one candidate or none has exactly 0.
+        The value is exactly 0 if a position has one candidate or none.
         """
         masked = self.sampled_logprobs - self.logprob_sum
         return _read_only(np.where(self.sizes > 1, masked, np.float32(0)))
@@ -227,11 +227,11 @@ class CandidateSets:
         The rule takes tokens, most likely first, until their mass reaches `p`. So a set's mass is at least
         `min(p, row)`, where `row` is the mass of the whole vocabulary at this position, after the engine's
         rounding. `row` is 1 up to an error that depends on the engine's precision: 2e-3 in float32, and 1/30
-        in bfloat16 (`--rl-on-policy-target`). A set counts as bfloat16 if all of its log-probs are bfloat16
-        numbers. A mass below `min(p, 1 - error)` or above `1 + error` is wrong.
+        in bfloat16 (`--rl-on-policy-target`). A set counts as bfloat16 if bfloat16 can represent all of its
+        log-probs. A mass below `min(p, 1 - error)` or above `1 + error` is wrong.
 
-        The engine applied the threshold to the same log-probs. Both sides sum them in float64, only in
-        different orders. So the comparison with `p` tolerates a relative difference of 1e-6, and no more.
+        The engine and this check sum the same probabilities in float64, only in different orders. So the
+        comparison with `p` tolerates a relative difference of 1e-6, and no more.
 
         Args:
             p: the requested threshold, above 0 and at most 1.
@@ -268,7 +268,7 @@ class CandidateSets:
 
         Raises:
             InvalidInputError: some parts have log-probs and others have none. Call `without_logprobs` on the
-                former. Parts without candidates combine with either kind.
+                parts that have log-probs. Parts without candidates are ignored in this check.
         """
         if not parts:
             return cls.empty(0)
@@ -324,13 +324,13 @@ class CandidateSets:
         return self._of_entries(entries, offsets, self.sampled_ids[index])
 
     def intersect(self, other: CandidateSets) -> CandidateSets:
-        """Return the candidates that are in both values, with this value's log-probs if it has them.
+        """Return the candidates that `self` and `other` share, with the log-probs of `self` if known.
 
-        Both values must have the same sampled tokens, so a sampled token is always kept. `logprob_sum` of
-        the result is the log of the mass that the shared candidates hold.
+        `self` and `other` must have the same sampled tokens, so sampled tokens are always kept. `logprob_sum`
+        of the result is the log of the mass that the shared candidates hold.
 
         Raises:
-            InvalidInputError: the two values differ in positions, sampled tokens, or empty spans, or the
+            InvalidInputError: `self` and `other` differ in length, sampled tokens, or empty spans, or the
                 only shared candidate of a position is a sampled token of zero probability.
         """
         if len(self) != len(other):
@@ -369,13 +369,13 @@ class CandidateSets:
     def to_torch(self, device: torch.device | str | int | None = None) -> CandidateTensors:
         """Copy the arrays to tensors: `token_ids`, `logprobs`, `offsets`, and `sampled_ids`. Needs torch.
 
-        A copy to a GPU is one asynchronous transfer from pinned memory. The tensors can be used on the
-        current stream at once. They have the dtypes of the arrays. `logprobs` is None if the log-probs are
-        unknown. To score over the same sets several times, pass the result to `sglang_topp.replay` instead
-        of the sets.
+        A copy to a GPU is one asynchronous transfer from pinned memory. The tensors can be used at once on
+        the current stream. The tensors have the same dtypes as the arrays. `logprobs` is None if the
+        log-probs are unknown. To score over the same sets several times, pass the result to
+        `sglang_topp.replay` instead of the sets.
 
         Args:
-            device: the tensors' device; torch's default device by default.
+            device: the tensors' device. If None, torch's default device.
         """
         from sglang_topp.candidates.torch_tensors import to_torch
 
@@ -384,7 +384,7 @@ class CandidateSets:
     # -- comparing, printing, and pickling ---------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Compare every entry of all four arrays. Sets with log-probs never equal sets without."""
+        """Compare every entry of all four arrays. Sets with log-probs never equal sets without log-probs."""
         if not isinstance(other, CandidateSets):
             return NotImplemented
         return (
@@ -414,7 +414,10 @@ class CandidateSets:
 
 
 def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
-    """Return whether no nucleus at `p` can have this mass, given a row whose mass is within `error` of 1."""
+    """Return whether `mass` is impossible for a nucleus at `p`.
+
+    The mass of the row's whole vocabulary is known to be within `error` of 1.
+    """
     return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
 
 

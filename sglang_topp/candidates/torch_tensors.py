@@ -22,8 +22,8 @@ __all__ = ["CandidateTensors", "to_torch"]
 class CandidateTensors:
     """The arrays of `CandidateSets` as tensors on one device. `CandidateSets.to_torch` creates them.
 
-    `sglang_topp.replay` scores over these sets without copying them again. At the first score, replay also
-    stores index tensors here, about 60 bytes per candidate. So do not write to the tensors after that.
+    `sglang_topp.replay` scores over these sets without copying them again. The first scoring call also stores
+    index tensors in this object, about 60 bytes per candidate. Do not write to the tensors afterwards.
     """
 
     token_ids: Tensor

@@ -43,16 +43,16 @@ MAX_LOGPROB = 1e-3
 MASS_ERROR = 2e-3
 """How far the sum of a row's probabilities may be from 1, if a float32 softmax computed the log-probs.
 
-Nearly all of this error is in the softmax's own sum. On a CPU, each of 8 SIMD lanes adds V / 8 numbers, with
-a relative error of up to V / 8 * 2^-24. This bound is 1.1e-3 for a vocabulary of 151,936, where some rows
-reach it, and 2e-3 for 262,144.
+Nearly all of this error is in the softmax's own sum. On a CPU, each of 8 SIMD lanes adds V / 8 numbers (V is
+the vocabulary size), with a relative error of up to V / 8 * 2^-24. This is 1.1e-3 for V = 151,936, where some
+rows reach the bound, and 2e-3 for V = 262,144.
 """
 
 BFLOAT16_MASS_ERROR = 1 / 30
 """How far the sum of a row's probabilities may be from 1, if its log-probs were rounded to bfloat16.
 
-Rounding moves log-probs between -16 and -8 by up to 1/32. It moves lower log-probs by more, but they hold at
-most 2 % of a row's mass.
+Rounding moves log-probs between -16 and -8 by up to 1/32. Rounding moves lower log-probs by more, but these
+hold at most 2 % of a row's mass.
 """
 
 LOWEST = np.finfo(np.float32).min
@@ -111,7 +111,8 @@ def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | No
 
 
 def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
-    # In this and the next functions, a cheap check comes first. Only if it fails is the position searched.
+    # Here and in the functions below, a cheap check runs first. The code searches the position only on
+    # failure.
     if len(ids) and ids.min() < 0:
         e = int((ids < 0).argmax())
         raise InvalidCandidateSetsError(
@@ -166,7 +167,7 @@ def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | No
 def _check_sampled(
     ids: Int32Array, rows: Int32Array, offsets: Int64Array, sampled: Int32Array, first: int
 ) -> NDArray[np.bool_]:
-    """Return bool [n], which entries are sampled tokens. Raise if a filled span lacks its sampled token."""
+    """Return bool [n]: True for sampled tokens. Raise if a non-empty span lacks its sampled token."""
     sizes = np.diff(offsets)
     # Ids are known to be distinct here, so a span contains its sampled token at most once.
     is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)
@@ -192,7 +193,7 @@ def _check_possible(
     is_sampled: NDArray[np.bool_],
     first: int,
 ) -> None:
-    """Check that only sampled tokens have probability 0, and that no set consists of such a token alone."""
+    """Check that only sampled tokens have probability 0, and that every non-empty set has a mass above 0."""
     if not len(logprobs) or logprobs.min() > LOWEST:
         return
     if (stray := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
@@ -208,7 +209,10 @@ def _check_possible(
 
 
 def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:
-    """Return `values` as a 1-D array of `dtype`, not copied if possible. Raise if a value does not fit."""
+    """Return `values` as a 1-D array of `dtype`, without a copy if possible.
+
+    Raise if a value does not fit.
+    """
     array = _as_array(name, values)
     if array.dtype == dtype:
         return array

@@ -1,12 +1,12 @@
 """Refuse requests that SGLang accepts but that crash or block it.
 
 SGLang 0.5.23 accepts an id beyond the vocabulary, a number that overflows its tensor, and a bias that leaves
-no finite logit. Each of them crashes the scheduler, which ends the service for every caller. SGLang also
+no finite logit. Each of these crashes the scheduler, which ends the service for every caller. SGLang also
 tokenizes a long text on its event loop, where all other requests wait. Values that SGLang refuses by itself
-are not checked here. A comment at each check says what happens without it.
+are not checked here. A comment at each check says what happens without the check.
 
 The sidecar checks every request with this module, and the patch set checks the requests for candidate sets.
-The sidecar may run where SGLang is not installed, so this module does not import it.
+The sidecar may run where SGLang is not installed, so this module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 _MAX_DEPTH = 64
 
-# Characters per token in the bound on a text's length. A long text has about 4. A tokenizer's longest tokens
-# are runs of blanks and dashes, and their length would give a useless bound for a long context.
+# The bound on a text's length allows at most this many characters per token. A long text has about 4. A
+# tokenizer's longest tokens are runs of blanks or dashes, whose length would make the bound too loose.
 _MAX_TOKEN_CHARS = 16
 
 
@@ -50,9 +50,9 @@ class Model:
     """The sizes of the engine's model, which requests are checked against.
 
     Attributes:
-        vocab_size: rows of the embedding and of the LM head, `vocab_size` in the model's configuration. It
-            may include ids that the tokenizer does not use.
-        context_length: the most tokens of prompt and answer together.
+        vocab_size: the number of rows in the embedding and the LM head (`vocab_size` in the model's
+            configuration). This number may include ids that the tokenizer does not use.
+        context_length: the most tokens that a prompt and its answer may have together.
         max_token_chars: the number of characters in the tokenizer's longest token.
     """
 
@@ -80,7 +80,7 @@ class Model:
 def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     """Check that all `ids` are in the vocabulary.
 
-    An id beyond the vocabulary raises IndexError in the embedding and crashes the scheduler.
+    In the embedding, an id beyond the vocabulary raises IndexError, which crashes the scheduler.
 
     Args:
         name: the field's name in the message.
@@ -125,7 +125,7 @@ def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
     """Return the error message for a stop string, pattern, or grammar that is too long, or None.
 
     SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token. A
-    grammar is compiled in a scheduler thread that cannot be stopped. This may take minutes.
+    grammar is compiled in a scheduler thread that cannot be stopped. The compilation may take minutes.
     """
     for key, kind in (("stop", "stop string"), ("stop_regex", "pattern")):
         for at, stop in enumerate(_texts(params.get(key))):
@@ -168,10 +168,10 @@ def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     # Without this check, logits become infinite, probabilities become NaN, and the sampler raises.
     if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
         yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
-    # SGLang pickles custom_params. If pickle fails beyond some hundred levels, SGLang answers a bare 500.
+    # SGLang pickles custom_params. Beyond some hundred levels, pickle fails, and SGLang answers a bare 500.
     if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
         yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"
-    # SGLang's HTTP process accepts `choice`, but its `SamplingParams` does not, so it answers a bare 500.
+    # SGLang's HTTP process accepts `choice`, but its `SamplingParams` does not. The answer is a bare 500.
     if "choice" in params:
         yield "choice: SGLang does not accept it; use regex instead"
     yield from _bias_problems(params.get("logit_bias"), model.vocab_size)
@@ -186,7 +186,7 @@ def _bias_problems(bias: Any, vocab_size: int) -> Iterator[str]:
         if not (digits.isascii() and digits.isdigit() and len(digits) < 20) or int(digits) >= vocab_size:
             expected = f"expected 0 to {vocab_size - 1}, the model's vocabulary"
             yield f"logit_bias: got token id {describe(key)}, {expected}"
-        # Beyond float32, the bias is infinite and the probabilities are NaN.
+        # A bias beyond float32 becomes infinite, and the probabilities become NaN.
         if _is_number(value) and not -_MAX_BIAS <= value <= _MAX_BIAS:
             expected = f"expected {-_MAX_BIAS:g} to {_MAX_BIAS:g}"
             yield f"logit_bias: got {describe(value)} for token {key}, {expected}"
@@ -195,7 +195,7 @@ def _bias_problems(bias: Any, vocab_size: int) -> Iterator[str]:
 def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     stop_ids = params.get("stop_token_ids")
     if isinstance(stop_ids, Sequence) and not isinstance(stop_ids, str):
-        # With `min_new_tokens`, SGLang indexes a row of logits with these ids. An invalid id would crash it.
+        # With `min_new_tokens`, SGLang indexes a row of logits with these ids. An invalid id crashes SGLang.
         try:
             check_token_ids("stop_token_ids", stop_ids, model.vocab_size)
         except InvalidInputError as error:
@@ -216,7 +216,7 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     patterns = _texts(params.get("stop_regex"))
     try:
         steps = sum(search_steps(pattern, model.context_length) for pattern in patterns)
-    except re.error as error:  # SGLang answers a bare 500
+    except re.error as error:  # for an invalid pattern, SGLang answers a bare 500
         yield f"stop_regex: got {describe(params['stop_regex'])}, which is no regular expression: {error}"
         return
     if steps == math.inf:

@@ -1,10 +1,10 @@
-"""Decide whether a request can resume an earlier request's answer exactly, from its sampling parameters.
+"""Decide from its sampling parameters whether a request can resume an earlier request's answer exactly.
 
 A resuming request sends the earlier tokens as part of its prompt. Parameters that depend only on the logits
-of one position, or on the tokens themselves, work as if the answer had not been interrupted. Parameters with
-a state over the answer's tokens, such as penalties and grammars, would start from zero, so they are refused.
-Every field of SGLang's `SamplingParams` belongs to one of the groups here. A test compares the groups with
-the installed release.
+of one position, or on the tokens themselves, work as if the answer had not been interrupted. Parameters that
+keep state over the answer's tokens, such as penalties and grammars, would lose that state, so they are
+refused. Every field of SGLang's `SamplingParams` belongs to one of the groups in this module. A test compares
+the groups with the installed SGLang release.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_topp.errors import describe
 __all__ = ["INTERNAL_PARAMS", "NON_RESUMABLE_PARAMS", "RESUMABLE_PARAMS", "RESUMED", "find_resume_problem"]
 
 RESUMED = "resumed_tokens"
-"""The request field with the number of prompt tokens, counted from the end, that belong to the answer."""
+"""The request field that says how many tokens at the prompt's end belong to the answer."""
 
 RESUMABLE_PARAMS = frozenset(
     {
@@ -61,7 +61,10 @@ NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {
     "watermark": (None, "it follows the answer from its first token"),
     "beam_width": (1, "a beam's other branches are gone at the cut"),
 }
-"""The fields whose state would start again. Each maps to `(harmless value, why other values are refused)`."""
+"""The fields that would lose their state in a resuming request.
+
+Each maps to `(harmless value, why other values are refused)`.
+"""
 
 INTERNAL_PARAMS = frozenset(
     {

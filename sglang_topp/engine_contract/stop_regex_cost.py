@@ -11,8 +11,8 @@ and the time of `.*.*x` is cubic. So a stop regex must follow these rules:
    positions in the text. A repeat has one way per count, a group has one way per alternative, and a sequence
    multiplies the ways of its parts.
 
-The count is an upper bound. It also counts ways that exclude each other, so some harmless patterns are
-refused.
+The number of steps is an upper bound. The count includes ways that exclude each other, so some harmless
+patterns are refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _TOKEN = re.compile(
 
 @lru_cache(maxsize=256)  # the prompts of a batch often share one pattern
 def search_steps(pattern: str, num_chars: int) -> float:
-    """Return an upper bound on the steps of one search, or infinity if the pattern breaks rules 1 to 3.
+    """Return an upper bound on the steps of one search.
+
+    The bound is infinity if the pattern breaks one of rules 1 to 3 in the module's docstring.
 
     Args:
         pattern: a regular expression in the syntax of Python's `re`.
@@ -59,7 +61,8 @@ def search_steps(pattern: str, num_chars: int) -> float:
         return math.inf
     if is_verbose:
         return math.inf
-    # For the part of the pattern read so far: the ways to match it from one place of the text, and the steps.
+    # `ways` counts the ways to match the pattern read so far at one start position, and `steps` counts the
+    # steps of trying them.
     ways, steps = 1.0, 1.0
     alternatives, after_group = [1], False
     for token in _TOKEN.finditer(pattern):

@@ -9,8 +9,8 @@ native_masks    decode_sampling_mask                any SGLang (`return_sampling
 packed          unpack, unpack_base64               pack, pack_base64 (one buffer per value)
 ==============  ==================================  ===================================================
 
-Base64 text uses the standard alphabet, with padding. It holds little-endian numbers: float32 for log-probs
-and int32 for token ids.
+Base64 text uses the standard alphabet, with padding. The text encodes little-endian numbers: float32 for
+log-probs and int32 for token ids.
 """
 
 from sglang_topp.formats.native_masks import decode_sampling_mask

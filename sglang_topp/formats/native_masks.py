@@ -68,13 +68,13 @@ def decode_sampling_mask(
     Args:
         meta_info: SGLang's `meta_info`, or one of vLLM's `choices`.
         output_ids: integers [T], the generated tokens.
-        vocab_size: if given, ids at or above it are errors.
+        vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Raises:
-        MissingCandidateSetsError: there is no mask, or none for some position.
+        MissingCandidateSetsError: there is no mask, or a position has none.
         SampledTokenMissingError: a mask lacks its sampled token.
         WireError: any other field is malformed, or the sampled token's two log-probs cannot belong to one
-            distribution. The latter happens with `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at a temperature other
+            distribution. This mismatch happens with `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at a temperature other
             than 1. The message names the field.
 
     Example:
@@ -168,7 +168,7 @@ def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32],
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Return the log-probs of all entries, float32 [n], or None. Only mode "support" reports them."""
+    """Return the log-probs of all entries, float32 [n], or None. Only mode "support" reports log-probs."""
     if rows is None:
         return None
     if not isinstance(rows, list):

@@ -37,7 +37,7 @@ _HEADER = struct.Struct("<4sIQQ")
 
 
 def pack(sets: CandidateSets) -> bytes:
-    """Encode the sets in one buffer. The docstring of this module gives the layout.
+    """Encode the sets in one buffer. The module's docstring gives the layout.
 
     The buffer has `24 + 8 T + 8 n` bytes, or `24 + 8 T + 4 n` without log-probs.
     """
@@ -84,7 +84,7 @@ def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates")
             field, f"got {size} bytes, expected {expected} for {positions} positions, {candidates} candidates"
         )
     if version == _WITHOUT_LOGPROBS and not candidates:
-        # Each value has exactly one encoding. Without candidates, this is version 1.
+        # Each value has exactly one encoding. Sets without candidates are encoded as version 1.
         raise WireError(field, f"got version {version} without a candidate, expected {_WITH_LOGPROBS}")
 
     def part(dtype: np.dtype[Any], count: int, start: int) -> NDArray[Any]:

@@ -56,7 +56,7 @@ def encode_top_p(
     Args:
         side: `"output"` for generated positions, `"input"` for prompt positions.
         token_ids: int32 [n], position after position.
-        logprobs: float32 [n].
+        logprobs: float32 [n], in the same order.
         lengths: one set size per position, or `NO_DISTRIBUTION`.
     """
     name = f"{side}_top_p_logprobs"
@@ -75,10 +75,10 @@ def decode_top_p(
     Args:
         meta_info: the response's `meta_info`.
         output_ids: integers [T], the response's `output_ids`.
-        vocab_size: if given, ids at or above it are errors.
+        vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Raises:
-        MissingCandidateSetsError: the response has no sets, or none for some position.
+        MissingCandidateSetsError: the response has no sets, or a position has none.
         SampledTokenMissingError: a set lacks its sampled token.
         WireError: any other field is malformed. The message names the field.
     """
@@ -103,11 +103,11 @@ def decode_prompt_top_p(
         prompt_ids: integers [T], the request's prompt tokens from `logprob_start_len` on. Each counts as the
             sampled token of its position. Do not take them from `input_token_logprobs`, where SGLang 0.5.23
             reports the vocabulary's last id as 0.
-        vocab_size: if given, ids at or above it are errors.
+        vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Returns:
-        Sets of T positions. The span of the prompt's first token is empty, because SGLang has no
-        distribution for it.
+        Sets of T positions. The span of the prompt's first token is empty, because SGLang has no distribution
+        for that token.
 
     Raises:
         MissingCandidateSetsError, SampledTokenMissingError, WireError: as for `decode_top_p`.
@@ -118,7 +118,7 @@ def decode_prompt_top_p(
 def _decode(
     side: Side, meta_info: Mapping[str, Any], sampled_ids: ArrayLike, vocab_size: int | None
 ) -> Decoded:
-    """Read the sets of one side. A position without a distribution gets an empty span."""
+    """Read the sets of the output or the input. A position without a distribution gets an empty span."""
     name = f"{side}_top_p_logprobs"
     values, ids, counts = f"{name}_val_base64", f"{name}_idx_base64", f"{name}_lengths"
     sampled = token_ids_of(f"{side}_ids", sampled_ids)

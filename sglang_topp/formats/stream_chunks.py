@@ -21,7 +21,7 @@ def merge_stream_chunks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         parts: the `meta_info` of each chunk. Each holds only the positions since the previous chunk.
 
     Returns:
-        The joined fields of `encode_top_p`, of the list form of the sets, and of `encode_top_k`. A key that
+        The joined fields: those of `encode_top_p` and `encode_top_k`, and the sets in list form. A key that
         some parts lack is left out, so that decoding detects the incomplete answer.
     """
     sets = "output_top_p_logprobs"

@@ -9,9 +9,10 @@
     patch set, base64     {side}_top_logprobs_{val_base64,idx_base64,shape,none_positions}
 
 `shape` is the arrays' shape `[rows, k]`. Positions without a distribution have no row. SGLang's `null_prefix`
-is the number of such positions, which all come first. The patch set's `none_positions` lists them.
+is the number of these positions, which all come first. The patch set's `none_positions` lists these
+positions.
 
-Shape legend: T positions, n entries in all, R positions that have a row.
+Shape legend: T positions, n entries in all, R positions with a row.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def encode_top_k(
     """Encode SGLang's fixed-k log-probs in base64, as `meta_info` fields.
 
     `{side}_top_logprobs_shape` is `[R, k]`, and both arrays hold exactly `R * k` numbers. Positions without a
-    distribution have no row. `{side}_top_logprobs_none_positions` lists them in ascending order.
+    distribution have no row. `{side}_top_logprobs_none_positions` lists these positions in ascending order.
 
     Args:
-        logprobs: T rows of k log-probs. A row that is None or empty has no distribution.
+        logprobs: T rows of k log-probs. A position without a distribution has None or an empty row.
         token_ids: T rows of k token ids.
     """
     name = f"{side}_top_logprobs"
@@ -77,7 +78,7 @@ def encode_top_k(
 
 
 def merge_top_k(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the fields of `encode_top_k` in consecutive stream chunks. Every chunk must have all of them."""
+    """Join the fields of `encode_top_k` in consecutive stream chunks. Every chunk must have all fields."""
     shapes = [part[_SHAPE] for part in parts]
     sizes = [shape[0] + len(part[_NONE]) for shape, part in zip(shapes, parts, strict=True)]
     merged: dict[str, Any] = {
@@ -96,27 +97,27 @@ def merge_top_k(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def decode_top_k(
     meta_info: Mapping[str, Any], output_ids: ArrayLike, k: int, *, vocab_size: int | None = None
 ) -> CandidateSets:
-    """Decode sets of the k most likely tokens from an answer to `top_logprobs_num` >= `k`.
+    """Decode sets of the k most likely tokens. The request must have `top_logprobs_num` >= `k`.
 
     The answer may come from an SGLang with or without the patch set::
 
         C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
 
-    So all ties at the k-th place are kept, if the answer lists them. With `top_logprobs_num` equal to `k`,
-    SGLang cuts the ties off. To keep them, request a few more tokens. Tokens of zero probability are left
-    out. The sampled token's log-prob comes from `output_token_logprobs`.
+    So all tokens tied at the k-th place are kept, if the answer lists them. If `top_logprobs_num` equals `k`,
+    SGLang omits the tied tokens after the k-th. To keep the ties, request a few more tokens. Tokens of zero
+    probability are left out. The sampled token's log-prob comes from `output_token_logprobs`.
 
     Args:
         meta_info: the response's `meta_info`. It holds SGLang's lists (`output_top_logprobs`), SGLang's flat
             arrays as JSON or base64 (`return_flat_raw_output_top_logprobs`), or the patch set's arrays
             (`return_logprobs_in_base64`).
         output_ids: integers [T], the response's `output_ids`.
-        k: 1 or more.
-        vocab_size: if given, ids at or above it are errors.
+        k: the number of most likely tokens, 1 or more.
+        vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Raises:
         InvalidInputError: `k` is not an integer of 1 or more.
-        MissingCandidateSetsError: the response has no fixed-k log-probs, or none for some position.
+        MissingCandidateSetsError: the response has no fixed-k log-probs, or a position has none.
         WireError: any other field is malformed, or lists fewer than `k` tokens. The message names the field.
     """
     try:

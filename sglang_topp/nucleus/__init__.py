@@ -1,9 +1,9 @@
-"""Extract exact candidate sets from log-probs on a device.
+"""Extract exact candidate sets from log-probs, on a CPU or an accelerator.
 
 `top_p_candidates` applies the threshold rule. `support_candidates` returns the tokens that a sampler could
-draw. `reference` defines both in plain loops. `top_p_torch` and `sampler_support_torch` run on any device.
-`top_p_triton` and `sampler_support_triton` are the kernels for GPUs. `gpu_extraction` runs these kernels,
-with or without waiting for the device.
+draw. `reference` defines both functions in plain loops. `top_p_torch` and `sampler_support_torch` run on any
+device. `top_p_triton` and `sampler_support_triton` are the kernels for GPUs. `gpu_extraction` runs these
+kernels, with or without waiting for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def top_p_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the candidate set of every row for the threshold `p`, as flat arrays.
 
-    With `q = exp(logprobs[b])`, not renormalized, the candidates of row `b` are::
+    Let `q = exp(logprobs[b])`, without renormalization. The candidates of row `b` are::
 
         { i : q[i] > 0  and  sum of q[j] over all j with q[j] > q[i]  <  p[b] }  ∪  { sampled_ids[b] }
 
@@ -37,13 +37,13 @@ def top_p_candidates(
     Args:
         logprobs: floats [B, V] on any device, natural log-probs in float16, bfloat16, float32, or float64.
             float64 is rounded to float32 first. Any strides are accepted. The tensor is not modified.
-        p: one float in [0, 1] for all rows, or B floats. A tensor on an accelerator costs a synchronization;
-            a float or a sequence costs none.
+        p: one float in [0, 1] for all rows, or B floats. A tensor on an accelerator makes the host wait for
+            the device; a float or a sequence does not.
         sampled_ids: integers [B], which are added to the sets of their rows.
 
     Returns:
-        `(token_ids int32 [n], logprobs float32 [n], offsets int64 [B + 1])` on the device of `logprobs`.
-        Row `b` owns `offsets[b]:offsets[b + 1]`, highest log-prob first, then lowest id.
+        `(token_ids int32 [n], logprobs float32 [n], offsets int64 [B + 1])` on the device of `logprobs`. Row
+        `b` owns the span `offsets[b]:offsets[b + 1]`, ordered by log-prob, highest first, then by id.
 
     Raises:
         InvalidInputError: a shape or dtype is wrong, `p` is outside [0, 1] or NaN, a sampled id is outside
@@ -84,8 +84,8 @@ def support_candidates(
         weights: numbers [R, W] on the same device, the sampler's weights after its filters. A token with a
             weight of 0, below 0, or NaN is never drawn.
         token_ids: integers [R, W], the token id of each weight, without duplicates in a row. None means that
-            W is V and column `i` is token `i`.
-        sampled_ids: integers [R].
+            the weights cover all V tokens in order.
+        sampled_ids: integers [R], the sampled token of each row.
 
     Returns:
         `(token_ids, logprobs, offsets)`, as from `top_p_candidates`.

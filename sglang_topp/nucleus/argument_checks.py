@@ -22,8 +22,8 @@ def check_top_p_arguments(
 ) -> tuple[Tensor, NDArray[np.float64], Tensor | None]:
     """Check the shapes, the dtypes, and `p` of `top_p_candidates`.
 
-    The values of `logprobs` and `sampled_ids` are not checked here. The implementations check them while
-    they read them.
+    The values of `logprobs` and `sampled_ids` are not checked here. The implementations check these values
+    while reading them.
 
     Returns:
         `logprobs` [B, V], with float64 converted to float32; `p` as float64 [B] on the host; and

@@ -1,12 +1,12 @@
 """Extract candidate sets on a GPU with the Triton kernels, with or without waiting for the device.
 
-The host does not know the sizes of the sets before it waits. So `stage_top_p` and `stage_support` write the
-sets to a staging area of fixed size, and leave out rows that do not fit. Once the host has copied the area,
-it sees which rows were left out, and the caller extracts them again. `top_p_candidates` and
+The host knows the sets' sizes only after waiting for the device. So `stage_top_p` and `stage_support` write
+the sets to a staging area of fixed size, and leave out rows that do not fit. After copying the area, the host
+sees which rows were left out, and the caller extracts these rows again. `top_p_candidates` and
 `support_candidates` wait for the sizes and allocate exactly what they need.
 
-Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C the
-capacity of the staging area in entries, n entries of all rows.
+Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W weights per
+row, C entries that the staging area can hold, n entries in all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StagingArea:
         return StagingArea(copy_tensor(self.entries), copy_tensor(self.rows))
 
     def read(self) -> StagedRows:
-        """Return the area as NumPy arrays. Both tensors must be on the host, and the copies finished."""
+        """Return the area as NumPy arrays. Both tensors must be on the host, with all copies finished."""
         return StagedRows(self.entries.numpy(), self.rows.numpy())
 
 
@@ -106,12 +106,12 @@ def stage_top_p(
 ) -> StagingArea:
     """Write the sets of `top_p_candidates` to a staging area, without waiting for the device.
 
-    The size of every allocation follows from `capacity` and the arguments' shapes alone.
+    The size of every allocation depends only on `capacity` and the arguments' shapes.
 
     Args:
         logprobs_BV: floats on a GPU, contiguous along a row.
-        p_B: thresholds on the host.
-        sampled_B: int64, on the GPU.
+        p_B: float64, the thresholds, on the host.
+        sampled_B: int64, the sampled token ids, on the GPU.
         capacity: C, the number of entries that the staging area holds.
         lowest: log-probs at or below this value stand for probability 0. Default: the dtype's lowest value.
         is_taken_B: bool, on the GPU. Rows with False are skipped, like rows with a threshold of 0.
@@ -140,14 +140,15 @@ def stage_support(
 ) -> StagingArea:
     """Write the sets of `support_candidates` to a staging area, without waiting for the device.
 
-    The size of every allocation follows from `capacity` and the arguments' shapes alone.
+    The size of every allocation depends only on `capacity` and the arguments' shapes.
 
     Args:
         logprobs_BV: floats on a GPU, contiguous along a row.
         rows_R: int64 on the GPU, the rows of `logprobs_BV` that the weights belong to.
-        is_drawn_RW: bool, which weights are above 0.
-        token_ids_RW: int32, or None if W is V.
-        sampled_R: int64.
+        is_drawn_RW: bool, True where the weight is above 0.
+        token_ids_RW: int32, the token id of each weight. None means that the weights cover all V tokens in
+            order.
+        sampled_R: int64, the sampled token ids.
         capacity: C, the number of entries that the staging area holds.
         lowest: as for `stage_top_p`.
     """
@@ -224,7 +225,7 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
     """Return float64 [B]: a token is in its row's nucleus if the mass above the token is below this limit."""
-    # p = 1 keeps the whole row, even if a part of it sums to 1 or more by rounding.
+    # p = 1 keeps the whole row, even if rounding makes a part of the row sum to 1 or more.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 
 

@@ -13,17 +13,17 @@ __all__ = ["NOT_LOGPROBS", "SAMPLED_OUT_OF_RANGE", "TOKEN_OUT_OF_RANGE", "ZERO_P
 SAMPLED_OUT_OF_RANGE = 1
 """The sampled id is outside the vocabulary."""
 NOT_LOGPROBS = 2
-"""The row holds NaN or a value above 0. The detail holds the bits of the highest value, or of NaN."""
+"""The row holds NaN or a value above 0. The detail holds the bits of the row's highest value, or of NaN."""
 TOKEN_OUT_OF_RANGE = 3
 """A weight's id is outside the vocabulary. The detail is that id."""
 ZERO_PROBABILITY = 4
-"""A token of probability 0 has a weight and was not sampled. The detail is its id."""
+"""A token of probability 0 has a weight and was not sampled. The detail is the token's id."""
 
 
 def row_error(row: int, code: int, detail: int, sampled_B: Tensor | None, vocab: int) -> InvalidInputError:
     """Return the exception for a row's error code and detail.
 
-    `sampled_B` is read, which waits for the device, only if the row's sampled id is invalid.
+    The function reads `sampled_B` only for an invalid sampled id, because this read waits for the device.
     """
     if code == NOT_LOGPROBS:
         return not_logprobs(row, float(np.int32(detail).view(np.float32)))

@@ -1,6 +1,6 @@
 """Reference implementations that define candidate sets: plain loops with a full sort, in float64.
 
-These implementations are slow. The tests compare all other implementations with them.
+These implementations are slow. The tests compare all other implementations with these.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Find the token ids that a sampler can draw from its filtered weights, and their log-probs, in plain torch.
 
-Shape legend: R rows, V vocabulary, W weights per row, n kept tokens over all rows.
+Shape legend: R rows, V ids in the vocabulary, W weights per row, n kept tokens over all rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Triton kernels that count, and then write out, the tokens that a sampler could draw in each row.
 
-Shape legend: B rows of log-probs, R rows that a sampler drew from, V vocabulary, W weights of a row, C the
-capacity of the output in entries.
+Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W weights per
+row, C entries that the output can hold.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def count(
     sampled_R: Tensor,
     lowest: float,
 ) -> Tensor:
-    """Return int32 [3, R]: the size of each row's set, its error code, and the error's detail.
+    """Return int32 [3, R]: each row's set size, error code, and error detail.
 
     `kernel_error_codes` lists the codes.
 
@@ -45,8 +45,8 @@ def count(
         logprobs_BV: contiguous along a row.
         rows_R: int64, the rows of `logprobs_BV` that the weights belong to.
         is_drawn_RW: bool, contiguous.
-        token_ids_RW: int32, contiguous. None means that W is V and column `i` is token `i`.
-        sampled_R: int64.
+        token_ids_RW: int32, contiguous. None means that the weights cover all V tokens in order.
+        sampled_R: int64, the sampled token ids.
         lowest: log-probs at or below this value stand for probability 0.
     """
     found_3R = torch.empty((3, len(rows_R)), dtype=torch.int32, device=logprobs_BV.device)

@@ -4,13 +4,13 @@ A nucleus is usually tens of tokens out of a hundred thousand. So a row is cut i
 and only the blocks with the highest maxima are read. Let `bound` be the lowest maximum among the blocks read.
 Then every token above `bound` lies in a block that is read. If the tokens above `bound` have a mass of at
 least `p`, no other token can be in the nucleus, so the blocks contain the whole nucleus. This condition is
-checked for every row. Rows that fail are read again with more blocks, and finally in full. No result is
-approximate.
+checked for every row. Rows that fail the check are read again with more blocks, and finally in full. No
+result is approximate.
 
 The cost is one pass for the block maxima, and then work on some thousand values per row.
 
-Shape legend: B rows, R rows with p > 0 (in later attempts, only the unfinished ones), V vocabulary, N whole
-blocks of S tokens, K chosen blocks, M values read per row, n entries of all rows.
+Shape legend: B rows, R rows with p > 0 (in later attempts, only the unfinished ones), V ids in the
+vocabulary, N whole blocks of S tokens, K chosen blocks, M values read per row, n entries in all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from sglang_topp.nucleus.argument_checks import not_logprobs, sampled_out_of_ran
 __all__ = ["sort_key_descending", "top_p_candidates"]
 
 _BLOCK = 64
-# Blocks read in each attempt. 128 suffice for nearly every row of a model at p = 0.95. 1024 cost a fraction
-# of sorting a whole row of a large vocabulary.
+# The number of blocks read in each attempt. At p = 0.95, 128 blocks suffice for nearly every row of a model.
+# Reading 1024 blocks takes a fraction of the time of sorting a whole row of a large vocabulary.
 _ATTEMPTS = (128, 1024)
 # The most values sorted together when whole rows are read: as many as fit a CPU's cache, or an accelerator's
 # memory.
@@ -42,9 +42,9 @@ class _RequestedRows(NamedTuple):
     """The rows to extract, one entry per row in every field."""
 
     rows_R: Tensor  # int64, the row's number in the batch
-    limit_R: Tensor  # float64, a token is in the nucleus if the mass above it is less than this
-    sampled_R: Tensor  # int64
-    sampled_logprobs_R: Tensor  # float32, or NaN to add no token, because `NaN < x` is never true
+    limit_R: Tensor  # float64, a token is in the nucleus if the mass above it is below this limit
+    sampled_R: Tensor  # int64, the sampled token ids
+    sampled_logprobs_R: Tensor  # float32; NaN adds no token, because `NaN < x` is false
 
     def take(self, which: Tensor) -> _RequestedRows:
         return _RequestedRows(*(field[which] for field in self))
@@ -82,7 +82,7 @@ def _select_requested_rows(
     """Return the rows with `p > 0`. Raise if one of their sampled ids is outside the vocabulary."""
     device = logprobs_BV.device
     rows_R = torch.from_numpy(row_numbers).to(device)
-    # p = 1 keeps the whole row, even if a part of it sums to 1 or more by rounding.
+    # p = 1 keeps the whole row, even if rounding makes a part of the row sum to 1 or more.
     limit_R = torch.from_numpy(np.where(p_B == 1, np.inf, p_B)[row_numbers]).to(device)
     if sampled_B is None:
         return _RequestedRows(
@@ -98,15 +98,15 @@ def _select_requested_rows(
 
 
 def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
-    """Yield the sets found in each row's highest blocks, and then again those of rows that need more blocks.
+    """Yield the sets found in each row's highest blocks, and then the sets of rows that need more blocks.
 
-    If several parts contain the same row, its set in the last of them is the correct one.
+    If several parts contain the same row, only the last part holds the row's correct set.
     """
     num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
     if attempts:
         blocks_BNS = logprobs_BV[:, : num_blocks * _BLOCK].view(-1, num_blocks, _BLOCK)
-        # Reduce runs of neighboring rows, so that rows with p = 0 are neither read nor copied.
+        # Take the maxima over runs of neighboring rows, so that rows with p = 0 are neither read nor copied.
         breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
         runs = zip([0, *breaks], [*breaks, len(row_numbers)], strict=True)
         maxima = [blocks_BNS[row_numbers[a] : row_numbers[b - 1] + 1].amax(2) for a, b in runs]
@@ -142,8 +142,9 @@ def _cut(
     Args:
         values_RM: log-probs, with ids that ascend along a row.
         requested: the rows to extract.
-        bound_R: an upper bound of the values that are not in `values_RM`. None if M is all of V.
-        blocks_RK: the blocks that the M values come from. None if M is all of V.
+        bound_R: an upper bound for the values that are not in `values_RM`. None if `values_RM` holds whole
+            rows.
+        blocks_RK: the blocks that the M values come from. None if `values_RM` holds whole rows.
 
     Returns:
         The sets, and bool [R] that marks short rows. The values of a short row have too little mass, so its
@@ -170,11 +171,11 @@ def _cut(
     key_n, order_n = key_n.sort(stable=True)
     entry_n, logprobs_n = entry_n[order_n], logprobs_n[order_n]
 
-    # On an accelerator, rounding may make a sum smaller than the previous one, by far less than 1e-6.
+    # On an accelerator, rounding may make a running sum decrease, by far less than 1e-6.
     mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
     torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
     stop_R = torch.searchsorted(mass_before, mass_before[start_R] + requested.limit_R)
-    # The highest value is always inside. Without this line, a p below the sum's rounding error excludes it.
+    # Keep each row's highest value, even if p is smaller than the rounding error of the sums.
     stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
@@ -183,7 +184,8 @@ def _cut(
     least_R = torch.full_like(requested.sampled_logprobs_R, torch.inf)
     if len(key_n):
         some_R = stop_R > start_R
-        # Tokens tied with the last token inside have the same mass above them, so they are inside too.
+        # Tokens tied with the nucleus's last token have the same mass above them, so the nucleus has them
+        # too.
         tied_R = torch.searchsorted(key_n, key_n[stop_R - 1], right=True)
         stop_R = torch.where(some_R, tied_R, stop_R)
         least_R = torch.where(some_R, logprobs_n[stop_R - 1], least_R)
@@ -216,7 +218,7 @@ def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
 
 
 def _with_sampled(part: _Part, requested: _RequestedRows, outside_R: Tensor) -> _Part:
-    """Append the sampled tokens that are outside their nucleus. Each is the least likely token of its row."""
+    """Append each sampled token that is outside its row's nucleus. It becomes the row's last entry."""
     if not bool(outside_R.any()):
         return part
     row_n = torch.repeat_interleave(part.sizes_R)

@@ -1,18 +1,20 @@
-"""Triton kernels that extract top-p candidate sets, while the host need not wait for the sets' sizes.
+"""Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
 One pass over a row takes the maximum of every block of neighboring ids. The maxima are a subset of the row's
 values, so the nucleus of the maxima alone reaches at least as far down as the row's own nucleus. A block is
 active if its maximum is in the nucleus of the maxima. The active blocks contain the row's whole nucleus. The
 kernels then search for the exact cutoff among the values of the active blocks, and write out the tokens above
-it. Most rows of a model have some dozens of active blocks out of thousands (normal logits with standard
-deviation 6 at p = 0.95: 85 of 2,374). In a flat row all blocks are active, which is slower but exact too.
+the cutoff. Most rows of a model have some dozens of active blocks out of thousands (normal logits with
+standard deviation 6 at p = 0.95: 85 of 2,374). In a flat row all blocks are active, which is slower but exact
+too.
 
 The search narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several pivots at once,
-until the interval holds at most one entry. This takes about ten rounds, so the values stay in registers if
-they fit. Sums are float64. One program handles each row, in a fixed order, so results repeat to the last bit.
-Kernels are not specialized on arguments that change between decode steps, so no step compiles a kernel again.
+until the interval holds at most one entry. Each of about ten rounds reads all values, so the values are kept
+in registers if they fit. Sums are float64. One program sums each row in a fixed order, so results are bitwise
+reproducible. Kernels are not specialized on arguments that change between decode steps, so no step compiles a
+kernel again.
 
-Shape legend: B rows, V vocabulary, N blocks of S tokens, C the capacity of the output in entries.
+Shape legend: B rows, V ids in the vocabulary, N blocks of S tokens, C entries that the output can hold.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ _SAMPLED_OUT_OF_RANGE, _NOT_LOGPROBS = tl.constexpr(SAMPLED_OUT_OF_RANGE), tl.co
 
 
 class Cuts(NamedTuple):
-    """The cutoffs of the nuclei of some rows, on the device of their log-probs.
+    """The nucleus cutoffs of some rows, on the same device as the rows' log-probs.
 
     Attributes:
         sizes: int32 [B], the number of candidates, including the sampled token.
         error_codes: int32 [B], 0 or an error code (`kernel_error_codes`).
         highest: float32 [B], the row's highest log-prob, or NaN if the row holds NaN.
-        keys: int32 [B]. A token is in the nucleus if its sort key is below this.
+        keys: int32 [B], the cutoffs. A token is in the nucleus if its sort key is below its row's cutoff.
         blocks: int32 [B, N]. The first `active` entries of a row are its active blocks, ascending.
         active: int32 [B], the number of active blocks.
         block: S, the number of tokens in a block.
@@ -64,7 +66,7 @@ class Cuts(NamedTuple):
 
 
 def launch(tensor: Tensor) -> torch.cuda.device:
-    """Return a context that makes the tensor's device current, because Triton launches kernels there."""
+    """Return a context that makes the tensor's device current. Triton launches on the current device."""
     return torch.cuda.device(tensor.get_device())
 
 
@@ -73,8 +75,9 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 
     Args:
         logprobs_BV: contiguous along a row.
-        limits_B: float64. A token is in the nucleus if the mass above it is less than this. 0 skips the row.
-        sampled_B: int64. An id outside the vocabulary sets the row's error code.
+        limits_B: float64. A token is in the nucleus if the mass above it is below the row's limit. A limit of
+            0 skips the row.
+        sampled_B: int64, the sampled token ids. An id outside the vocabulary sets the row's error code.
         lowest: log-probs at or below this value stand for probability 0.
     """
     num_rows, vocab = logprobs_BV.shape
@@ -213,7 +216,7 @@ def _values(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Load the next values of a row, from its active blocks or contiguous. Values past the end are -inf."""
+    """Load a row's next values, from its active blocks or contiguously. Values past the end are -inf."""
     if IS_GATHERED:
         _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)
     else:
@@ -224,7 +227,7 @@ def _values(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
-    """Return the mass and the count (1) of each value above each pivot, and 0 elsewhere, both [P, T]."""
+    """Return masses and counts, both [P, T]: a value's mass and 1 if it is above the pivot, else 0 and 0."""
     is_above_PT = keys_T[None, :] < keys_P[:, None]
     return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
 
@@ -246,10 +249,10 @@ def _search(  # type: ignore[no-untyped-def]
 ):
     """Return the cutoff key of a nucleus, and the number of its entries, which have keys below the cutoff.
 
-    Between rounds, the mass above `low` is less than the limit, so entries at `low` are inside. The mass
-    above `high` reaches the limit, or all entries from `high` on have probability 0. So a single entry
-    between `low` and `high` is inside too. Up to HELD values are read once. Longer rows are read in every
-    round.
+    Between rounds, the mass above `low` is less than the limit, so entries at `low` are in the nucleus. The
+    mass above `high` reaches the limit, or all entries from `high` on have probability 0. So if only one
+    entry lies between `low` and `high`, it is in the nucleus too. Rows of up to HELD values are read once.
+    Longer rows are read in every round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key

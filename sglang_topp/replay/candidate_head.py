@@ -1,8 +1,9 @@
 """Score targets over their candidate sets from hidden states, by computing only the candidates' logits.
 
-Under a sampling mask, only the logits of the candidates matter, which are a handful per position. Computing
-only these reduces the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor
-the backward has a [T, V] tensor. A position with fewer than two candidates has no choice, and is not read.
+Under a sampling mask, only the candidates' logits matter, a handful per position. Computing only these logits
+reduces the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor the backward
+builds a [T, V] tensor. A position with fewer than two candidates leaves no choice, so its hidden state is not
+read.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all, A positions
 with a choice, m entries (candidates of those positions that this rank holds).
@@ -40,7 +41,7 @@ __all__ = ["candidate_logprobs", "check_head", "support_logits"]
 _CHUNK_BYTES = 1 << 23  # larger chunks do not fit the cache, and smaller ones need more barriers
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes change with the sets: no use compiling
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes vary, so compiling is useless
 def candidate_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -71,8 +72,8 @@ def candidate_logprobs(
 
     Every returned value is differentiable once, in `hidden`, `weight`, and `bias`. Sums run in float32
     (float64 for float64 inputs) in a fixed order, so values and gradients repeat to the last bit. A position
-    with one candidate scores exactly 0, and its hidden state is not read. An empty span scores 0. Neither has
-    a gradient.
+    with one candidate scores exactly 0, and its hidden state is not read. An empty span scores 0. Neither
+    kind of position has a gradient.
 
     Args:
         hidden: [T, H], float16, bfloat16, float32, or float64. The states that predict the targets;
@@ -82,54 +83,54 @@ def candidate_logprobs(
             set is ignored.
         candidates: the sets of the T positions. To score over the same sets again (policy, reference, PPO
             epochs), call `tensors = sets.to_torch(device)` once, and pass `tensors` in each call. The first
-            call checks and indexes them. On a GPU, later calls and their backwards do not wait for the
-            device. So they do not raise the errors below that depend on values: an invalid position gets NaN
-            scores instead. Pass the CandidateSets themselves to get the error message. Backend "torch" and
-            `weight_grad="sparse"` wait in any case.
-        bias: [V], or None.
-        temperature: above 0, one number or [T]. It has no gradient.
-        softcap: above 0, or None.
+            call checks and indexes the sets. On a GPU, later calls and their backwards do not wait for the
+            device. So these calls do not raise the errors below that depend on values: an invalid position
+            gets NaN scores instead. To get the error message, pass the CandidateSets instead. Backend "torch"
+            and `weight_grad="sparse"` wait for the device in any case.
+        bias: [V], the LM head's bias, or None.
+        temperature: above 0, one number or [T]. The temperature has no gradient.
+        softcap: the soft cap of the logits, above 0, or None.
         logit_scale: above 0. Cohere's `logit_scale`, Falcon-H1's `lm_head_multiplier`, and 1 over Granite's
             `logits_scaling`.
         entropy: also return the entropy over the support, differentiable.
         per_candidate: also return the log-prob of every candidate, differentiable.
-        kl_to: [n], another policy's log-prob of every entry of the sets. Also return
-            KL(this policy || other), differentiable in this policy. Pass `Scores.candidate_logprobs` of a
-            reference model, or `candidates.logprobs` for the rollout itself. The log-probs are renormalized
-            over each set, so they may be over the whole vocabulary.
+        kl_to: [n], another policy's log-probs of all candidates. If given, KL(this policy || other policy) is
+            also returned, differentiable in this policy. Pass `Scores.candidate_logprobs` of a reference
+            model, or `candidates.logprobs` for the rollout itself. The log-probs are renormalized over each
+            set, so they may be over the whole vocabulary.
         tp_group: the ranks that share the vocabulary, or None. Every rank passes the same `hidden`,
             `targets`, and sets. Every rank gets the same scores and the whole gradient of `hidden`. The
             incoming gradient must be the same on every rank.
         vocab_start: the token id of `weight[0]`.
         vocab_size: the number of ids that exist, if the head is padded. Larger ids in the sets are errors.
-        chunk_candidates: without Triton, the number of head rows that are gathered, or of sums that are held,
-            at a time. Default: as many as fit in 8 MiB.
+        chunk_candidates: without Triton, the number of gathered LM-head rows (or of sums) held in memory at a
+            time. Default: as many as fit in 8 MiB.
         weight_grad: the destination of the gradient of `weight`.
 
             - "dense": autograd receives [V, H].
             - "sparse": autograd receives a coalesced `torch.sparse_coo` tensor with the rows of the ids that
               occur, for `SGD` and `SparseAdam`. `weight` must be a leaf. If `weight.grad` is dense, autograd
-              adds the rows to it in place. The backward waits for the device once.
-            - a buffer [V, H], float32 (float64 for float64) or of `weight`'s dtype: each backward adds the
-              rows of the ids that occur, in place, with each sum rounded once. Time and memory depend on
-              the candidates, not on V. Pass `weight.grad` (zeros if it is None) or Megatron's
-              `weight.main_grad`, again in each call. Autograd and hooks then see no gradient of `weight`:
-              they get None, or are not called. So use a buffer only if the code that reduces gradients
-              reads it. torch's DistributedDataParallel reads `weight.grad`, which its forward may replace:
+              adds the sparse rows to `weight.grad` in place. The backward waits for the device once.
+            - a buffer [V, H], float32 (float64 for float64 inputs) or of `weight`'s dtype: each backward adds
+              the gradient rows of the ids that occur, in place, with each sum rounded once. Time and memory
+              depend on the candidates, not on V. Pass `weight.grad` (zeros if it is None) or Megatron's
+              `weight.main_grad`, again in each call. Autograd then gets None as the gradient of `weight`, and
+              hooks get None or are not called. So use a buffer only if the code that reduces gradients reads
+              that buffer. torch's DistributedDataParallel reads `weight.grad`, which its forward may replace:
               read `weight.grad` inside the wrapped module's forward, or after it. Megatron's
               DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward sets
               `weight.grad_added_to_main_grad`, and gives `weight.grad` zeros that take no memory. FSDP reads
               neither, so use "dense" there.
-        backend: "torch" runs anywhere. "triton" makes no gathered copies and needs an NVIDIA GPU or Triton's
+        backend: "torch" runs anywhere. "triton" copies no gathered rows, and needs an NVIDIA GPU or Triton's
             interpreter. "auto" uses Triton if possible.
 
     Returns:
         `Scores`, on the inputs' device.
 
     Raises:
-        InvalidInputError: shapes, dtypes, or lengths do not fit, a target is not in its set, or a score is
+        InvalidInputError: shapes, dtypes, or lengths do not match, a target is not in its set, or a score is
             NaN. The message names the argument or the position.
-        InvalidCandidateSetsError: an id is outside the vocabulary, or not exactly one shard holds it.
+        InvalidCandidateSetsError: an id is outside the vocabulary, or is held by no shard or by several.
     """
     check_head(hidden, weight, bias, targets)
     check_num_sets(candidates, targets)
@@ -256,7 +257,7 @@ def _implementation(
         raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
     if backend not in ("auto", "torch", "triton"):
         raise InvalidInputError(f"backend: got {backend!r}, expected 'auto', 'torch' or 'triton'")
-    # The kernels sum in float32 only. float64 is for tests.
+    # The kernels sum in float32 only. Only tests use float64.
     suits = hidden.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None
     if backend == "triton" or (backend == "auto" and suits):
         if dtype != torch.float32:

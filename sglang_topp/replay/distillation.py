@@ -47,7 +47,7 @@ class DistillationLoss:
         return self.kl.sum() / self.counted.sum().clamp(min=1)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes change with the sets: no use compiling
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes vary, so compiling is useless
 def distillation_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -69,7 +69,8 @@ def distillation_loss(
 ) -> DistillationLoss:
     """Compute the KL between a student and a teacher, from the teacher's candidate sets `C_t`.
 
-    With `p = softmax(head(hidden[t]))` the student and `q` the teacher, both over the whole vocabulary::
+    Let `p = softmax(head(hidden[t]))` be the student's distribution and `q` the teacher's, both over the
+    whole vocabulary::
 
         outside="tail"          outcomes: the candidates, and one tail outcome for all other ids
                                 p_tail = 1 - sum over C_t of p_i,   q_tail = 1 - sum over C_t of q_i
@@ -79,21 +80,21 @@ def distillation_loss(
         direction="forward"     kl[t] = KL(q || p) = sum over outcomes of q_o (log q_o - log p_o)
         direction="reverse"     kl[t] = KL(p || q) = sum over outcomes of p_o (log p_o - log q_o)
 
-    "tail" counts how much probability the student has outside the set. It merges the outside ids into one
-    outcome in both distributions. So this KL is never above the KL over the whole vocabulary, and equals it
-    if every set is the whole vocabulary. (verl's issue 7856 asks for this loss. A sum over the teacher's
-    top-k alone is not a KL and falls below 0.) "renormalized" ignores the outside: a student may have all its
-    probability there at no cost, and the outside ids have no gradient. So it takes a fraction of the time and
-    the memory. (verl's issue 6676 renormalizes over the student's top-k.)
+    "tail" counts how much probability the student has outside the set. This mode merges the outside ids into
+    one outcome in both distributions. So this KL is never above the KL over the whole vocabulary, and the two
+    are equal if every set is the whole vocabulary. (verl's issue 7856 asks for this loss. A sum over the
+    teacher's top-k alone is not a KL and can fall below 0.) "renormalized" ignores the ids outside the set:
+    the student may give them all its probability at no cost, and they have no gradient. So "renormalized"
+    takes a fraction of the time and memory. (verl's issue 6676 renormalizes over the student's top-k.)
 
     The loss is differentiable once, in `hidden`, `weight`, and `bias`. The student's tail is summed over the
     outside ids, not computed as `1 - mass`, so a tail of 1e-30 is as accurate as a tail of 0.5. The teacher's
-    tail follows from float32 log-probs, so it is accurate to about 1e-6. A set whose mass is 1, or more by
+    tail follows from float32 log-probs, so it is accurate to about 1e-6. A set whose mass is 1, or above 1 by
     rounding, has no tail. With direction "reverse", the KL to a teacher without a tail would be infinite. So
-    a teacher's tail below 1e-6 then counts as 1e-6, unless no id is outside the set.
+    with "reverse", a teacher's tail below 1e-6 counts as 1e-6, unless the set is the whole vocabulary.
 
-    Beyond the gradients, "tail" needs the memory of `head_logprobs`, which is a buffer of `chunk_rows` x V.
-    "renormalized" needs the memory of `candidate_logprobs`. Positions that do not count are not read.
+    Beyond the gradients, "tail" needs as much memory as `head_logprobs`: a buffer of `chunk_rows` x V.
+    "renormalized" needs as much memory as `candidate_logprobs`. Positions that do not count are not read.
 
     Args:
         hidden: [T, H], float16, bfloat16, float32, or float64, the student's states that predict the tokens
@@ -102,11 +103,11 @@ def distillation_loss(
         teacher_sets: the teacher's sets of the T positions, with log-probs over the whole vocabulary at any
             temperature. A sampled token of zero probability counts as outside. A position with an empty set
             does not count.
-        direction, outside: as above.
+        direction, outside: as defined above.
         loss_mask: [T]. Positions with 0 do not count.
         bias, softcap, logit_scale, tp_group, vocab_start, vocab_size: as in `candidate_logprobs`. The tail
-            consists of the ids that the ranks hold, without padding.
-        temperature: the student's, above 0, one number or [T]. It has no gradient.
+            covers all ids outside the set, on all ranks, without padding.
+        temperature: the student's temperature, above 0, one number or [T]. The temperature has no gradient.
         chunk_rows: as in `head_logprobs`. Used for "tail" only.
         weight_grad, backend: as in `candidate_logprobs`. Used for "renormalized" only. With a tail, every id
             has a gradient, so `weight_grad` must be "dense".
@@ -115,9 +116,9 @@ def distillation_loss(
         `DistillationLoss`, on the inputs' device.
 
     Raises:
-        InvalidInputError: shapes, dtypes, or lengths do not fit, the sets have no log-probs, or a KL is not
+        InvalidInputError: shapes, dtypes, or lengths do not match, the sets have no log-probs, or a KL is not
             finite. The message names the argument or the position.
-        InvalidCandidateSetsError: an id is outside the vocabulary, not exactly one shard holds it, or the
+        InvalidCandidateSetsError: an id is outside the vocabulary, is held by no shard or by several, or the
             probabilities of a set sum to more than 1.
     """
     check_head(hidden, weight, bias)
@@ -182,7 +183,7 @@ def distillation_loss(
 
 
 def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return the number of ids of all ranks together, without padding."""
+    """Return the number of ids that all ranks hold together, without padding."""
     if group is None:
         return shard.num_ids
     return int(reduce_sum(torch.tensor([shard.num_ids], device=device), group))

@@ -1,9 +1,9 @@
 """Score targets over the whole vocabulary from hidden states, without `[T, V]` logits.
 
-This module is for trainers without replay. The LM head processes one chunk of positions at a time, into one
-buffer. The backward fills the buffer again and converts it to the gradient in place. If one chunk holds all
-positions, the buffer is kept for the backward. Callers should leave out positions without a loss before the
-head, with `RowSelection.select(hidden)`.
+This module is for trainers without replay. The LM head writes the logits of one chunk of positions at a time
+to one buffer. The backward computes the logits again and converts them to the gradient in place. If one chunk
+holds all positions, the buffer is kept for the backward. Callers should leave out positions without a loss
+before the head, with `RowSelection.select(hidden)`.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, C positions of one chunk.
 """
@@ -50,17 +50,17 @@ def head_logprobs(
         entropy[t]  = -sum over all i of p_i log p_i,   z as in `candidate_logprobs`
 
     The values are differentiable once, in `hidden`, `weight`, and `bias`. Beyond the gradients, the call
-    needs one buffer of `chunk_rows` x V in float32 (float64 for float64 inputs), and two with a soft cap. In
-    half precision, the gradients are also held in float32 until they are rounded, once.
+    needs one buffer of `chunk_rows` x V in float32 (float64 for float64 inputs), or two buffers with a soft
+    cap. For half-precision inputs, the gradients are also held in float32 until they are rounded, once.
 
     Args:
         entropy: also return the entropy over the whole vocabulary, differentiable.
-        chunk_rows: positions that pass through the head at a time. Default: as many as fit in 256 MiB. If
-            `chunk_rows` is T or more, the buffer of T x V x 4 bytes is kept until the backward, which saves a
-            quarter of the work.
+        chunk_rows: the number of positions that pass through the head at a time. Default: as many as fit in
+            256 MiB. If `chunk_rows` is T or more, the buffer of T x V x 4 bytes is kept until the backward,
+            which saves a quarter of the work.
 
-    The other arguments and the errors are those of `candidate_logprobs`. On a CPU, a half-precision head is
-    widened to float32 for the pass.
+    The other arguments and the errors are those of `candidate_logprobs`. On a CPU, the weight of a
+    half-precision head is converted to float32 during the call.
     """
     check_head(hidden, weight, bias, targets)
     logprobs, entropies = _FullHead.apply(
@@ -124,7 +124,7 @@ class _FullHead(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV, subtracted_T = ctx.kept
                     logits_CV += subtracted_T[:, None]
-                    ctx.kept = None  # the gradient overwrites it, so a second backward computes it again
+                    ctx.kept = None  # the gradient overwrites these logits; a second backward recomputes them
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)

@@ -1,4 +1,6 @@
-"""Dot products and weighted sums of gathered LM-head rows, in plain torch, for logits of candidates only.
+"""Gathered products in plain torch: dot products and weighted sums over selected rows of a matrix.
+
+From an LM head, these functions compute the candidates' logits and their gradients.
 
 The functions run on any device, with bounded memory for any number of entries. Sums are in float32 (float64
 for float64 inputs) and in a fixed order, so results repeat to the last bit. `gathered_products_triton` has
@@ -36,11 +38,11 @@ def gathered_dot(
 
     Args:
         left: [L, H], of any floating dtype.
-        left_rows: int64 [m], ascending.
+        left_rows: int64 [m], the row of `left` for each entry, ascending.
         right: [R, H], of any floating dtype.
-        right_rows: int64 [m].
+        right_rows: int64 [m], the row of `right` for each entry.
         out_dtype: float32 or float64, the dtype of the products and sums.
-        chunk: entries processed at a time, if rows are gathered.
+        chunk: the number of entries processed at a time, if rows are gathered.
 
     Returns:
         [m] of `out_dtype`.
@@ -75,11 +77,11 @@ def gathered_sum(
 
     Args:
         source: [R, H], of any floating dtype.
-        source_rows: int64 [m].
+        source_rows: int64 [m], the row of `source` for each entry.
         weights: [m], float32 or float64, the dtype of the sums.
-        segments: int64 [m], ascending, below `num_segments`.
+        segments: int64 [m], the segment of each entry, ascending, below `num_segments`.
         out_dtype: the dtype to which each finished sum is rounded, once.
-        chunk: entries processed at a time, if rows are gathered.
+        chunk: the number of entries processed at a time, if rows are gathered.
 
     Returns:
         [num_segments, H]. A segment without entries is zero.
@@ -111,7 +113,7 @@ def gathered_add(
 ) -> None:
     """Add `sum over the entries e of segment s of weights[e] * source[source_rows[e]]` to `out[s]`, in place.
 
-    Only rows whose segment has an entry are read and written. Each is rounded to `out`'s dtype once.
+    Only rows whose segment has an entry are read and written. Each such row is rounded to `out`'s dtype once.
 
     Args:
         out: [S, H], of any floating dtype.
@@ -124,7 +126,7 @@ def gathered_add(
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):
         return
-    step = -(-len(present) // -(-len(present) // step))  # make the same number of parts equal in size
+    step = -(-len(present) // -(-len(present) // step))  # the same number of parts, of equal size
     bounds = F.pad(counts.cumsum(0), (1, 0))
     stops = [*bounds[:-1:step].tolist(), len(segments)]
     for number, start in enumerate(range(0, len(present), step)):
@@ -137,7 +139,7 @@ def gathered_add(
             places = torch.repeat_interleave(counts[some], output_size=part.stop - part.start)
             sums_CH = gathered_sum(*entries, places, len(rows), out_dtype=weights.dtype, chunk=chunk)
         _add_rows(out, rows, sums_CH)
-        del sums_CH  # free it before the next one is allocated
+        del sums_CH  # free these sums before the next are allocated
 
 
 def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -158,7 +160,7 @@ def _is_plain(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor) -> Tensor:
-    """Compute `gathered_dot` in one operation, as the entries of `left @ right.T` in a sparse pattern."""
+    """Compute `gathered_dot` in one operation: the entries of `left @ right.T` in a sparse pattern."""
     _suppress_sparse_csr_warning()
     bounds = torch.searchsorted(left_rows, torch.arange(len(left) + 1))
     pattern = torch.sparse_csr_tensor(
@@ -170,9 +172,9 @@ def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows:
 
 @functools.cache
 def _suppress_sparse_csr_warning() -> None:
-    """Trigger and suppress torch's warning about sparse CSR tensors, which it gives once per process.
+    """Trigger and suppress torch's warning about sparse CSR tensors, which torch gives once per process.
 
-    `catch_warnings` is not thread-safe, so it runs only once.
+    `catch_warnings` is not thread-safe, so this function is cached and runs only once.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,6 @@
-"""Triton kernels for the functions of `gathered_products`, without an `[m, H]` copy of the gathered rows.
+"""Triton kernels for dot products and weighted sums of selected rows, without an `[m, H]` copy of these rows.
+
+`gathered_products` has the same functions in plain torch.
 
 `gathered_dot` reads each gathered row once. `gathered_sum` and `gathered_add` sum the rows of a segment in
 registers and write each sum once, in the output's dtype. A frequent token or a large candidate set makes a
@@ -68,8 +70,8 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     num_entries = len(segments)
     if not num_entries:
         return
-    # Give the numbers 0, 1, 2, ... to the segments that have an entry. Only the device knows how many there
-    # are, so the host allows for the largest number. Surplus numbers have no entry, so nothing is written.
+    # Number the non-empty segments 0, 1, 2, and so on. Only the device knows how many there are, so the host
+    # assumes the largest possible number. A surplus number has no entries, so nothing is written for it.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
@@ -91,15 +93,15 @@ def _sum_segments(
     num_segments = len(out_RH if out_row_S is None else out_row_S)
     if not num_segments or not width:
         return
-    # Only the device knows the number of entries of a segment. Their total bounds the number of pieces, so
-    # the host need not wait. Surplus programs find that they have no piece.
+    # Only the device knows each segment's number of entries. The total number of entries bounds the number of
+    # pieces, so the host need not wait. Surplus Triton programs find no piece and return.
     num_entries = len(segments)
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE
     start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
     # An empty segment needs one piece, which writes zeros, or no piece if sums are added to `out_RH`.
     pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
-    # Only pieces of long segments have a partial sum. `partial_end_S` is their running count.
+    # Only pieces of long segments have a partial sum. `partial_end_S` is the running count of these sums.
     partial_end_S = torch.where(pieces_S > 1, pieces_S, 0).cumsum(0)
     piece_end_S = pieces_S.cumsum(0)
     piece_segment_P = torch.searchsorted(piece_end_S, torch.arange(max_pieces, device=device), right=True)

@@ -33,17 +33,18 @@ def divergence(
     """Return [T], the KL in nats, differentiable once in `logits` and `tail`.
 
     The KL is 0 at positions that are not in the support. Under tensor parallelism, each rank passes the
-    logits that it holds, and all ranks get the same values. The backward needs no communication. It expects
+    logits that it holds, and all ranks get the same values. The backward needs no communication, and expects
     the same incoming gradient on every rank.
 
     Args:
         logits: [m], the policy's logits.
-        tail: [A], the log-sum-exp of the policy's logits outside the candidates, over all ranks. Without it,
-            the policy is the softmax over the candidates.
-        other: [m], the other policy's log-probs. Over all ranks, and with the tail, the probabilities at each
-            position must sum to 1.
-        other_tail: [A], the other policy's log-prob of the tail, or None without a tail. It may be minus
-            infinity. With `reverse`, this is allowed only where the policy's tail is minus infinity too.
+        tail: [A], the log-sum-exp of the policy's logits outside the candidates, over all ranks. If None, the
+            policy is the softmax over the candidates.
+        other: [m], the other policy's log-probs. Over all ranks, and including the tail, the probabilities at
+            each position must sum to 1.
+        other_tail: [A], the other policy's log-prob of the tail, or None without a tail. The value may be
+            minus infinity. With `reverse`, this is allowed only where the policy's tail is minus infinity
+            too.
         reverse: compute KL(policy || other) instead of KL(other || policy).
 
     Raises:
@@ -123,10 +124,10 @@ class _Divergence(torch.autograd.Function):
 
 
 def _terms(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return `a log(a / b) + b - a` for each outcome. The added `b - a` sums to 0 over all outcomes.
+    """Return `a log(a / b) + b - a` for each outcome, which is never negative.
 
-    So neither a term nor the sum is negative. A small KL is accurate, because the rounding errors of the
-    log-probs enter it only squared.
+    The added `b - a` sums to 0 over all outcomes, so the sum of these terms is the KL. A small KL is
+    accurate, because rounding errors in the log-probs affect the terms only by their squares.
     """
     a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
     near = a * (torch.expm1(ratio) - ratio)

@@ -1,15 +1,16 @@
 """The gradient of the LM head's weight: dense, sparse, or added to a buffer in place.
 
-A dense gradient is [V, H], however few ids occur. Zeroing it, writing it, and adding it to the existing
-gradient takes nearly all the time of a head that computes candidates only. A sparse gradient has only the
-rows of ids that occur, and a buffer is updated only in these rows.
+A dense gradient is [V, H], however few ids occur in the candidate sets. If the head computes only the
+candidates' logits, nearly all of its time goes into zeroing this gradient, writing it, and adding it to the
+existing gradient. A sparse gradient has only the rows of ids that occur, and a buffer is updated only in
+these rows.
 
-The gradient by id (of weight and bias) and the gradient by position (of hidden states) are separate nodes of
-the autograd graph. So autograd runs only the requested node. This matters, because the node of the gradient
-by id may write to the caller's buffer.
+One autograd node computes the gradients of weight and bias, and another node the gradient of the hidden
+states. So autograd runs only the nodes whose gradients are requested. The separation matters, because the
+node for weight and bias may write to the caller's buffer.
 
-Shape legend: V ids held by this rank, H hidden size, T positions, m entries of the support, U ids that
-occur among them.
+Shape legend: V ids held by this rank, H hidden size, T positions, m candidates that this rank holds, U
+distinct ids among these.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class GradientById(torch.autograd.Function):
     ) -> Tensor:
         ctx.support, ctx.ops, ctx.options = support, ops, options
         ctx.weight_grad, ctx.shape, ctx.dtype = weight_grad, weight_VH.shape, weight_VH.dtype
-        # Keep a parameter, because the backward reads its attributes. Do not keep any other tensor alive.
+        # Keep `weight` alive only if it is a leaf, because the backward reads only a leaf's attributes.
         ctx.leaf = weight_VH if weight_VH.is_leaf else None
         ctx.is_grad = _is_its_grad(weight_grad, ctx.leaf)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
@@ -162,7 +163,7 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 
 
 def _for_megatron(ctx: Any) -> Tensor | None:
-    """Return the gradient that autograd sees if the real one is in a buffer: None, or zeros for Megatron.
+    """Return the gradient that autograd sees if a buffer has the real gradient: None, or zeros for Megatron.
 
     Megatron's data parallelism needs a `weight.grad`, and a flag that tells it not to add `weight.grad` to
     `main_grad`. The zeros are a sparse tensor without rows, which takes no memory.

@@ -1,6 +1,6 @@
-"""Convert an LM head's raw products to logits: logit scale, soft cap, and temperature, in SGLang's order.
+"""Convert an LM head's raw products to logits: apply scale, soft cap, and temperature, in SGLang's order.
 
-Shape legend: T positions, C positions of one chunk, V ids held by this rank, m entries of a support.
+Shape legend: T positions, C positions of one chunk, V ids held by this rank, m candidates.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class LogitTransform:
         logit_scale: float = 1.0,
         may_wait: bool = True,
     ) -> LogitTransform:
-        """Check the values, and copy a tensor of temperatures.
+        """Check the arguments, and copy `temperature` if it is a tensor.
 
-        Without `may_wait`, the host does not wait for the device, and a wrong value in a tensor becomes NaN.
+        If `may_wait` is False, the host does not wait for the device, and an invalid temperature in a tensor
+        becomes NaN.
 
         Raises:
             InvalidInputError: a value is not positive and finite, or the temperature is neither one number
@@ -60,7 +61,7 @@ class LogitTransform:
         return cls(_check_temperature(temperature, num_positions, may_wait), softcap, float(logit_scale))
 
     def of_entries(self, raw_m: Tensor, positions_m: Tensor) -> Tensor:
-        """Return the logits [m] of the entries at these positions, differentiable in `raw_m`."""
+        """Return the candidates' logits [m], differentiable in `raw_m`. `positions_m` are their positions."""
         logits = raw_m if self.logit_scale == 1.0 else raw_m * self.logit_scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -69,14 +70,14 @@ class LogitTransform:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def of_rows_(self, raw_CV: Tensor, part: slice) -> Tensor:
-        """Overwrite the products of the positions `part` with their logits."""
+        """Overwrite the raw products of the positions in `part` with logits."""
         if self.softcap is None:
             return self._divide_(raw_CV, part, self.logit_scale)
         raw_CV.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
         return self._divide_(raw_CV, part)
 
     def softcap_slope(self, logits_CV: Tensor, part: slice) -> Tensor | None:
-        """Return `1 - tanh^2` of the soft cap, computed from the logits. None without a soft cap."""
+        """Return the soft cap's slope `1 - tanh^2`, computed from the logits, or None without a soft cap."""
         if self.softcap is None:
             return None
         temperature = self.temperature
@@ -90,7 +91,7 @@ class LogitTransform:
         return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
     def take(self, positions: Tensor) -> LogitTransform:
-        """Return the transform of these positions only, int64 [any]."""
+        """Return the transform of only these `positions`, int64 [any]."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature.to(positions.device).index_select(0, positions))
@@ -120,5 +121,5 @@ def _check_temperature(temperature: float | Tensor, num_positions: int, may_wait
         raise InvalidInputError(
             f"temperature: got {float(temperature.reshape(-1)[bad])} at position {bad}, expected above 0"
         )
-    # Copy the tensor. Before the backward reads it, the caller may overwrite its own for the next batch.
+    # Copy the tensor, because the caller may overwrite it for the next batch before the backward reads it.
     return temperature.clone() if temperature.ndim else float(temperature)

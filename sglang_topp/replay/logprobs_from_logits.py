@@ -5,7 +5,7 @@ mask is built, and the caller's logits are not modified. The gradient is the onl
 axis. `dense_mask` and `mask_logits` build dense tensors for callers that want them.
 
 Shape legend: T positions, V columns held by this rank, C positions of one chunk, n candidates in all, m
-entries (candidates of positions with a choice that this rank holds).
+entries (the candidates that this rank holds, at positions with two candidates or more).
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ def masked_logprobs(
 
     Every returned value is differentiable once, in `logits`. Apart from the gradient, memory grows with the
     candidates, not with the logits. Sums run in float32 (float64 for float64 inputs). A position with one
-    candidate scores exactly 0, and so does an empty span, whose token the policy did not draw. Neither has a
-    gradient.
+    candidate scores exactly 0, and so does an empty span, whose token the policy did not draw. Neither kind
+    of position has a gradient.
 
     Args:
         logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the
             model's soft cap if it has one.
-        full: also return the log-prob and the entropy of every position over the whole vocabulary, both
-            differentiable. The backward still builds only one gradient tensor. Every target must then be a
-            valid token id, even if its set is empty. The host waits for the device.
-        chunk_rows: positions processed at a time for `full`. Default: as many as fit in 8 MiB.
+        full: also return every target's log-prob and every position's entropy over the whole vocabulary, both
+            differentiable. The backward still builds only one gradient tensor. With `full`, every target must
+            be a valid token id, even if its set is empty. The host waits for the device.
+        chunk_rows: the number of positions processed at a time for `full`. Default: as many as fit in 8 MiB.
 
-    The other arguments, the result, and the errors are those of `candidate_logprobs`. With a `tp_group`, the
-    gradient is that of this rank's columns.
+    The other arguments, the result, and the errors are those of `candidate_logprobs`. With a `tp_group`, each
+    rank gets the gradient of its own columns.
 
     Example:
         Token 0 was drawn from {0, 1}. Its probability is 0.4 over the vocabulary and 0.5 over the set.
@@ -178,8 +178,8 @@ def mask_logits(
     """Return a copy of `logits` [T, V] with minus infinity outside the candidate sets.
 
     Rows with an empty span are unchanged. A row of minus infinity would be NaN after softmax, and a loss mask
-    of 0 does not remove a NaN. `masked_logprobs` gives 0 there. Both give the same loss: the policy did not
-    draw the token, so its loss mask is 0.
+    of 0 does not remove a NaN. `masked_logprobs` scores such a row as 0. Both functions lead to the same
+    loss: the policy did not draw the token, so its loss mask is 0.
 
     Raises:
         InvalidInputError: `logits` is not [T, V] for the T positions of the sets.
@@ -201,7 +201,10 @@ def _check_logits(logits: Tensor, targets: Tensor) -> None:
 
 
 class _FromLogits(torch.autograd.Function):
-    """Gathers entries [m] and, with targets, full log-probs and entropies [T]. All share one gradient."""
+    """Gathers candidates' logits [m] and, with targets, full log-probs and entropies [T].
+
+    The backward builds one gradient tensor for all of these outputs.
+    """
 
     @staticmethod
     def forward(

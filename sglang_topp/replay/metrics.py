@@ -1,7 +1,7 @@
 """Metrics of a replay: importance ratios, kept mass, set sizes, and forced tokens.
 
 The metrics are stored as sums, counts, and maxima over tokens, not as means. So the metrics of micro-batches
-and ranks combine to the exact metrics of all tokens.
+and ranks can be combined into the exact metrics of all tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAXIMA = ("max_ratio", "max_set_size")
 
 @dataclass(frozen=True)
 class ReplayMetrics:
-    """Sums over the tokens that count, which have a candidate set and a loss mask other than 0.
+    """Sums and maxima over the tokens that have a candidate set and a loss mask other than 0.
 
     `a + b` combines metrics, and `summary()` returns the means. `ReplayMetrics()` is the value for no tokens.
     """
@@ -37,17 +37,17 @@ class ReplayMetrics:
     ratios: float = 0.0
     """Sum of `exp(logprob - old_logprob)`."""
     far_ratios: float = 0.0
-    """Tokens whose ratio differs from 1 by more than 10 %."""
+    """The number of tokens whose ratio differs from 1 by more than 10 %."""
     log_ratios: float = 0.0
     kept_mass: float = 0.0
     """Sum of `exp(logprob_sum)`. NaN if any set has no log-probs."""
     candidates: float = 0.0
     singletons: float = 0.0
-    """Tokens that were the only candidate, so they have no gradient."""
+    """The number of tokens that were the only candidate, and so have no gradient."""
     judged_tokens: float = 0.0
-    """Tokens for which `p` was passed. Only for these is `forced_tokens` known."""
+    """The number of tokens for which `p` was passed. `forced_tokens` counts only tokens among these."""
     forced_tokens: float = 0.0
-    """Sampled tokens that are outside their own nucleus, out of `judged_tokens`."""
+    """The number of sampled tokens outside their position's nucleus, out of `judged_tokens`."""
     max_ratio: float = 0.0
     max_set_size: float = 0.0
 
@@ -63,10 +63,10 @@ class ReplayMetrics:
     def all_reduce(
         self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> ReplayMetrics:
-        """Return the metrics of the tokens of all ranks of the group, on each rank.
+        """Return, on each rank, the metrics over all ranks' tokens.
 
         The ranks must hold different tokens (data and context parallel). The ranks of a tensor-parallel group
-        hold the same tokens, so do not reduce over them. The group's backend must support `device`.
+        hold the same tokens, so do not reduce over such a group. The group's backend must support `device`.
         """
         sums = torch.tensor(astuple(self), dtype=torch.float64, device=device)
         maxima = reduce_max(sums.clone(), group).tolist()
@@ -110,11 +110,11 @@ def replay_metrics(
 
     Args:
         logprobs: [T], the policy's log-probs over the support (`Scores.logprobs`).
-        old_logprobs: [T], the rollout's (`replayed_old_logprobs`).
+        old_logprobs: [T], the rollout's log-probs over the support (`replayed_old_logprobs`).
         candidates: the sets of the T positions.
         loss_mask: [T]. Positions with 0 do not count, and neither do positions with an empty set.
-        p: the top-p threshold, one number or [T], to count the forced tokens. These are sampled tokens with
-            a mass of at least `p` strictly above them, or at `p` = 1 with zero probability.
+        p: the top-p threshold, one number or [T], to count the forced tokens. A sampled token is forced if
+            the mass strictly above it is at least `p`, or, for `p` = 1, if its probability is zero.
 
     Raises:
         InvalidInputError: a length is not T, `p` is not above 0 and at most 1, or `p` is passed for sets
@@ -131,8 +131,8 @@ def replay_metrics(
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
-    # If the rollout gave a sampled token no probability, the ratio is inf. If the policy gave it none either,
-    # the ratio is NaN.
+    # If the rollout gave a sampled token no probability, the ratio is inf, or NaN if the policy gave the
+    # token no probability either.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)

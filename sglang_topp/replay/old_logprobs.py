@@ -15,10 +15,10 @@ __all__ = ["replayed_old_logprobs"]
 
 
 def replayed_old_logprobs(candidates: CandidateSets, *, output_ids: ArrayLike | None = None) -> Tensor:
-    """Return `candidates.masked_logprobs` as float32 [T] on the CPU.
+    """Return `candidates.masked_logprobs` as a float32 tensor [T] on the CPU.
 
     A value is exactly 0 if the set is empty or has one candidate. `candidate_logprobs` and `masked_logprobs`
-    return 0 there too, so the ratio is 1.
+    return 0 for such a set too, so the importance ratio is 1.
 
     Args:
         candidates: the sets of the T response tokens.

@@ -4,8 +4,8 @@ Hidden states, candidate sets, targets, old log-probs, and loss masks all go thr
 they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`, whichever
 context-parallel rank holds it.
 
-A *response position* counts response tokens, sample after sample, over the whole micro-batch. It indexes
-candidate sets, response ids, and masks that are concatenated in that order.
+A *response position* is a token's index among all response tokens of the micro-batch, sample after sample. It
+is the index into the concatenated candidate sets, response ids, and masks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a micro-batch of sequences in the hidden states of one context-parallel rank.
+    """How a micro-batch of sequences is arranged in one context-parallel rank's hidden states.
 
     ::
 
@@ -47,15 +47,15 @@ class Layout:
 
     The lengths of bshd rows do not tell on which side the rows are padded, and hidden states selected for the
     wrong side would still have the right shape. So `select_rows` requires the attention mask for bshd, and
-    reads the padding of each row from it.
+    reads each row's padding from the mask.
 
     Args:
         format: "thd" or "bshd".
         split: how context parallelism splits the sequences; ignored for `cp_size` 1.
-        cp_size, cp_rank: the context-parallel group.
+        cp_size, cp_rank: the size of the context-parallel group, and this rank's index in it.
         sequence_multiple: thd only. Each sequence is padded to a multiple of this; zigzag pads to a multiple
             of `2 * cp_size` in any case.
-        padded_length: thd only. The number of tokens of the whole stream before the split, if more padding
+        padded_length: thd only. The number of tokens in the whole stream before the split, if more padding
             follows the last sequence (zigzag: `cp_size` times the tokens of one rank). Default: the smallest
             length that fits.
     """
@@ -93,10 +93,10 @@ class Layout:
         attention_mask: ArrayLike | None = None,
         loss_mask: ArrayLike | None = None,
     ) -> RowSelection:
-        """Find this rank's rows that score a response token, and which token each of them scores.
+        """Find this rank's rows that score a response token, and the token that each row scores.
 
-        If a prompt is empty, no token precedes the response's first token. So this token has no row, no rank
-        scores it, and `RowSelection.scored` is False there.
+        If a prompt is empty, no token precedes the response's first token. So no row on any rank scores this
+        token, and `RowSelection.scored` is False for it.
 
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.
@@ -131,7 +131,7 @@ class Layout:
         sample = np.repeat(np.arange(len(responses)), responses)
         position = np.arange(num_positions)
         within_response = position - np.repeat(np.cumsum(responses) - responses, responses)
-        token = prompts[sample] + within_response - 1  # the token whose hidden state predicts it
+        token = prompts[sample] + within_response - 1  # its hidden state predicts the response token
 
         scored = token >= 0
         if loss_mask is not None:
@@ -179,7 +179,7 @@ class Layout:
         return begins.argmax(axis=1), np.full(len(lengths), width)
 
     def _padding_of_stream(self, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return 0 and the padded length of each packed sequence, both int64 [B]."""
+        """Return zeros, as no columns precede a sequence, and the padded sequence lengths, both int64 [B]."""
         multiple = int(np.lcm(self._multiple if self.split == "zigzag" else 1, self.sequence_multiple))
         return np.zeros_like(lengths), -(-lengths // multiple) * multiple
 
@@ -191,10 +191,10 @@ class Layout:
     def _place(
         self, padded: Int64Array, sample: Int64Array, column: Int64Array
     ) -> tuple[Int64Array, Int64Array, int]:
-        """Return the rank that holds each token, the token's row there, and the number of rows of each rank.
+        """Return the rank that holds each token, the token's row on its rank, and each rank's row count.
 
         Args:
-            padded: [B], each sequence's columns before the split.
+            padded: [B], each sequence's number of columns before the split.
             sample, column: the sequence and the column of each token.
         """
         total, first = int(padded.sum()), np.cumsum(padded) - padded
@@ -236,7 +236,8 @@ class RowSelection:
         num_hidden_rows: the number of rows that this rank holds according to the layout.
         num_sequences: the length of the hidden states' sequence axis: B for bshd, 1 for thd.
         response_lengths: int64 [B], the number of response positions of each sample.
-        scored: bool [response positions], the positions that any rank scores, the same on every rank.
+        scored: bool [response positions], True where any rank scores the position. Every rank has the same
+            mask.
     """
 
     hidden_rows: Int64Array
@@ -276,7 +277,7 @@ class RowSelection:
         return flat.index_select(0, torch.tensor(self.hidden_rows, device=hidden.device))
 
     def take(self, values: Tensor) -> Tensor:
-        """Select this rank's part of one value per response position, such as ids, advantages, or masks.
+        """Select this rank's part of `values`: one per response position, such as ids, advantages, or masks.
 
         Raises:
             InvalidInputError: there is not one value per response position.

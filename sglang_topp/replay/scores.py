@@ -1,4 +1,4 @@
-"""`Scores`, and their computation from the candidates' logits: log-probs, entropy, and KL over each set.
+"""Compute `Scores` from the candidates' logits: log-probs, entropy, and KL over each candidate set.
 
 `candidate_head` and `logprobs_from_logits` share this module. Tensors have one value per candidate or per
 position, and none has a vocabulary axis.
@@ -31,7 +31,7 @@ class Scores:
 
     A field that was not requested is None.
 
-    With `C_t` the candidate set and `z` the policy's logits (after scale, soft cap, and temperature):
+    Let `C_t` be the candidate set, and `z` the policy's logits after scale, soft cap, and temperature. Then
     `pi_t(i) = exp(z_i) / sum over j in C_t of exp(z_j)` for `i` in `C_t`.
 
     If the set is empty (a tool's token) or has one candidate, every value over the support is exactly 0 and
@@ -45,7 +45,8 @@ class Scores:
     candidate_logprobs: Tensor | None = None
     """[n]: `log pi_t(i)` for every entry of the candidate sets, in their order."""
     kl: Tensor | None = None
-    """[T]: `sum pi_t (log pi_t - log other_t)` over the support, `other_t` renormalized there, in nats."""
+    """[T]: `sum pi_t (log pi_t - log other_t)` over the support, in nats. `other_t` is renormalized over the
+    support."""
     full_logprobs: Tensor | None = None
     """[T]: the target's log-prob over the whole vocabulary."""
     full_entropy: Tensor | None = None
@@ -84,12 +85,12 @@ def score_support(
     no communication. So the incoming gradient must be the same on every rank, as it is if all ranks compute
     the same loss.
 
-    If the host may not wait for the device, `match` was not checked. Then no error is raised: a position
-    whose target is not in its set, or that has an error below, gets NaN instead.
+    If the host may not wait for the device, `match` was not checked. In this case, no error is raised: an
+    invalid position gets NaN scores instead.
 
     Raises:
-        InvalidInputError: a score is NaN (the logits hold NaN or +inf, or only -inf), or `kl_to` does not fit
-            or makes the KL infinite.
+        InvalidInputError: a score is NaN (the logits hold NaN or +inf, or only -inf), or `kl_to` has the
+            wrong shape, requires a gradient, or makes the KL infinite.
         InvalidCandidateSetsError: the ranks do not hold every id exactly once.
     """
     if kl_to is not None:
@@ -228,7 +229,7 @@ def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
 
 
 def check_held(held_A: Tensor, support: SupportIndex) -> None:
-    """Raise InvalidCandidateSetsError unless `held_A`, counted over all ranks, covers each candidate once."""
+    """Raise InvalidCandidateSetsError unless `held_A`, summed over all ranks, equals the set sizes."""
     index = first_true(held_A != support.sizes)
     if index is not None:
         raise InvalidCandidateSetsError(

@@ -53,13 +53,13 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class SupportIndex:
-    """The index of the logits that a replay needs: the candidates of every position with a choice.
+    """An index of the logits that replay needs: the candidates of every position with a choice.
 
     A position with one candidate has log-prob 0 under any policy, and an empty span is not scored. Neither
-    has entries here, so neither costs anything. With a tail outcome, a position with one candidate has a
-    choice too. Pass `smallest=1` to `of` then.
+    kind of position has entries in this index, so neither costs anything. If all other ids form a tail
+    outcome, a position with one candidate has a choice too. For this case, pass `smallest=1` to `of`.
 
-    All tensors are int64 and on one device, except the int32 `token_ids`. None depends on the targets.
+    All tensors are on one device, and int64 except for `token_ids`. No tensor depends on the targets.
     """
 
     token_ids: Tensor
@@ -79,7 +79,7 @@ class SupportIndex:
     entries: Tensor
     """[m]: the index of each entry into the flat arrays of the candidate sets."""
     offsets: Tensor
-    """[A + 1]: the entries of position `rows[a]` are `offsets[a]:offsets[a + 1]`. There may be none."""
+    """[A + 1]: the entries of position `rows[a]` are `offsets[a]:offsets[a + 1]`, possibly none."""
 
     @property
     def num_positions(self) -> int:
@@ -116,12 +116,12 @@ class SupportIndex:
     ) -> tuple[SupportIndex, bool]:
         """Return the index, and whether the host may wait for the device to check values.
 
-        The index of `CandidateTensors` is built once for each shard. Later calls return it, without work on
-        the host and without waiting for the device.
+        The index of `CandidateTensors` is built once for each shard. Later calls return the stored index,
+        without work on the host and without waiting for the device.
 
         Args:
-            device: where the index is needed. `CandidateTensors` must be there.
-            smallest: positions with fewer candidates have no entries.
+            device: the device of the index. `CandidateTensors` must be on this device.
+            smallest: positions with fewer than `smallest` candidates have no entries.
 
         Raises:
             InvalidInputError: `CandidateTensors` are on another device.
@@ -138,7 +138,7 @@ class SupportIndex:
 
 @dataclass(frozen=True, eq=False)
 class TargetMatch:
-    """Where the targets are in their candidate sets."""
+    """The places of the targets in their candidate sets."""
 
     is_target: Tensor
     """bool [m]: whether the entry is its position's target."""
@@ -151,7 +151,7 @@ class TargetMatch:
         """Compare the integer `targets` [T] with the sets. A target with an empty set is ignored.
 
         Raises:
-            InvalidInputError: with `may_wait`, a target is not in its set.
+            InvalidInputError: `may_wait` is True, and a target is not in its set.
         """
         sizes = support.span_offsets.diff()
         wanted = torch.repeat_interleave(targets, sizes, output_size=support.num_candidates)
@@ -185,7 +185,7 @@ def check_num_sets(candidates: CandidateSets | CandidateTensors, targets: Tensor
 
 
 def sets_on(candidates: CandidateSets | CandidateTensors, device: torch.device | str) -> CandidateTensors:
-    """Return the sets as tensors on `device`, without log-probs if they are made from `CandidateSets`.
+    """Return the sets as tensors on `device`. Tensors made from `CandidateSets` have no log-probs.
 
     Raises:
         InvalidInputError: `CandidateTensors` are on another device.

@@ -1,12 +1,12 @@
 """Compute the candidates' logits, and the log-sum-exp of the tail: all ids outside the candidate set.
 
-The log-sum-exp is summed over the tail itself, and not computed as a difference of two sums. So it is
-accurate whether the tail has nearly no probability or nearly all. The LM head processes one chunk of
-positions at a time, and again in the backward. If one chunk holds all positions, its logits are kept for the
-backward.
+The log-sum-exp is summed over the tail's ids directly, not computed as a difference of two sums. So the
+result is accurate whether the tail has nearly no probability or nearly all of it. The LM head processes one
+chunk of positions at a time, and again in the backward. If one chunk holds all positions, its logits are kept
+for the backward.
 
-Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m entries of
-the support (candidates that this rank holds), c those of one chunk.
+Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m candidates that
+this rank holds, c of these in one chunk.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def support_and_tail(
 
     ::
 
-        tail[a] = log(sum over all i outside of the candidates of position a of exp(z_i))
+        tail[a] = log(sum of exp(z_i) over all i that are not candidates of position a)
 
-    The sum is over all ranks. A tail without ids is minus infinity. The gradient of `tail` must be the same
-    on every rank.
+    The sum is over all ranks. The value for a tail without ids is minus infinity. The gradient of `tail` must
+    be the same on every rank.
 
     Args:
         hidden: [A, H], the states of the positions `support.rows`.
@@ -80,7 +80,7 @@ class _SupportAndTail(torch.autograd.Function):
             len(hidden_AH), rows_per_chunk(chunk_rows, shard.num_ids * dtype.itemsize, CHUNK_BYTES)
         )
         ctx.chunks = list(zip(parts, _entries(support, parts), strict=True))
-        # The start of each row in the chunk's flattened logits.
+        # `first_A` holds the start of each row in a chunk's flattened logits.
         ctx.first_A = torch.arange(len(hidden_AH), device=hidden_AH.device) * shard.num_ids
         ctx.support = support
         logits_m = torch.empty(len(support.ids), dtype=dtype, device=hidden_AH.device)
@@ -116,7 +116,7 @@ class _SupportAndTail(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV = ctx.kept
                     logits_CV.view(-1).index_copy_(0, places_c, logits_m[entries])
-                    ctx.kept = None  # the gradient overwrites it, so a second backward computes it again
+                    ctx.kept = None  # the gradient overwrites these logits; a second backward recomputes them
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)
@@ -144,7 +144,7 @@ def _places(ctx: Any, part: slice, entries: slice) -> Tensor:
 
 
 def _log_sums(logits_CV: Tensor, *, out: Tensor) -> None:
-    """Compute `out[c] = log(sum over i of exp(logits[c, i]))`, minus infinity if all logits of a row are."""
+    """Compute `out[c] = log(sum over i of exp(logits[c, i]))`. A row of only -inf gives -inf."""
     if logits_CV.shape[1] == 0:
         out.fill_(-torch.inf)
         return

@@ -23,7 +23,7 @@ __all__ = ["SMALLEST_TAIL", "TeacherDistribution"]
 BoolArray: TypeAlias = NDArray[np.bool_]
 Float64Array: TypeAlias = NDArray[np.float64]
 
-# If float32 log-probs sum to nearly 1, a tail of this mass cannot be told from no tail.
+# With float32 log-probs, a tail below this mass cannot be distinguished from rounding errors.
 SMALLEST_TAIL = 1e-6
 
 
@@ -46,9 +46,9 @@ class TeacherDistribution:
 
         Args:
             sets: the teacher's sets, with log-probs over the whole vocabulary.
-            counts: [T], which positions count.
+            counts: bool [T], True for positions that count.
             num_ids: the size of the vocabulary, or None for no tail.
-            smallest_tail: the least mass of a tail, unless no id is outside the set.
+            smallest_tail: a smaller tail is raised to this mass, unless the set is the whole vocabulary.
 
         Raises:
             InvalidInputError: the sets have no log-probs.

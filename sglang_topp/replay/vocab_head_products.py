@@ -24,7 +24,7 @@ class VocabHead:
     """The matrix products of an LM head: a chunk's logits, and the gradients of hidden states and weight.
 
     Sums run in `dtype`. On a GPU, tensor cores multiply half-precision factors directly into float32.
-    Elsewhere the factors are widened first.
+    Elsewhere, the factors are converted to `dtype` first.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class HeadGradients:
         ]
 
     def add(self, part: slice, grad_CV: Tensor, slope_CV: Tensor | None) -> None:
-        """Accumulate from the gradient of `head.logits(part)`. `grad_CV` is overwritten.
+        """Accumulate the gradients that follow from `grad_CV`, the gradient of `head.logits(part)`.
 
-        `slope_CV` is the transform's `softcap_slope` at these logits.
+        `grad_CV` is overwritten. `slope_CV` is the transform's `softcap_slope` at these logits.
         """
         hidden_TH, weight_VH, bias_V = self._sums
         self._head.transform.backward_rows_(grad_CV, slope_CV, part)
@@ -109,7 +109,10 @@ class HeadGradients:
             bias_V[: grad_CV.shape[1]] += grad_CV.sum(dim=0)
 
     def rounded(self, group: dist.ProcessGroup | None) -> list[Tensor | None]:
-        """Return the three gradients in their tensors' dtypes, after a sum over ranks for hidden states."""
+        """Return the three gradients in their tensors' dtypes.
+
+        The gradient of the hidden states is first summed over the ranks of `group`.
+        """
         if self._sums[0] is not None:
             reduce_sum(self._sums[0], group)
         return [

@@ -1,7 +1,8 @@
 """A vocabulary split over tensor-parallel ranks: the ids that each rank holds, and reductions over the ranks.
 
 `group=None` means no tensor parallelism: this process holds the whole vocabulary, and nothing is sent. In
-torch.distributed, None means all processes. To reduce over all processes here, pass their group.
+torch.distributed, None means all processes. To reduce over all processes here, pass the group of all
+processes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ __all__ = ["reduce_max", "reduce_sum", "vocab_range"]
 def vocab_range(vocab_size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
     """Return `(vocab_start, vocab_stop)` of one rank's rows of the LM head, as `torch.chunk` splits them.
 
-    The first shards hold `ceil(vocab_size / tp_size)` ids each. The last ones hold the rest, which may be
-    fewer or none. For a head that is padded to a multiple of `tp_size`, pass the padded size.
+    The first shards hold `ceil(vocab_size / tp_size)` ids each. The last shards hold the rest, which may be
+    fewer ids or none. For a head that is padded to a multiple of `tp_size`, pass the padded size.
 
     Raises:
         InvalidInputError: the rank is not within the group, or a size is not positive.
@@ -47,5 +48,5 @@ def reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def first_true(mask: Tensor) -> int | None:
-    """Return the index of the first True of a 1-D mask, or None. Waits for the device."""
+    """Return the index of the first True of a 1-D mask, or None. The host waits for the device."""
     return int(mask.int().argmax()) if bool(mask.any()) else None

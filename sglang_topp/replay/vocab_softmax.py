@@ -1,4 +1,4 @@
-"""Log-probs, entropy, and gradients of the softmax over the whole vocabulary, a few rows at a time.
+"""Compute log-probs, entropy, and gradients of a softmax over the whole vocabulary, a few rows at a time.
 
 `full_vocab_head` and `logprobs_from_logits` share this module. To save memory, the forward pass stores only a
 few sums per row. The backward pass recomputes the probabilities, and overwrites them with the gradient.
@@ -20,10 +20,10 @@ from sglang_topp.replay.vocab_parallel import first_true, reduce_max, reduce_sum
 
 __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "some_rows", "to_gradient"]
 
-# exp of any lower value is 0 in float32 and float64, so clamping changes no result. Unlike -inf, the value
-# times 0 is not NaN.
+# `exp` of any value below this is 0 in float32 and float64, so clamping changes no result. Unlike -inf, this
+# value times 0 is not NaN.
 _LOWEST = -1.0e4
-# Bytes of exponentials held at a time: a CPU's cache, or on a GPU enough to amortize the kernel launches.
+# The bytes of exponentials held at a time. They fit in a CPU's cache, and amortize kernel launches on a GPU.
 _EXP_BYTES_CPU = 1 << 21
 _EXP_BYTES = 1 << 26
 
@@ -34,7 +34,7 @@ def row_parts(num_rows: int, chunk_rows: int) -> list[slice]:
 
 
 def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> int:
-    """Return `chunk_rows`. If None, return how many rows of `row_bytes` fit in `chunk_bytes`, at least 1."""
+    """Return `chunk_rows`, or if None, how many rows of `row_bytes` fit in `chunk_bytes`, at least 1."""
     if chunk_rows is None:
         return max(1, chunk_bytes // max(1, row_bytes))
     if chunk_rows < 1:
@@ -43,7 +43,7 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
 
 
 def some_rows(logits_CV: Tensor) -> list[slice]:
-    """Return slices that cover all rows. Only one slice's exponentials need to be in memory at a time."""
+    """Return slices that cover all rows, so that callers can hold one slice's exponentials at a time."""
     row_bytes = logits_CV.shape[1] * logits_CV.itemsize
     return row_parts(
         len(logits_CV), rows_per_chunk(None, row_bytes, _EXP_BYTES_CPU if logits_CV.is_cpu else _EXP_BYTES)
@@ -93,13 +93,13 @@ class RowSums:
 
     @property
     def subtracted_T(self) -> Tensor:
-        """[T]: the value that `add` subtracts from each row of logits, its highest on this rank."""
+        """[T]: the value that `add` subtracts from each row: the row's highest logit on this rank."""
         return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
 
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
         """Accumulate the rows `part`, and subtract `subtracted_T` from `logits_CV` in place.
 
-        An entry so low that its probability is 0 may be replaced by another value of probability 0.
+        A logit so low that its probability is 0 may be replaced by another value of probability 0.
         """
         if logits_CV.shape[1] == 0:
             return
@@ -151,7 +151,7 @@ def to_gradient(
     grad_logprobs_T: Tensor | None,
     grad_entropy_T: Tensor | None,
 ) -> Tensor:
-    """Convert the rows `part` of the logits to the gradient with respect to them, in place.
+    """Overwrite the logits of the rows `part` with their gradient.
 
     ::
 
