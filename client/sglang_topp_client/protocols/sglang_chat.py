@@ -1,8 +1,8 @@
 """Protocol of SGLang's `POST /tokenize`, which turns chat messages into token ids.
 
 The engine applies its chat template and tokenizes as for `/v1/chat/completions`. The client then generates
-from the ids. It therefore knows the prompt's ids, and can resume an interrupted sample. The chat route itself
-returns no prompt ids and accepts no `resumed_tokens`. Every supported release has `/tokenize`.
+from the ids. The client therefore knows the prompt's ids, and can resume an interrupted sample. The chat
+route itself returns no prompt ids and accepts no `resumed_tokens`. Every supported release has `/tokenize`.
 
 Request::
 

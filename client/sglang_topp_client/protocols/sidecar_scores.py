@@ -10,8 +10,8 @@ Answer: one message per sequence once it is scored, and a last message, which a 
     {"sequence_index": 0, ...}
     {"done": true, "scores": 8}
 
-Messages and failures have the form of `/rollouts` (`sidecar_rollouts.py`). `score_codecs.py` encodes the
-records.
+Messages and failures have the same form as for `/rollouts` (`sidecar_rollouts.py`). `score_codecs.py` encodes
+the records.
 """
 
 from __future__ import annotations

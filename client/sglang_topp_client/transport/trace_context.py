@@ -1,4 +1,4 @@
-"""Trace context: pass the W3C headers `traceparent` and `tracestate` on with every HTTP request of a call."""
+"""Trace context: forward the W3C headers `traceparent` and `tracestate` with every HTTP request of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
     A `traceparent` that the standard does not allow is ignored, together with its `tracestate`.
 
     Args:
-        headers: the headers of a received request, a mapping with lowercase names or one that ignores case.
+        headers: the headers of a received request, a mapping whose names are lowercase or case-insensitive.
     """
     parent, state = headers.get(_PARENT, ""), headers.get(_STATE, "")
     forwarded = {}

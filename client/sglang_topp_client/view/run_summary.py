@@ -30,7 +30,7 @@ class RunSummary:
 
     Attributes:
         table: one row per rollout.
-        num_rollouts, num_tokens: the numbers of rollouts and of their output tokens.
+        num_rollouts, num_tokens: how many rollouts and output tokens have been added.
     """
 
     def __init__(self, max_detailed: int) -> None:
@@ -164,7 +164,7 @@ class RunSummary:
 
 
 def _added(some: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sum of two arrays of counts; the shorter one is zero beyond its end."""
+    """Return the sum of two arrays of counts; the shorter array counts as zero beyond its end."""
     longer, shorter = (some, others) if len(some) >= len(others) else (others, some)
     out = longer.astype(np.int64)
     out[: len(shorter)] += shorter

@@ -1,4 +1,4 @@
-"""Provide the folder for a weight push from disk: the caller's folder, or a temporary one for a model."""
+"""Provide the folder for a weight push from disk: the caller's, or a temporary one with a saved model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_model(model: Any) -> None:
 
 @asynccontextmanager
 async def model_folder(weights: Any) -> AsyncGenerator[str, None]:
-    """Yield a folder with the weights. A model is saved to a temporary folder, which is then removed.
+    """Yield a folder with the weights. A model is saved to a temporary folder, which is removed afterwards.
 
     Args:
         weights: a path or a model, checked by `check_path_or_model`. The path of a local directory becomes
