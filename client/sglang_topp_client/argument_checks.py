@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 MAX_MESSAGE_CHARS = 10_000
-"""The maximum length, in characters, of a server's message as an exception quotes it."""
+"""A server's message is cut to this many characters when an exception quotes it."""
 
 MAX_BODY_CHARS = 2_000
-"""The maximum length, in characters, of a server's answer as `ResponseError.body` holds it."""
+"""A server's answer is cut to this many characters in `ResponseError.body`."""
 
 MAX_REQUEST_ID = 512
 """The maximum length, in characters, of a request id. The client and the sidecar have the same limit."""

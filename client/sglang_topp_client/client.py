@@ -70,7 +70,7 @@ class AsyncRolloutClient:
             is `api_key` if `engine_url` is not given, and no key otherwise.
         headers: additional headers for every request, including requests to `engine_url`.
         ssl: the TLS settings for `https://` addresses, such as the CA to trust or a client certificate. The
-            default trusts the CAs of the system, or those in the file that `SSL_CERT_FILE` names. A client
+            default trusts the CAs of the system, or the CAs in the file that `SSL_CERT_FILE` names. A client
             with an SSLContext cannot be pickled.
         max_connections: how many calls may be in flight at once. The limit on open files (`ulimit -n`) may
             lower this number to the file descriptors that are free when the client starts, minus a reserve of
@@ -247,8 +247,8 @@ class AsyncRolloutClient:
                 effect (`sglang_topp.engine_contract.resume_rules`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
-            TransportError, OverloadedError, ServerError: the call and all of its retries failed. If none of
-                several servers answers, the message names all of them.
+            TransportError, OverloadedError, ServerError: the call and all of its retries failed. If several
+                servers were tried and none answered, the message names all of them.
             AbortedError: a sample was ended by `abort`, a pause, or a weight update.
             RolloutError: the engine gave up on a sample.
             MissingCandidateSetsError: the answer lacks the requested candidate sets.
@@ -577,7 +577,7 @@ class AsyncRolloutClient:
                 await engine.close()
 
     async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
-        """Return the server's description of itself: a sidecar's `/info`, or SGLang's `/server_info`.
+        """Return what a server reports about itself: a sidecar's `/info`, or SGLang's `/server_info`.
 
         Args:
             base_url: the server to ask. By default, a client that was created with one URL asks that server.

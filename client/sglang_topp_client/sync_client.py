@@ -338,7 +338,7 @@ class RolloutClient:
         )
 
     def server_info(self, base_url: str | None = None) -> dict[str, Any]:
-        """Return the server's description of itself; see `AsyncRolloutClient.server_info`."""
+        """Return what a server reports about itself; see `AsyncRolloutClient.server_info`."""
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:

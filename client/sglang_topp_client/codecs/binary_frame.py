@@ -3,8 +3,8 @@
 The frame's header states the length of the content, and the frame ends with a checksum. The content is
 little-endian::
 
-    4 bytes     uint32 h
-    h bytes     the record's JSON, without its arrays
+    4 bytes     the length of the JSON, uint32
+    …           the record's JSON, without its arrays
     …           the arrays, int32 or float32; the JSON states the length of each
 
 An array is cut into blocks of 65,536 numbers. A block is four byte planes: the first byte of every number,

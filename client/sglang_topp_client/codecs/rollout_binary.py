@@ -1,4 +1,4 @@
-"""Binary codec of rollouts: one rollout in one frame (`binary_frame.py`), with arrays instead of base64.
+"""Binary codec of rollouts: one Zstandard frame (`binary_frame.py`) holds a rollout's JSON and arrays.
 
 The frame's JSON has the fields that `rollout_json.py` lists, except for the arrays. The arrays follow::
 

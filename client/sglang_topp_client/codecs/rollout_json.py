@@ -12,9 +12,12 @@ One finished sample is one record::
     top_logprobs_p                      the threshold, or null
     sampling_params                     an object without `n`, or null
     finish_reason                       "stop", "length", "abort", or "extended"
-    weight_version string or null, for the last token weight_versions [{"version", "start", "end"}, ...]
-    (`weight_spans.py`), or null prompt_tokens, completion_tokens, cached_tokens timing {"latency_s": seconds}
-    routing_key string appended_spans [[start, end], ...], the output ids that `Rollout.extend` appended
+    weight_version                      string or null, for the last token
+    weight_versions                     [{"version", "start", "end"}, ...] (`weight_spans.py`), or null
+    prompt_tokens, completion_tokens, cached_tokens
+    timing                              {"latency_s": seconds}
+    routing_key                         string
+    appended_spans                      [[start, end], ...], the output ids that `Rollout.extend` appended
 """
 
 from __future__ import annotations

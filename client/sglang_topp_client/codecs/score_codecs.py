@@ -11,8 +11,8 @@ One scored sequence is one record::
     weight_version                      string or null
     num_tokens, cached_tokens           integers
 
-A binary frame (`binary_frame.py`) holds first the JSON of the other fields, then the arrays `token_ids` and
-`logprobs`, and then the candidate sets.
+The binary codec writes a Zstandard frame (`binary_frame.py`). The frame holds first the JSON of the other
+fields, then the arrays `token_ids` and `logprobs`, and then the candidate sets.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _score(
     logprobs: NDArray[np.float32],
     candidates: CandidateSets | None,
 ) -> Score:
-    """Build the score of a record whose arrays have been decoded."""
+    """Build a score from a record and its decoded arrays."""
     start = _start(record)
     if start > len(token_ids):
         raise WireError("start", f"got {start}, expected at most {len(token_ids)}, the number of token_ids")

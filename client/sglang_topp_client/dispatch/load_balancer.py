@@ -36,7 +36,7 @@ class LoadBalancer(Generic[_T]):
     follow if that call succeeds.
 
     Args:
-        endpoints: at least one.
+        endpoints: one endpoint or several.
         clock: returns the time in seconds on the event loop's clock.
     """
 

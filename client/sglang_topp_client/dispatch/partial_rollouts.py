@@ -20,7 +20,7 @@ class PartialRollouts:
     """The undelivered samples of one caller's request.
 
     Args:
-        requests: one for each prompt, as if nothing had been generated yet.
+        requests: one request for each prompt, as if nothing had been generated yet.
         on_abort: with `"resume"`, aborted samples are continued.
         deliver: called with each sample that is finished, or aborted and not continued.
         existing: rollouts to continue, by prompt index. Each of these prompts has one sample, which is

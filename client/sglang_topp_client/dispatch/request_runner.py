@@ -1,6 +1,6 @@
 """RequestRunner: run a client's requests, stream their results, and abort them by name.
 
-A request is one method call on the client, with many prompts. The dispatcher splits it into many HTTP
+A request is one method call on the client, with many prompts. `Dispatcher` splits a request into many HTTP
 requests.
 """
 
@@ -117,7 +117,7 @@ class RequestRunner:
         """Yield every sample of `requests` as it finishes; see `AsyncRolloutClient.stream`.
 
         Args:
-            requests: one for each prompt.
+            requests: one request for each prompt.
             existing: rollouts to continue, by prompt index. Each of these prompts has one sample.
             on_abort: how to treat aborted samples.
             timeout_s: the time limit.
@@ -159,7 +159,7 @@ class RequestRunner:
         """Yield the score of each sequence as it arrives; see `AsyncRolloutClient.stream_scores`.
 
         Args:
-            requests: one for each sequence.
+            requests: one request for each sequence.
             is_repeated: whether to score a sequence again after the engine aborted it on request.
             timeout_s: the time limit.
             progress: see `Progress`.
@@ -204,7 +204,7 @@ class RequestRunner:
         """Return the description of each server in `base_urls`, or of all servers, by base URL.
 
         Raises:
-            InvalidInputError: the client has no such server.
+            InvalidInputError: a URL does not belong to one of the client's servers.
             SglangToppError: a server did not answer with a description.
         """
         endpoints = self._here().endpoints

@@ -1,4 +1,4 @@
-"""ResultQueue: a queue of results for the caller; while it is full, no further calls are sent."""
+"""ResultQueue: a queue of results for the caller; a full queue stops further calls from being sent."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Detect lost fields: check that request fields reach a patched SGLang, and that its answer fields come back.
 
-A gateway may silently drop fields that it does not know. Each check request asks for one token. Its answer
+A gateway may silently drop fields that it does not know. Each check request asks for one token. The answer
 shows whether every field of the request arrived.
 """
 

@@ -7,7 +7,7 @@ request:
 - A closed connection cancels the handler at once, which aborts every sample, including queued ones. SGLang
   checks the connection of an unstreamed request only every 4 s.
 - The first chunk contains the engine's id of each sample. With `n > 1`, SGLang gives the samples random ids,
-  whatever the request's `rid` is, and `/abort_request` accepts only those ids.
+  whatever the request's `rid` is, and `/abort_request` accepts only the random ids.
 - With `n > 1`, each sample arrives as it finishes, and does not wait for the slowest sample.
 
 The client does not split the `n` samples of a prompt into single requests. SGLang computes the prompt once

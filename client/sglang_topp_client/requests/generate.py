@@ -80,7 +80,7 @@ def plan(
             the sampler could draw, without a threshold. `DISTRIBUTION` or None uses the threshold.
 
     Raises:
-        InvalidInputError: an argument is wrong; the error names it.
+        InvalidInputError: an argument is wrong; the error names the argument.
     """
     all_prompts = prompts_of("prompts", prompts, takes_messages=True)
     count = len(all_prompts)

@@ -1,8 +1,8 @@
 """Requests for `resume`: check the rollouts to continue, and build the requests for their remaining tokens.
 
-The prompt of a request consists of the original prompt's ids and the ids generated so far. `resumed_tokens`
-tells the engine how many of these ids belong to the answer, so that stop strings and text work as in an
-uninterrupted sample. Sampling parameters whose effect an interruption would change are refused
+The prompt of a resume request consists of the original prompt's ids and the ids generated so far.
+`resumed_tokens` tells the engine how many of these ids belong to the answer, so that stop strings and text
+work as in an uninterrupted sample. Sampling parameters whose effect an interruption would change are refused
 (`sglang_topp.engine_contract.resume_rules`).
 """
 
@@ -127,7 +127,7 @@ def plan_resume(
 
 
 def as_finished(rollout: Rollout, wanted: SampleRequest) -> Rollout | None:
-    """Return the finished rollout, or None if there are tokens left to generate.
+    """Return the rollout if it is finished, or None if tokens are left to generate.
 
     A rollout that finished with `"stop"` is returned unchanged. If its last turn has `max_new_tokens` tokens
     or more, its finish reason becomes `"length"`.

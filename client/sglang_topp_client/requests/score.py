@@ -55,7 +55,7 @@ def plan_scores(
             Rollout, the position of its first generated token.
 
     Raises:
-        InvalidInputError: an argument is wrong; the error names it.
+        InvalidInputError: an argument is wrong; the error names the argument.
     """
     rollouts = _rollouts(sequences)
     prompts = prompts_of("sequences", list(map(_ids, rollouts)) if rollouts else sequences)

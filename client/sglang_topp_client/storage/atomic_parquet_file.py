@@ -122,7 +122,7 @@ class _NamingErrors:
 def sync_directory(path: Path) -> None:
     """Flush a directory's file names to disk, so that a renamed file survives a crash of the machine.
 
-    Do nothing on systems that do not support this.
+    Do nothing on systems that cannot flush a directory.
     """
     if hasattr(os, "O_DIRECTORY"):
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -41,7 +41,7 @@ def num_rows_of(path: str) -> int:
 def load_rows(
     path: str, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, Rollout, TrainerScores]]:
-    """Yield the row number, the rollout, and the trainer's columns of each row of a file.
+    """For each row of a file, yield its number, its rollout, and its values in the trainer's columns.
 
     Args:
         path: the file.

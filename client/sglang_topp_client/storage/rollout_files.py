@@ -48,7 +48,7 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
     Raises:
         InvalidInputError: the path exists, an array has another dtype or length than `Rollout` documents, or
             a text cannot be encoded as UTF-8; the error names the field.
-        OSError: the file cannot be written; the error names it.
+        OSError: the file cannot be written; the error names the file.
         ModuleNotFoundError: pyarrow is not installed.
     """
     pyarrow()
@@ -98,7 +98,7 @@ class RolloutWriter:
     Each part is a complete Parquet file, so other processes may read the directory while it is written.
     `load_rollouts`, pandas, pyarrow, and `datasets` accept the directory's name; DuckDB and Polars accept the
     pattern `rollouts/*.parquet`. A killed process loses only the part in progress, at most `part_size`
-    rollouts. Several writers may add to one directory at once.
+    rollouts. Several writers may add to one directory at once. All methods block.
 
     Args:
         path: the directory; it is created if it does not exist.

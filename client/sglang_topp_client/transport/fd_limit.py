@@ -72,7 +72,7 @@ def _num_open() -> int:
 
 
 def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
-    """Return the `errno` values of an error, of its causes, and of the members of an exception group."""
+    """Return the `errno` values of an error, its causes, and the members of an exception group."""
     if error is None or id(error) in seen:
         return set()
     seen.add(id(error))

@@ -1,6 +1,6 @@
 """Message framing: split the byte stream of an answer into messages, which are lines or frames.
 
-Lines end with a line feed (NDJSON, server-sent events). Frames may hold any bytes; each begins with its
+Lines end with a line feed (NDJSON, server-sent events). Frames may hold any bytes; each frame begins with its
 length, a little-endian uint64.
 
 A frame takes memory only for the bytes that have arrived, whatever length it announces. A message that

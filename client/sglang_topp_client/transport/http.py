@@ -3,10 +3,10 @@
 The client is sized for hundreds of generations at once. The client sets no limit on the time between two
 reads, because a generation may take an hour.
 
-The connection pool has no limit, because the dispatcher limits the calls. aiohttp was chosen for its speed.
-In paired runs with 1,000 samples in flight to `benchmarks/harness/fake_engine.py`, aiohttp finished 1.2 to
-1.4 times as many samples per second as a pool over httpcore; httpx's own pool finished 0.6 times as many.
-httpx compares every idle connection with every other one whenever a request starts or ends.
+The connection pool has no limit, because the client already limits the calls in flight. aiohttp was chosen
+for its speed. In paired runs with 1,000 samples in flight to `benchmarks/harness/fake_engine.py`, aiohttp
+finished 1.2 to 1.4 times as many samples per second as a pool over httpcore; httpx's own pool finished 0.6
+times as many. httpx compares every idle connection with every other one whenever a request starts or ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """LongMessageLimit: limit how many long messages are read at the same time, to save memory.
 
 A message holds all candidate sets of a sample, and can be decoded only once it is complete. Without a limit,
-many samples that end together would all be in memory, half read. While a message waits for a place, its
+many samples that end together would all be in memory, half read. While a message waits for its turn, its
 unread part stays at the server.
 """
 

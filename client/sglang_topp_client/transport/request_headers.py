@@ -1,4 +1,4 @@
-"""Check the headers that a caller adds to every request, and define the name of the routing key's header."""
+"""Check a caller's additional HTTP headers, and define the name of the header `X-SMG-Routing-Key`."""
 
 from __future__ import annotations
 

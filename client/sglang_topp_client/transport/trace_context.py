@@ -20,7 +20,7 @@ _forwarded: ContextVar[Mapping[str, str] | None] = ContextVar("forwarded_trace",
 
 @contextmanager
 def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Send the trace context in `headers` with every request of this task and of the tasks that it starts.
+    """Send the trace context in `headers` with every request of this task and its child tasks.
 
     A `traceparent` that the standard does not allow is ignored, together with its `tracestate`.
 

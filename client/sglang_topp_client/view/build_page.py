@@ -58,7 +58,7 @@ def page_of_file(
 
     Raises:
         InvalidInputError: there are no rollouts.
-        WireError: a file was altered or cut; the error names it.
+        WireError: a file was altered or cut; the error names the file.
         OSError: the path cannot be read.
     """
 

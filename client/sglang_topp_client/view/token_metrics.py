@@ -20,7 +20,7 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TokenMetrics:
-    """The numbers of the T output tokens of one rollout.
+    """The metrics of one rollout's T output tokens.
 
     Attributes:
         sizes: int64 [T], the size of each set; 0 without a set.
