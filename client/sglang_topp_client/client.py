@@ -345,8 +345,9 @@ class AsyncRolloutClient:
         Args:
             rollouts: one rollout or several, returned by `generate` or loaded from a file.
             sampling_params: the parameters that generated the earlier part; one mapping for all rollouts, or
-                one per rollout. `max_new_tokens` is required. Like `min_new_tokens`, it counts the tokens of
-                the whole turn, not only the new ones. `n` is ignored, because each rollout is one sample.
+                one per rollout. `max_new_tokens` is required. Like `min_new_tokens`, this limit counts all
+                tokens of the turn, not only the new tokens. `n` is ignored, because each rollout is one
+                sample.
             top_logprobs_p: as for `generate`. Rollouts with candidate sets need the rule and threshold that
                 made these sets. Rollouts without sets need None.
             top_logprobs_source: as for `generate`.
@@ -595,8 +596,9 @@ class AsyncRolloutClient:
         Some gateways silently drop fields that they do not know. The client therefore asks each engine or
         gateway for four tokens, and checks in the answers that every request field arrived and that every
         answer field came back. A field that the engine's release refuses also passes, because the refusal
-        shows that the field arrived. A gateway may send these requests to only some of its engines. A sidecar
-        checks its own engine, so the client only asks whether the sidecar is ready.
+        shows that the field arrived. A gateway may send these requests to only some of its engines; the check
+        then covers only these engines. A sidecar checks its own engine, so the client only asks whether the
+        sidecar is ready.
 
         Raises:
             WireError: a field was lost on the way; the error's `field` and message name the field.

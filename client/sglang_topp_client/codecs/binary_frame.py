@@ -103,11 +103,11 @@ class FrameReader:
         self.record: dict[str, Any] = record
 
     def int32(self, count: int, what: str) -> NDArray[np.int32]:
-        """Read the next `count` numbers as a read-only array. Errors use the noun `what`."""
+        """Read the next `count` numbers as a read-only array. Errors refer to the numbers as `what`."""
         return self._array(INT32, count, what)
 
     def float32(self, count: int, what: str) -> NDArray[np.float32]:
-        """Read the next `count` numbers as a read-only array. Errors use the noun `what`."""
+        """Read the next `count` numbers as a read-only array. Errors refer to the numbers as `what`."""
         return self._array(FLOAT32, count, what)
 
     def sets(self, sampled_ids: NDArray[np.int32]) -> CandidateSets | None:

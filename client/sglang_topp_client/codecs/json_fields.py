@@ -71,7 +71,7 @@ def read_token_ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
 
 
 def parse_token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
-    """Return a list of token ids as int32 [T]. Errors use `name` for the list."""
+    """Return a list of token ids as int32 [T]. Errors refer to the list by `name`."""
     if not set(map(type, values)) <= {int}:
         raise WireError(name, "expected a list of integers as token ids")
     try:

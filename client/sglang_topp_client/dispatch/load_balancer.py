@@ -32,8 +32,8 @@ class LoadBalancer(Generic[_T]):
     """The load balancer of one client, within one event loop.
 
     After a failure (an incomplete answer, 429, or 5xx), an endpoint gets no calls for as long as a first
-    retry waits. Each further failure about doubles this time. One call then tries the endpoint. Other calls
-    follow if that call succeeds.
+    retry waits. Each further failure about doubles this waiting time. One call then tries the endpoint. Other
+    calls follow if that call succeeds.
 
     Args:
         endpoints: one endpoint or several.

@@ -126,8 +126,8 @@ class RequestRunner:
             on_failure: see `Dispatcher`.
 
         Raises:
-            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. The call raises this
-                error, not the iteration.
+            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. The error is raised
+                when the method is called, not when the generator is iterated.
         """
         requests = mark_interruptible(requests, on_abort)
 

@@ -17,7 +17,7 @@ class ResultQueue(Generic[_T]):
     reading, a sidecar would drop the client after 30 s, and the samples would be generated again.
 
     Args:
-        max_waiting: the number of waiting results from which on no further calls are sent.
+        max_waiting: the number of waiting results at which further calls are held back.
     """
 
     def __init__(self, max_waiting: int) -> None:

@@ -24,7 +24,7 @@ REFUSABLE = ("top_logprobs_source", RESUMED)
 _Meta: TypeAlias = Mapping[str, Any]
 _BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
 
-# Map each request field to the sign in the answer that shows its arrival: the sign's name, and a test.
+# Maps each request field to the sign in the answer that proves its arrival: the sign's name, and a test.
 _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
     "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
     "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),

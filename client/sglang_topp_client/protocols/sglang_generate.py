@@ -88,7 +88,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         self.complete = False
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
         wanted = self._wanted
         is_text = isinstance(wanted.prompt, str)
         body: dict[str, Any] = {

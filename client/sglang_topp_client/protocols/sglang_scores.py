@@ -47,7 +47,7 @@ class GenerateScoreExchange(StreamedExchange[Score]):
         self._start = one.start
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
         sets = {"top_logprobs_p": self._wanted.top_logprobs_p or _LEAST_P, "return_logprobs_in_base64": True}
         return super().body() | {"logprob_start_len": self._start - 1} | sets
 

@@ -90,7 +90,7 @@ class SidecarExchange(ABC, Generic[_Result]):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
 
     @abstractmethod
     def _from_bytes(self, raw: bytes) -> _Result:
@@ -143,13 +143,13 @@ class SidecarExchange(ABC, Generic[_Result]):
 
 
 class RolloutsExchange(SidecarExchange[Rollout]):
-    """One `POST /rollouts`."""
+    """One `POST /rollouts` request and its answer."""
 
     path = "/rollouts"
     media_type = MEDIA_TYPE
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
         params = [{**one.sampling_params, "n": len(one.samples)} for one in self._wanted]
         thresholds = [one.top_logprobs_p for one in self._wanted]
         sources = [one.top_logprobs_source for one in self._wanted]

@@ -31,7 +31,7 @@ __all__ = ["ScoresExchange"]
 
 
 class ScoresExchange(SidecarExchange[Score]):
-    """One `POST /scores`."""
+    """One `POST /scores` request and its answer."""
 
     path = "/scores"
     media_type = MEDIA_TYPE
@@ -55,7 +55,7 @@ class ScoresExchange(SidecarExchange[Score]):
         self._sequences = list(wanted)
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
         thresholds = [one.top_logprobs_p for one in self._sequences]
         return {
             "sequences": [one.prompt for one in self._sequences],

@@ -54,7 +54,7 @@ def prompts_of(name: str, prompts: Any, *, takes_messages: bool = False) -> list
     """Check a caller's prompts, and return each one as text, token ids, or chat messages.
 
     Args:
-        name: the argument's name in errors.
+        name: the argument's name, for errors.
         prompts: the value of the argument.
         takes_messages: whether the prompts may be chat messages.
 

@@ -56,7 +56,7 @@ def shortage(error: BaseException) -> str | None:
 
 
 def _limit() -> int | None:
-    """Return the soft limit of open files, or None if it is unlimited."""
+    """Return the soft limit on open files, or None if there is no limit."""
     if resource is None:
         return None
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

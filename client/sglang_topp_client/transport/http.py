@@ -52,8 +52,8 @@ from sglang_topp_client.transport.trace_context import trace_headers
 __all__ = ["HttpClient", "ServerConfig", "check_key", "check_url"]
 
 _CONNECT_TIMEOUT_S = 10.0
-# SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
-# server closes its connection at the same moment, so the client closes idle connections first.
+# SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request that starts
+# while the server closes its connection fails, so the client closes idle connections earlier.
 _KEEPALIVE_S = 3.0
 # Longer bodies are passed as a stream, because aiohttp warns about long bodies in bytes.
 _MAX_BYTES_BODY = 1 << 20

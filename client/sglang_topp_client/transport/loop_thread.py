@@ -72,7 +72,7 @@ class LoopThread:
 
     @property
     def can_wait(self) -> bool:
-        """Whether the thread runs, and the caller may wait for it. On this thread, waiting would deadlock."""
+        """Whether waiting is possible: this thread runs, and it is not the caller's own thread."""
         running = self._running
         return (
             running is not None

@@ -106,7 +106,7 @@ class Rollout:
         return int(appended[-1]) + 1 if len(appended) else 0
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
-        """Return this rollout with the token ids of a tool or an environment appended.
+        """Return a copy of this rollout with the token ids of a tool or an environment appended.
 
         Appended tokens get empty candidate sets (no replay, and no loss), the log-prob 0, and the weight
         version "". `resume` then generates the next turn, and `max_new_tokens`, stop strings, and `text`

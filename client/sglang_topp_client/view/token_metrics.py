@@ -25,14 +25,14 @@ class TokenMetrics:
     Attributes:
         sizes: int64 [T], the size of each set; 0 without a set.
         is_appended: bool [T], the tokens of a tool or an environment.
-        is_missing: bool [T], generated tokens without a set. Training on such tokens is wrong.
+        is_missing: bool [T], generated tokens without a set, on which training would be wrong.
         mass: float64 [T], the kept mass; NaN if unknown.
         entropy: float64 [T], the entropy of the distribution within the set, in nats; NaN if unknown.
         log_ratio: float64 [T], the log of the importance ratio without replay: the trainer's log-prob over
-            the whole vocabulary less the rollout's log-prob within the set. NaN if the trainer's log-prob is
+            the whole vocabulary minus the rollout's log-prob within the set. NaN if the trainer's log-prob is
             unknown.
         log_replayed_ratio: float64 [T], the log of the importance ratio with replay: the trainer's log-prob
-            less the rollout's, both within the set. NaN if the trainer's log-prob is unknown.
+            minus the rollout's, both within the set. NaN if the trainer's log-prob is unknown.
     """
 
     sizes: NDArray[np.int64]

@@ -20,7 +20,7 @@ __all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_
 MAX_BUCKET_BYTES = 128 * 2**20
 """The maximum size of a bucket in bytes. The limit bounds the memory that an update takes.
 
-A larger tensor is a bucket of its own.
+A larger tensor forms its own bucket.
 """
 
 
