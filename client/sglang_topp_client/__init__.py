@@ -1,6 +1,6 @@
 """The client package: sample rollouts with candidate sets, score sequences, and save and load rollouts.
 
-The package also exports every exception of `sglang_topp.errors`, which documents them.
+The package also exports every exception class; the module `sglang_topp.errors` documents them.
 """
 
 from sglang_topp.errors import (

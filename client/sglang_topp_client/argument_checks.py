@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 MAX_MESSAGE_CHARS = 10_000
-"""The maximum length, in characters, of a server's message that an exception quotes."""
+"""A server's message is cut to this many characters when an exception quotes it."""
 
 MAX_BODY_CHARS = 2_000
-"""The maximum length, in characters, of the server's answer that `ResponseError.body` holds."""
+"""A server's answer is cut to this many characters in `ResponseError.body`."""
 
 MAX_REQUEST_ID = 512
 """The maximum length, in characters, of a request id. The client and the sidecar have the same limit."""
@@ -45,7 +45,7 @@ _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 def truncate(value: object, max_chars: int) -> str:
     """Return `value` as text for an error message, cut to `max_chars` characters.
 
-    A value that is not text is written as its `repr`.
+    For a value other than a string, the text is its `repr`.
     """
     try:
         text = value if isinstance(value, str) else repr(value)
@@ -92,7 +92,7 @@ def find_json_problem(value: Any) -> str | None:
 
 
 def whole_number(name: str, value: Any, lowest: int) -> int:
-    """Return `value` if it is an integer of `lowest` or more, and not a boolean.
+    """Return `value` as an `int`. It must be an integer of at least `lowest`, and not a boolean.
 
     Raises:
         InvalidInputError: `value` is anything else.
@@ -103,7 +103,7 @@ def whole_number(name: str, value: Any, lowest: int) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return `value` as a float if it is a finite number above 0, and not a boolean.
+    """Return `value` as a float. It must be a finite number above 0, and not a boolean.
 
     Raises:
         InvalidInputError: `value` is anything else.
@@ -142,7 +142,7 @@ def fresh_id(request_id: str) -> str:
 
 
 def as_token_ids(name: str, values: Any) -> list[int]:
-    """Return one or more token ids as plain integers.
+    """Return one or more token ids as a list of Python integers.
 
     Raises:
         InvalidInputError: `values` is empty, or holds anything other than token ids.
@@ -166,7 +166,7 @@ def as_token_ids(name: str, values: Any) -> list[int]:
 
 
 def as_array(name: str, values: Any) -> NDArray[Any]:
-    """Convert `values` to a NumPy array of any dtype and shape. The caller checks that it holds token ids.
+    """Convert `values` to a NumPy array of any dtype and shape. The caller must check the array's contents.
 
     Raises:
         InvalidInputError: NumPy cannot read `values`.
@@ -175,5 +175,5 @@ def as_array(name: str, values: Any) -> NDArray[Any]:
         return np.asarray(values)
     except ValueError:
         raise InvalidInputError(f"{name}: got a ragged nesting, expected token ids") from None
-    except Exception as error:  # a tensor that NumPy cannot read, for example
+    except Exception as error:  # for example, NumPy cannot read some tensors
         raise InvalidInputError(f"{name}: cannot be read as token ids: {error}") from None

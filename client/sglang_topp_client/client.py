@@ -54,31 +54,33 @@ class AsyncRolloutClient:
     cache. If a server dies, hangs, is full, or fails, its unfinished samples move to the other servers at
     once. The client tries the failed server again after 0.5 to 8 s.
 
-    One client may be used on several event loops at once. A connection belongs to the loop that opened it,
-    and is closed with that loop or by `close`. Pickling a client copies only its configuration.
+    One client may be used on several event loops at once. A connection belongs to the event loop that opened
+    it, and closes when that loop ends or `close` is called. Pickling a client copies only its configuration.
 
     Args:
         base_url: the address, `http://host:port`, of a sidecar or an engine, or several addresses. Several
-            servers must be of one kind and serve the same model and weights.
-        engine_url: the addresses of all engines that `push_weights` updates; `base_url` by default. If
-            `base_url` names sidecars or gateways, `push_weights` needs this argument, because they do not
-            forward weights.
+            servers must be of the same kind, and serve the same model and weights.
+        engine_url: the addresses of all engines that `push_weights` updates; `base_url` by default.
+            `push_weights` needs this argument if `base_url` names sidecars or gateways, which do not forward
+            weights.
         kind: the kind of server at `base_url`; `"auto"` sends one `GET /info` to find out.
-        api_key: sent as a bearer token. Redirects are not followed, so no other server gets the key.
+        api_key: the key, sent as a bearer token. The client follows no redirects, so no other server gets the
+            key.
         engine_api_key: the bearer token for `engine_url`, for example SGLang's `--admin-api-key`. The default
             is `api_key` if `engine_url` is not given, and no key otherwise.
-        headers: additional headers of every request, including requests to `engine_url`.
+        headers: additional headers for every request, including requests to `engine_url`.
         ssl: the TLS settings for `https://` addresses, such as the CA to trust or a client certificate. The
-            default trusts the CAs of the system, or those in the file that `SSL_CERT_FILE` names. A client
+            default trusts the CAs of the system, or the CAs in the file that `SSL_CERT_FILE` names. A client
             with an SSLContext cannot be pickled.
-        max_connections: how many calls may be in flight at once. The limit of open files (`ulimit -n`) may
-            lower this number to the descriptors that are free when the client starts, less a reserve of 64.
-        max_retries: how often a call is retried. A retry begins once every ready server has failed the call,
-            so moving to another server does not count. Only transport errors and the statuses 429 and 5xx
-            are retried.
-        max_message_bytes: the maximum length of one message of an answer, in bytes, before and after
-            decompression. A message holds at most one sample. 512 MiB are enough for a sample of 32,000
-            tokens with 1,500 candidates each.
+        max_connections: how many calls may be in flight at once. The limit on open files (`ulimit -n`) may
+            lower this number to the file descriptors that are free when the client starts, minus a reserve of
+            64.
+        max_retries: how many times a call is retried. A retry begins once the call has failed on every ready
+            server. Moving to another server therefore does not count. Only transport errors and the statuses
+            429 and 5xx are retried.
+        max_message_bytes: the maximum length in bytes of one message in an answer, before and after
+            decompression. A message holds at most one sample. 512 MiB is enough for a sample of 32,000 tokens
+            with 1,500 candidates each.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -197,60 +199,61 @@ class AsyncRolloutClient:
     ) -> list[Any]:
         """Generate samples for every prompt, and return all of them.
 
-        If a sample fails, the client aborts all other samples and raises the error. It sends the aborts in
-        the background, so that a timeout or a cancellation never waits for an engine that hangs. `close`
-        waits for the aborts.
+        If a sample fails, the client aborts all other samples and raises the error. The client sends these
+        aborts in the background, so that a timeout or a cancellation never waits for an engine that hangs.
+        `close` waits for pending aborts.
 
-        If a server sends nothing for 10 s, the client probes it. After two failed probes of 10 s each, its
-        calls move to another server or are retried. A server with a long queue answers probes and keeps its
-        calls.
+        If a server sends nothing for 10 s, the client probes it. After two failed probes of 10 s each, the
+        server's calls move to another server or are retried. A server with a long queue answers probes and
+        keeps its calls.
 
         Args:
             prompts: one prompt or several. A prompt is text, token ids, or chat messages, such as
                 `[{"role": "user", "content": "Hello"}]`. For chat messages, the engine applies its chat
-                template (`POST /tokenize`) and opens the assistant's turn, as for a chat completion;
-                `Rollout.prompt_ids` has the result. If the engine uses a conversation template of SGLang
-                (`--chat-template NAME`), give the template's stop strings in `sampling_params`. For tools or
-                template variables, apply the template with the model's tokenizer and give the ids. Images,
-                audio, and video are refused.
+                template (`POST /tokenize`) and opens the assistant's turn, as in a chat completion.
+                `Rollout.prompt_ids` holds the resulting ids. If the engine uses a conversation template of
+                SGLang (`--chat-template NAME`), pass the template's stop strings in `sampling_params`. To use
+                tools or template variables, apply the template with the model's tokenizer and pass the token
+                ids. Images, audio, and video are refused.
             sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n`
                 is the number of samples of each prompt.
             top_logprobs_p: the threshold p of the candidate sets, one for all prompts or one per prompt. None
                 or 0 requests no sets.
             top_logprobs_source: the rule that makes the sets, one for all prompts or one per prompt.
-                `"sampler"` returns the tokens that the engine's sampler could draw under top_k, top_p, and
-                min_p of `sampling_params`, without a threshold. None or `"distribution"` uses the threshold.
+                `"sampler"` returns the tokens that the engine's sampler could draw under the request's top_k,
+                top_p, and min_p, without a threshold. None or `"distribution"` uses the threshold
+                `top_logprobs_p`.
             on_abort: how to treat a sample that the engine aborts because of `abort`, a pause, or a weight
                 update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`
-                that holds everything generated so far and can be resumed. `"resume"` continues the sample
-                once the engine takes requests again, as often as needed; it requires `max_new_tokens`.
+                that holds everything generated so far and can be resumed. `"resume"` continues the sample, as
+                often as needed, once the engine accepts requests again; `max_new_tokens` is then required.
             timeout_s: the time limit of the whole call, including retries; None for no limit.
-            progress: whether to show a progress line, if stderr is a terminal. None shows one for batches
-                that take over two seconds, unless the program has set up logging.
+            progress: whether to show a progress line, if stderr is a terminal. None shows the line for
+                batches that take over two seconds, unless the program has set up logging.
             request_id: the name of the request for `abort` and for the server's logs: printable text of at
                 most 512 characters. The default is a random name.
-            return_exceptions: whether the other samples continue if one fails. The returned list then holds
-                the error in the place of the failed sample, and `isinstance(entry, Rollout)` tells rollouts
-                from errors. If a prompt fails, all of its unfinished samples get the same error. Samples that
-                `timeout_s` or `abort` ends also get errors. Wrong arguments still raise before anything is
-                sent.
+            return_exceptions: whether the other samples continue if one sample fails. The returned list then
+                holds the error in the place of the failed sample, and `isinstance(entry, Rollout)` tells
+                rollouts from errors. If a prompt fails, all of its unfinished samples get the same error.
+                Samples that are ended by `timeout_s` or `abort` also get errors. Wrong arguments still raise
+                before anything is sent.
 
         Returns:
             One rollout per sample, in the order of the prompts; the samples of a prompt are adjacent.
 
         Raises:
             InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, penalties,
-                grammars, and custom parameters are also refused, because they would give other results after
-                an interruption (`sglang_topp.engine_contract.resume_rules`).
+                grammars, and custom parameters are also refused, because an interruption would change their
+                effect (`sglang_topp.engine_contract.resume_rules`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
-            TransportError, OverloadedError, ServerError: the call and all of its retries failed. If none of
-                several servers answers, the message names all of them.
-            AbortedError: `abort`, a pause, or a weight update aborted a sample.
+            TransportError, OverloadedError, ServerError: the call and all of its retries failed. If several
+                servers were tried and none answered, the message names all of them.
+            AbortedError: a sample was ended by `abort`, a pause, or a weight update.
             RolloutError: the engine gave up on a sample.
-            MissingCandidateSetsError: the answer lacks the requested sets.
+            MissingCandidateSetsError: the answer lacks the requested candidate sets.
             SampledTokenMissingError: a set lacks its sampled token.
-            WireError: another part of the answer is missing or malformed, or contradicts the request.
+            WireError: any other part of the answer is missing, is malformed, or contradicts the request.
         """
         requests = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
 
@@ -271,12 +274,13 @@ class AsyncRolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[Rollout, None]:
-        """Yield each sample of `generate` as it finishes, in any order.
+        """Generate samples as `generate` does, but yield each one as it finishes, in any order.
 
-        The client sends nothing before the first iteration. Once 1,024 samples wait for the caller, it sends
-        no more prompts until the caller has taken half of them; prompts in flight still finish. Closing the
-        iterator (`aclose`, or `contextlib.aclosing` around it) aborts the remaining samples in the engine. A
-        sample is never yielded twice: after a lost connection, only unfinished samples are generated again.
+        The client sends nothing before the first iteration. Once 1,024 finished samples wait for the caller,
+        the client sends no more prompts until the caller has taken half of these samples. Prompts in flight
+        still finish. Closing the iterator (`aclose`, or `contextlib.aclosing` around it) aborts the remaining
+        samples in the engine. A sample is never yielded twice: after a lost connection, only unfinished
+        samples are generated again.
 
         There is no time limit by default, because `timeout_s` also counts the time that the caller spends
         between samples.
@@ -329,11 +333,11 @@ class AsyncRolloutClient:
     ) -> list[Any]:
         """Continue rollouts that were aborted, reached `max_new_tokens`, or were extended.
 
-        Each result is one rollout, as if it had been generated without interruption. Its ids, text,
-        log-probs, sets, and weight versions join the earlier part and the new part. Another engine or newer
-        weights may generate the new part. A stop string may begin in the earlier part and end in the new one.
-        `Rollout.extend` begins a new turn: `max_new_tokens`, `min_new_tokens`, and stop strings apply to the
-        last turn alone.
+        Each result looks as if it had been generated without interruption: its ids, text, log-probs,
+        candidate sets, and weight versions cover the earlier part and the new part. Another engine or newer
+        weights may generate the new part. A stop string may begin in the earlier part and end in the new
+        part. `Rollout.extend` begins a new turn: `max_new_tokens`, `min_new_tokens`, and stop strings apply
+        to the last turn alone.
 
         A rollout with finish reason `"stop"` is returned unchanged. If the last turn has used up
         `max_new_tokens`, the rollout is returned with finish reason `"length"`.
@@ -341,23 +345,24 @@ class AsyncRolloutClient:
         Args:
             rollouts: one rollout or several, returned by `generate` or loaded from a file.
             sampling_params: the parameters that generated the earlier part; one mapping for all rollouts, or
-                one per rollout. `max_new_tokens` and `min_new_tokens` count the whole turn; `max_new_tokens`
-                must be given. `n` is ignored, because each rollout is one sample.
-            top_logprobs_p: as for `generate`. Rollouts with sets need the rule and threshold that made the
-                sets; rollouts without sets need None.
+                one per rollout. `max_new_tokens` is required. Like `min_new_tokens`, this limit counts all
+                tokens of the turn, not only the new tokens. `n` is ignored, because each rollout is one
+                sample.
+            top_logprobs_p: as for `generate`. Rollouts with candidate sets need the rule and threshold that
+                made these sets. Rollouts without sets need None.
             top_logprobs_source: as for `generate`.
             on_abort: as for `generate`.
             timeout_s: as for `generate`.
             progress: as for `generate`.
             request_id: as for `generate`.
-            return_exceptions: as for `generate`; each rollout has one entry.
+            return_exceptions: as for `generate`; the list has one entry per rollout.
 
         Returns:
-            The rollouts in the order of `rollouts`, with unchanged indices.
+            The continued rollouts, in the order of `rollouts` and with unchanged indices.
 
         Raises:
-            InvalidInputError: an argument is wrong, or a sampling parameter would give another result after
-                the interruption of a turn; nothing was sent.
+            InvalidInputError: an argument is wrong, or a sampling parameter would change the result of an
+                interrupted turn; nothing was sent.
             SglangToppError: as for `generate`.
         """
         requests, existing = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
@@ -366,7 +371,8 @@ class AsyncRolloutClient:
         def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
             return self._stream(requests, parts, on_abort, timeout_s, progress, request_id, on_failure)
 
-        # Several rollouts may have the same indices, so each uses its position as its prompt index here.
+        # Rollouts may share indices, so the requests number them by position. Restore the original indices
+        # below.
         resumed = await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
         return [
             replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
@@ -430,24 +436,24 @@ class AsyncRolloutClient:
                 None or 0 requests no sets. There is no `top_logprobs_source`, because no sampler drew these
                 tokens.
             start: the first scored position, at least 1; one for all sequences or one per sequence. The
-                default is 1, and for a Rollout the position of its first generated token. Position 0 cannot
+                default is 1 or, for a Rollout, the position of its first generated token. Position 0 cannot
                 be scored, because no token precedes it. If `start` is the sequence's length, no position is
                 scored.
             on_abort: how to treat a sequence that the engine aborts because of `abort_all`, a pause, or a
                 weight update. `"raise"` raises an error. `"resume"` scores the sequence again once the engine
-                takes requests again.
+                accepts requests again.
             timeout_s: as for `generate`.
             progress: as for `generate`.
             request_id: as for `generate`.
-            return_exceptions: as for `generate`; each sequence has one entry.
+            return_exceptions: as for `generate`; the list has one entry per sequence.
 
         Returns:
             The scores in the order of the sequences.
 
         Raises:
-            BadRequestError: the server refuses a sequence, for example because it is longer than the engine
-                accepts as a prompt (SGLang 0.5.23: 7 tokens less than its context), or the sidecar is too old
-                to score.
+            BadRequestError: the server refuses a sequence, for example because the sequence is longer than
+                the engine's prompt limit (in SGLang 0.5.23, the context length minus 7), or the sidecar is
+                too old to score.
             SglangToppError: as for `generate`.
         """
         requests = plan_scores(sequences, top_logprobs_p, start)
@@ -468,7 +474,7 @@ class AsyncRolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[Score, None]:
-        """Yield each score as it arrives, in any order. See `score`, and `stream` for the iteration."""
+        """Score as `score` does, but yield each score as it arrives, in any order. See also `stream`."""
         requests = plan_scores(sequences, top_logprobs_p, start)
         return self._stream_scores(requests, on_abort, timeout_s, progress, request_id)
 
@@ -479,16 +485,18 @@ class AsyncRolloutClient:
 
         If the request has `on_abort="return"`, the client keeps the request's connections open while the
         engine aborts the samples, and the caller gets everything that was generated. The client stops waiting
-        for an engine that sends nothing for five seconds, or for a sidecar that sends nothing for ten. A
-        sample from which nothing has arrived is then returned as a rollout without tokens. If the engine had
-        not yet tokenized its prompt, the prompt's token ids are unknown, and the caller gets a RolloutError.
+        for an engine that sends nothing for five seconds, or for a sidecar that sends nothing for ten. If
+        nothing of a sample has arrived by then, the sample is returned as a rollout without tokens. If even
+        the prompt's token ids are unknown, because the engine had not yet tokenized the prompt, the caller
+        gets a RolloutError.
 
         When this method returns, all requests with this name on this event loop have stopped. The method
-        waits up to three seconds for their engine to receive the abort. If that takes longer, the closed
-        connections abort the samples. Cancelling `abort` does not cancel the aborts of the requests.
+        waits up to three seconds for the engine to receive the abort. If this takes longer, the closed
+        connections abort the samples. Cancelling the method does not cancel the aborts.
 
-        If this client has no request with this name, it asks every server to abort `request_id`. The id may
-        then be the engine's own, as in `Rollout.request_id`, or a name that another client gave to a sidecar.
+        If this client has no request with this name, the client asks every server to abort `request_id`. In
+        that case, `request_id` may be an engine's own id, as in `Rollout.request_id`, or a name that another
+        client sent to a sidecar.
         """
         check_request_id(request_id)
         await self._runner.abort(request_id)
@@ -498,7 +506,7 @@ class AsyncRolloutClient:
 
         The `on_abort` of each request decides what happens to its samples. Pause the engines first;
         otherwise samples with `"resume"` continue at once. This client's requests with `on_abort="return"`
-        end as with `abort`, and their prompts that were not sent yet are not sent.
+        end as after `abort`, and their unsent prompts are never sent.
         """
         await self._runner.abort_all()
 
@@ -521,27 +529,29 @@ class AsyncRolloutClient:
 
         Args:
             weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
-                can read. The other transports also accept pairs of names and whole tensors, as in a
-                checkpoint; another thread reads the pairs, one bucket at a time.
+                can read. The other transports also accept (name, tensor) pairs with the names and the
+                unsharded tensors of a checkpoint. A background thread reads the pairs, about 128 MiB at a
+                time.
             version: the name of the weights, such as `"8"`; see `Rollout.weight_versions`.
             via: the transport of the weights. `"disk"`: every engine loads the folder. A model is saved to a
-                temporary folder, which only engines on this machine can read; for other engines, save it to
-                a shared folder and give the path. `"tensor"`: the values travel in the requests, to engines
-                on any machine, 128 MiB at a time, and once for each tensor-parallel rank. `"distributed"`:
-                this process broadcasts the values over a torch process group, which it forms with all engines
-                for this push, separate from its existing groups. CUDA tensors use NCCL, and other tensors use
-                gloo. If one engine fails, the weights of all engines are unknown. Engines with `--dp-size` or
-                `--pp-size` above 1 accept only `"disk"`.
-            pause: how to treat requests in flight. `"retract"`: they continue with the new weights, and the
-                engine recomputes their KV cache. On SGLang before 0.5.21, requests in flight make this fail.
-                `"abort"`: they are aborted, and their `on_abort` decides what follows. `"in_place"`: they
-                continue with the KV cache of the old weights, which is not flushed.
-            timeout_s: how long an engine may take for one step.
+                temporary folder, which only engines on this machine can read; for other engines, save the
+                model to a shared folder and pass the path. `"tensor"`: HTTP requests carry the values to
+                engines on any machine, 128 MiB at a time, and once for each tensor-parallel rank.
+                `"distributed"`: this process broadcasts the values over a new torch process group, which it
+                forms with all engines for this push. The push does not use existing groups. CUDA tensors use
+                NCCL, and other tensors use gloo. If one engine fails, the weights of all engines are unknown.
+                Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
+            pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
+                the engine recomputes their KV cache. On SGLang before 0.5.21, this mode fails if requests are
+                in flight. `"abort"`: requests are aborted, and their `on_abort` decides what follows.
+                `"in_place"`: requests continue with the KV cache of the old weights, which is not flushed.
+            timeout_s: the time limit of each step on an engine, such as pausing it or sending it one bucket
+                of tensors.
 
         Raises:
             InvalidInputError: an argument is wrong, or a URL is not an engine's; nothing was sent.
-            WeightPushError: the push failed after the client had begun to send weights. Its `weight_versions`
-                and its message name the weights of each engine.
+            WeightPushError: the push failed after the client had begun to send weights. The error's
+                `weight_versions` and message name the weights of each engine.
             SglangToppError: an engine could not be paused, or its cache could not be flushed; no weights were
                 sent.
         """
@@ -568,11 +578,12 @@ class AsyncRolloutClient:
                 await engine.close()
 
     async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
-        """Return the server's description of itself: a sidecar's `/info`, or SGLang's `/server_info`.
+        """Return what a server reports about itself: a sidecar's `/info`, or SGLang's `/server_info`.
 
         Args:
             base_url: the server to ask. By default, a client that was created with one URL asks that server.
-                A client that was created with a list of URLs asks all, and returns the answers by base URL.
+                A client that was created with a list of URLs asks all servers, and returns the answers by
+                base URL.
         """
         if base_url is None and not isinstance(self._base_url, str):
             return await self._runner.infos()
@@ -580,17 +591,18 @@ class AsyncRolloutClient:
         return info
 
     async def check_servers(self) -> None:
-        """Check that no server or gateway drops a field that this client needs. Call it when a run starts.
+        """Check that no server or gateway drops a field that this client needs. Call this when a run starts.
 
         Some gateways silently drop fields that they do not know. The client therefore asks each engine or
         gateway for four tokens, and checks in the answers that every request field arrived and that every
-        answer field came back. A field that the engine's release refuses passes the check, because it has
-        arrived. A gateway may send these requests to only some of its engines. A sidecar checks its own
-        engine, so the client only asks the sidecar whether it is ready.
+        answer field came back. A field that the engine's release refuses also passes, because the refusal
+        shows that the field arrived. A gateway may send these requests to only some of its engines; the check
+        then covers only these engines. A sidecar checks its own engine, so the client only asks whether the
+        sidecar is ready.
 
         Raises:
-            WireError: a field was lost on the way. `field` and the message name it.
-            ServerError: a sidecar is not ready; the message has its reason.
+            WireError: a field was lost on the way; the error's `field` and message name the field.
+            ServerError: a sidecar is not ready; the message states the reason.
             SglangToppError: a server does not answer, or refuses the request.
         """
         await self._runner.check_fields()
@@ -657,7 +669,7 @@ class AsyncRolloutClient:
 
 
 def _server_urls(name: str, urls: Any) -> list[str]:
-    """Return one URL per server.
+    """Check the URLs, and return them as a list with one URL per server.
 
     Raises:
         InvalidInputError: no URL is given, a URL is given twice, or a URL is not an http(s) address.

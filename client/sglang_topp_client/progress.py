@@ -18,9 +18,9 @@ class Progress:
 
     Args:
         total: the number of samples in the batch.
-        show: True always shows the line, and False never does. None shows it once the batch has taken two
-            seconds, but not if the program has set up logging, because the line would mix with the log.
-        of: the plural noun for the samples in the line.
+        show: True always shows the line, and False never does. None shows the line once the batch has taken
+            two seconds, but not if the program has set up logging, because the line would mix with the log.
+        of: the plural noun that the line uses for the samples.
     """
 
     def __init__(self, total: int, show: bool | None, *, of: str = "rollouts") -> None:
@@ -64,7 +64,7 @@ class Progress:
 
 
 def _is_terminal() -> bool:
-    """Return whether stderr is a terminal. The program may have replaced it with an object of any type."""
+    """Return whether stderr is a terminal. The program may have replaced stderr with any object."""
     try:
         return sys.stderr.isatty()
     except Exception:

@@ -148,7 +148,7 @@ class RolloutClient:
     ) -> Iterator[Rollout]:
         """Yield each sample as it finishes; see `AsyncRolloutClient.stream`.
 
-        Leaving the loop early aborts the remaining samples.
+        Leaving the `for` loop early aborts the remaining samples.
         """
         return self._iterate(
             self._client.stream(
@@ -288,7 +288,7 @@ class RolloutClient:
     ) -> Iterator[Score]:
         """Yield each score as it arrives; see `AsyncRolloutClient.stream_scores`.
 
-        Leaving the loop early aborts the remaining scores.
+        Leaving the `for` loop early aborts the remaining scores.
         """
         return self._iterate(
             self._client.stream_scores(
@@ -310,8 +310,8 @@ class RolloutClient:
             while (result := self._thread.run(following())) is not None:
                 yield result
         finally:
-            # Abort the remaining samples now. If this thread cannot wait, the event loop closes the
-            # generator later: when the garbage collector finds it, or when the loop ends.
+            # Abort the remaining samples now. If this thread cannot wait, the event loop closes the generator
+            # later: when the generator is garbage-collected, or when the loop ends.
             if self._thread.can_wait:
                 self._thread.run(results.aclose())
 
@@ -338,7 +338,7 @@ class RolloutClient:
         )
 
     def server_info(self, base_url: str | None = None) -> dict[str, Any]:
-        """Return the server's description of itself; see `AsyncRolloutClient.server_info`."""
+        """Return what a server reports about itself; see `AsyncRolloutClient.server_info`."""
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:

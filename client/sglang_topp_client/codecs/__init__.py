@@ -1,1 +1,1 @@
-"""Encoders and decoders of rollouts, scores, and errors: JSON and binary frames."""
+"""Encode and decode rollouts, scores, and errors, as JSON or as binary frames."""

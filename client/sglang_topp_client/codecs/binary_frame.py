@@ -3,14 +3,14 @@
 The frame's header states the length of the content, and the frame ends with a checksum. The content is
 little-endian::
 
-    4 bytes     uint32 h
-    h bytes     the record's JSON, without its arrays
+    4 bytes     the length of the JSON, uint32
+    …           the record's JSON, without its arrays
     …           the arrays, int32 or float32; the JSON states the length of each
 
 An array is cut into blocks of 65,536 numbers. A block is four byte planes: the first byte of every number,
-then the second byte of every number, and so on. Byte planes compress well: most planes of ids and set sizes
-are zeros, and one plane of log-probs holds little but exponents. The other planes are nearly random, so a
-slow Zstandard level saves little more than a fast one (`benchmarks/rollout_encoding.py`).
+then the second byte of every number, and so on. Byte planes compress well: for ids and set sizes, most planes
+hold only zeros, and for log-probs, one plane holds mostly exponent bits. The other planes are nearly random,
+so a slow Zstandard level saves little more than a fast one (`benchmarks/rollout_encoding.py`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def encode_frame(
     """Encode one record.
 
     Args:
-        record: a JSON-serializable object; `num_candidates` is added.
+        record: a JSON-serializable object. The frame's JSON also gets the field `num_candidates`.
         arrays: 1-D, int32 or float32.
-        sets: the candidate sets, with log-probs. They follow the arrays as set sizes, ids, and log-probs.
+        sets: the candidate sets, with log-probs. In the frame, their sizes, ids, and log-probs follow the
+            arrays.
     """
     num_candidates = None if sets is None else len(sets.token_ids)
     text = json.dumps(
@@ -77,7 +78,7 @@ class FrameReader:
 
     Args:
         raw: the whole frame.
-        max_bytes: the maximum length of the decompressed content. A frame that states more is not
+        max_bytes: the maximum length of the decompressed content. A frame whose header states more is not
             decompressed.
 
     Attributes:
@@ -102,11 +103,11 @@ class FrameReader:
         self.record: dict[str, Any] = record
 
     def int32(self, count: int, what: str) -> NDArray[np.int32]:
-        """Read the next `count` numbers as a read-only array. Errors call the numbers `what`."""
+        """Read the next `count` numbers as a read-only array. Errors refer to the numbers as `what`."""
         return self._array(INT32, count, what)
 
     def float32(self, count: int, what: str) -> NDArray[np.float32]:
-        """Read the next `count` numbers as a read-only array. Errors call the numbers `what`."""
+        """Read the next `count` numbers as a read-only array. Errors refer to the numbers as `what`."""
         return self._array(FLOAT32, count, what)
 
     def sets(self, sampled_ids: NDArray[np.int32]) -> CandidateSets | None:
@@ -134,7 +135,7 @@ class FrameReader:
             block = in_bytes[start : start + _BLOCK]
             block[...] = planes[4 * start : 4 * (start + len(block))].reshape(4, -1).T
         values = in_bytes.reshape(-1).view(dtype).astype(dtype.newbyteorder("="), copy=False)
-        values.flags.writeable = False  # as in a rollout that was decoded from JSON
+        values.flags.writeable = False  # arrays decoded from JSON are read-only too
         return values
 
     def _take(self, num_bytes: int, what: str) -> memoryview:

@@ -23,14 +23,13 @@ def check_sets(
     """Raise WireError unless the sets belong to these tokens and hold exactly these log-probs.
 
     The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
-    compares them for equality. A set of another position, another temperature, or another request fails this
-    check.
+    compares them for equality. A set from another position, temperature, or request fails this check.
 
     Args:
-        candidates: the sets of T positions.
+        candidates: the candidate sets, T positions.
         output_ids: int32 [T].
         logprobs: float32 [T], the log-probs of the sampled tokens as the engine reports them.
-        field: the name of the sets in the error.
+        field: the name that errors use for the sets.
         may_be_extended: whether empty sets are accepted. Tokens that `Rollout.extend` appended have empty
             sets, and the log-prob 0.
     """
@@ -59,9 +58,9 @@ def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
     """Raise WireError if `CandidateSets.check_kept_mass` finds a set that keeps too little mass for `p`.
 
     Args:
-        candidates: the sets of T positions.
+        candidates: the candidate sets, T positions.
         p: the requested threshold, in (0, 1].
-        field: the name of the sets in the error.
+        field: the name that errors use for the sets.
     """
     with renaming_errors({"logprobs": field}):
         candidates.check_kept_mass(p)

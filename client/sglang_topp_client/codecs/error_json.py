@@ -1,6 +1,6 @@
 """JSON codec of errors: the sidecar encodes an exception, and the client raises the same one.
 
-A failure is `{"error": {"type", "message", "field"?, "status"?}}`, where `type` is a class of
+A failure is `{"error": {"type", "message", "field"?, "status"?}}`, where `type` names an exception class of
 `sglang_topp.errors`.
 """
 

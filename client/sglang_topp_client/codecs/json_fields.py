@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 def read_field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
-    """Return the field `name` if its type is `kind`, or one of several. A boolean is not an integer."""
+    """Return the field `name`, an instance of `kind`. A boolean does not count as an integer."""
     value = record.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         got = type(value).__name__ if name in record else "nothing"
@@ -71,7 +71,7 @@ def read_token_ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
 
 
 def parse_token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
-    """Return a list of token ids as int32 [T]. The error calls the list `name`."""
+    """Return a list of token ids as int32 [T]. Errors refer to the list by `name`."""
     if not set(map(type, values)) <= {int}:
         raise WireError(name, "expected a list of integers as token ids")
     try:
@@ -101,8 +101,8 @@ def check_ids(field: str, ids: NDArray[np.int32]) -> None:
 
 
 def check_seconds(field: str, value: float) -> float:
-    """Return `value` as a float, or raise WireError unless it is from 0 to 1e12 seconds."""
-    # Compare before the conversion, because an integer of hundreds of digits does not fit a float.
+    """Return `value` as a float. Raise WireError if it is not between 0 and 1e12 seconds."""
+    # Compare before the conversion, because an integer with hundreds of digits does not fit into a float.
     if not 0 <= value <= _MAX_SECONDS:
         raise WireError(field, f"got {describe(value)}, expected seconds")
     return float(value)

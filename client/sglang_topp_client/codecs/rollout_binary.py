@@ -1,12 +1,12 @@
-"""Binary codec of rollouts: one rollout in one frame (`binary_frame.py`), with arrays instead of base64.
+"""Binary codec of rollouts: one Zstandard frame (`binary_frame.py`) holds a rollout's JSON and arrays.
 
-The frame's JSON has the fields of `rollout_json.py`, except for the arrays. These follow in this order::
+The frame's JSON has the fields that `rollout_json.py` lists, except for the arrays. The arrays follow::
 
     prompt_ids      int32 [P], P is the JSON's prompt_tokens
     output_ids      int32 [T], T is the JSON's completion_tokens
     logprobs        float32 [T]
 
-The candidate sets of the output tokens follow.
+The candidate sets of the output tokens come last.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rollout_to_bytes(rollout: Rollout) -> bytes:
 
 
 def rollout_from_bytes(raw: bytes, *, max_bytes: int) -> Rollout:
-    """Decode a frame that `rollout_to_bytes` encoded. Unknown fields of its JSON are ignored.
+    """Decode a frame that `rollout_to_bytes` encoded. Unknown fields of the frame's JSON are ignored.
 
     Args:
         raw: one frame.

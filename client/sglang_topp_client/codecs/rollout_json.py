@@ -12,7 +12,7 @@ One finished sample is one record::
     top_logprobs_p                      the threshold, or null
     sampling_params                     an object without `n`, or null
     finish_reason                       "stop", "length", "abort", or "extended"
-    weight_version                      string or null, the last token's
+    weight_version                      string or null, for the last token
     weight_versions                     [{"version", "start", "end"}, ...] (`weight_spans.py`), or null
     prompt_tokens, completion_tokens, cached_tokens
     timing                              {"latency_s": seconds}
@@ -79,10 +79,12 @@ def rollout_from_json(record: Any, *, may_be_extended: bool = False) -> Rollout:
 
     Args:
         record: the JSON object.
-        may_be_extended: whether tokens that `Rollout.extend` appended, and their empty sets, are accepted.
+        may_be_extended: whether to accept tokens that `Rollout.extend` appended. Their candidate sets are
+            empty.
 
     Raises:
-        WireError: a field is missing, has the wrong type, or contradicts another; the error names it.
+        WireError: a field is missing, has the wrong type, or contradicts another field; the error names the
+            field.
     """
     if not isinstance(record, Mapping):
         raise WireError("record", f"got {type(record).__name__}, expected an object")
@@ -107,18 +109,20 @@ def build_rollout(
     *,
     may_be_extended: bool = False,
 ) -> Rollout:
-    """Build the rollout of a record whose arrays have been decoded.
+    """Build a rollout from a record and its decoded arrays.
 
     Args:
-        record: the other fields. Unknown fields are ignored.
+        record: the fields other than the arrays. Unknown fields are ignored.
         prompt_ids: int32 [P].
         output_ids: int32 [T].
         logprobs: float32 [T].
-        candidates: the sets of T positions, or None without sets.
-        may_be_extended: whether tokens that `Rollout.extend` appended, and their empty sets, are accepted.
+        candidates: the candidate sets, T positions; None without sets.
+        may_be_extended: whether to accept tokens that `Rollout.extend` appended. Their candidate sets are
+            empty.
 
     Raises:
-        WireError: a field is missing, has the wrong type, or contradicts another; the error names it.
+        WireError: a field is missing, has the wrong type, or contradicts another field; the error names the
+            field.
     """
     if len(logprobs) != len(output_ids):
         raise WireError("logprobs", f"got {len(logprobs)} for {len(output_ids)} output_ids")

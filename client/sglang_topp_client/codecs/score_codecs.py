@@ -11,8 +11,8 @@ One scored sequence is one record::
     weight_version                      string or null
     num_tokens, cached_tokens           integers
 
-A binary frame (`binary_frame.py`) holds the other fields as JSON, and then the arrays `token_ids` and
-`logprobs` and the candidate sets.
+The binary codec writes a Zstandard frame (`binary_frame.py`). The frame holds first the JSON of the other
+fields, then the arrays `token_ids` and `logprobs`, and then the candidate sets.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def score_from_json(record: Any) -> Score:
     """Decode a record that `score_to_json` encoded. Unknown fields are ignored.
 
     Raises:
-        WireError: a field is missing, has the wrong type, or contradicts another; the error names it.
+        WireError: a field is missing, has the wrong type, or contradicts another field; the error names the
+            field.
     """
     if not isinstance(record, Mapping):
         raise WireError("record", f"got {type(record).__name__}, expected an object")
@@ -89,7 +90,7 @@ def score_to_bytes(score: Score) -> bytes:
 
 
 def score_from_bytes(raw: bytes, *, max_bytes: int) -> Score:
-    """Decode a frame that `score_to_bytes` encoded. Unknown fields of its JSON are ignored.
+    """Decode a frame that `score_to_bytes` encoded. Unknown fields of the frame's JSON are ignored.
 
     Args:
         raw: one frame.
@@ -114,7 +115,7 @@ def _score(
     logprobs: NDArray[np.float32],
     candidates: CandidateSets | None,
 ) -> Score:
-    """Build the score of a record whose arrays have been decoded."""
+    """Build a score from a record and its decoded arrays."""
     start = _start(record)
     if start > len(token_ids):
         raise WireError("start", f"got {start}, expected at most {len(token_ids)}, the number of token_ids")

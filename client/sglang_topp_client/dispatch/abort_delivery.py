@@ -1,4 +1,4 @@
-"""AbortDelivery: send aborts of abandoned requests to an engine, in the background."""
+"""AbortDelivery: tell an engine, in the background, to abort requests that the caller has abandoned."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class _Abort:
 
 
 class AbortDelivery:
-    """The pending aborts to one engine, within one event loop.
+    """The pending abort orders to one engine, within one event loop.
 
     A caller's timeout or cancellation must not wait for an engine that may hang. Each abort therefore runs in
     its own task, for three seconds at most, and its errors are ignored. When `asyncio.run` ends, it cancels
-    all tasks, including aborts. An abort that was cancelled starts again, and another task keeps the loop
-    alive until the abort has been sent.
+    all tasks, including aborts. This class restarts a cancelled abort, and a second task keeps the loop alive
+    until the abort has been sent.
 
     Args:
-        send: asks the engine to abort the request with that id.
+        send: asks the engine to abort the request with the given id.
     """
 
     def __init__(self, send: Callable[[str], Awaitable[object]]) -> None:
@@ -54,14 +54,14 @@ class AbortDelivery:
             self._changed.set()
 
     def start(self, request_id: str, engine_ids: Iterable[str]) -> None:
-        """Start aborting the engine requests of the caller's request `request_id`, and return at once."""
+        """Start aborting `engine_ids`, sent for the caller's request `request_id`, and return at once."""
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         for engine_id in engine_ids:
             self._start(_Abort(request_id, engine_id, deadline))
         self._keep_loop()
 
     async def finish(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds until the aborts of `request_id`, or all if it is None, have been sent."""
+        """Wait up to three seconds for the aborts of `request_id`. None waits for all aborts."""
         if request_id is None:
             if self._keeper is not None:
                 await asyncio.wait([self._keeper])
@@ -96,8 +96,8 @@ class AbortDelivery:
     async def _keep(self) -> None:
         """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
 
-        A loop that ends waits only for tasks that existed when it began to end. Without this task, the loop
-        would not wait for an abort that starts again.
+        When `asyncio.run` ends, it waits only for tasks that exist at that time. Without this task,
+        `asyncio.run` would not wait for an abort that is restarted afterwards.
         """
         task = asyncio.current_task()
         assert task is not None

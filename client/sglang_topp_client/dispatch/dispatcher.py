@@ -1,6 +1,6 @@
-"""Dispatcher: split one request of a caller into HTTP calls, send them, and deliver every result.
+"""Dispatcher: split one caller's request into HTTP calls, send them, and deliver every result.
 
-Failed calls are retried, or sent to another server. Aborted samples are resumed if the caller wants it.
+Failed calls are retried, or sent to another server. Aborted samples are resumed if the caller asked for that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sglang_topp_client.types.score import Score
 
 __all__ = ["ROLLOUTS", "SCORES", "Dispatcher", "OnFailure", "Operation", "Result", "ResultSink"]
 
-# Longer messages are decoded in a thread. Decoding one takes milliseconds and would block other connections.
+# Messages above this size are decoded in a thread, because decoding blocks the loop for milliseconds.
 _OFF_LOOP_BYTES = 1 << 18
 
 Result = TypeVar("Result", Rollout, Score)
@@ -58,7 +58,7 @@ class Operation(Generic[Result]):
         exchanges: the class that writes requests and reads answers, for each kind of server.
         place: returns a result's prompt index and sample index.
         num_tokens: returns how many tokens a result has.
-        with_key: returns a copy of a result that records this routing key.
+        with_key: returns a copy of a result with the given routing key.
     """
 
     singular: str
@@ -94,25 +94,26 @@ class ResultSink(Protocol[_Taken]):
         """Return the first requests."""
 
     def take(self, result: _Taken, /) -> tuple[SampleRequest, float] | None:
-        """Take a result. Return None, or a request for the rest and the seconds to wait before sending it."""
+        """Take a result. To continue it, return a request for the rest and a delay in seconds, else None."""
 
 
 class Dispatcher(Generic[Result]):
-    """The sender of the HTTP calls of one caller's request.
+    """Sends the HTTP calls that one request of the caller needs.
 
     Args:
         endpoints: the servers.
         operation: rollouts or scores.
         request_id: the caller's name for the request.
         deadline: when the request times out, on the event loop's clock; None for no limit.
-        wait_for_room: waits while too many results wait for the caller. Awaited before each call is sent.
+        wait_for_room: awaited before each call is sent. It waits while too many results are queued for the
+            caller.
         graceful_abort: aborts the calls and keeps their partial samples; None if the caller does not want
             partial samples.
         max_message_bytes: the maximum length of a message after decompression.
         repeats_aborted: whether a call that the engine aborted is sent again; see `RetryBudget`.
-        on_failure: called for each sample that failed, while the other samples continue. Each prompt is then
-            sent in its own call, because a server refuses a call as a whole. If this is None, the first error
-            ends the request.
+        on_failure: called for each sample that failed, while the other samples continue. With a callback,
+            each prompt is sent in its own call, because a server refuses a call as a whole. With None, the
+            first error ends the request.
     """
 
     def __init__(
@@ -159,19 +160,21 @@ class Dispatcher(Generic[Result]):
                     await window.acquire()
                     call = group.create_task(self._call(new_exchange, take, requests))
                     call.add_done_callback(lambda _: window.release())
-                    # Let other tasks run: starting a call takes a millisecond, and there may be a thousand.
+                    # Let other tasks run: starting a call takes a millisecond, and there may be a thousand
+                    # calls.
                     await asyncio.sleep(0)
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
         else:
             return
-        # Raise outside of the `except` block. Inside it, or with `from None`, the error would lose its cause.
+        # Raise outside of the `except` block. Inside the block, or with `from None`, the error would lose its
+        # cause.
         raise first
 
     def _samples_per_call(
         self, exchange_type: type[_Exchange[Result]], groups: Collection[Sequence[SampleRequest]]
     ) -> int:
-        """Return how many samples fill a call: few enough that every server gets a call."""
+        """Return the number of samples at which a call is full, low enough that every server gets a call."""
         if self._on_failure is not None:
             return 1
         num_samples = sum(len(request.samples) for group in groups for request in group)
@@ -216,7 +219,7 @@ class Dispatcher(Generic[Result]):
         async def attempt(endpoint: Endpoint) -> None:
             nonlocal in_flight
             if await endpoint.kind() == "sglang":
-                # Apply the template once for all attempts: another engine might have another template.
+                # Apply the template once for all attempts, because engines may have different templates.
                 for i, request in enumerate(requests):
                     if isinstance(request.prompt, tuple):
                         ids = await endpoint.apply_chat_template(request.prompt)
@@ -296,7 +299,7 @@ class Dispatcher(Generic[Result]):
                         results = await asyncio.to_thread(exchange.read, message)
                     while results:
                         take(results.pop(0))
-                    # Free the message now: it may be large, and the next one may arrive much later.
+                    # Free the message now: it may be large, and the next message may arrive much later.
                     del message
             if not exchange.complete:
                 raise TransportError("the answer was cut off: it ended before its last message")
@@ -313,7 +316,7 @@ class Dispatcher(Generic[Result]):
                 endpoint.abort_delivery.start(self._request_id, exchange.unfinished_ids())
 
     def _check_route(self, endpoint: Endpoint, exchange: _Exchange[Result], error: ResponseError) -> None:
-        """Raise an error that explains the cause, if the server does not have the route of the call."""
+        """If the server lacks the call's route, raise an error that explains the cause."""
         if error.status not in (404, 405):
             return
         if exchange.missing_route:

@@ -28,14 +28,15 @@ __all__ = ["Endpoint", "Kind"]
 Kind: TypeAlias = Literal["sidecar", "sglang"]
 
 _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
-# Servers answer these paths at once, even while the engine is paused. SGLang's `/health` generates a token.
+# Servers answer these paths at once, even while the engine is paused. SGLang's `/health` does not, because it
+# generates a token.
 _PROBE_PATHS: dict[Kind, str] = {"sidecar": "/healthz", "sglang": "/model_info"}
 _PROBE_TIMEOUT_S = 10.0
-# This is long, because a busy scheduler answers only between two steps.
+# This limit is long, because a busy scheduler answers only between two steps.
 _INFO_TIMEOUT_S = 30.0
-# This is long, because a new engine compiles kernels for its first request.
+# This limit is long, because a new engine compiles kernels for its first request.
 _FIELD_CHECK_TIMEOUT_S = 120.0
-# This is long, because a sidecar answers only after its engine has stopped the request.
+# This limit is long, because a sidecar answers only after its engine has stopped the request.
 _SIDECAR_ABORT_TIMEOUT_S = 10.0
 
 
@@ -43,8 +44,8 @@ class Endpoint:
     """One server, used from one event loop.
 
     Args:
-        config: where the server is.
-        kinds: the known kinds of servers, by `base_url`; shared by all event loops.
+        config: the server's connection settings.
+        kinds: each server's kind, if known, by `base_url`; shared by all event loops.
         max_long_messages: see `LongMessageLimit`.
     """
 
@@ -58,19 +59,20 @@ class Endpoint:
         self._kind_lock = asyncio.Lock()
 
     def issued(self, routing_key: str) -> bool:
-        """Return whether a rollout with that routing key came from this server."""
+        """Return whether a rollout with this routing key came from this server."""
         return routing_key.endswith(f"-{self._key_suffix}")
 
     def routing_key(self, earlier: str) -> str:
         """Return the routing key of a request to this server.
 
         Args:
-            earlier: the key of the rollout that the request continues, or empty. Its prefix is reused.
+            earlier: the key of the rollout that the request continues, or empty. The new key has the same
+                prefix.
         """
         return f"{earlier.partition('-')[0] or secrets.token_hex(8)}-{self._key_suffix}"
 
     async def kind(self) -> Kind:
-        """Return the server's kind. Send one `GET /info` if it is unknown.
+        """Return the server's kind. If the kind is unknown, send one `GET /info`.
 
         Raises:
             SglangToppError: the server did not answer, or refused the request.
@@ -93,12 +95,12 @@ class Endpoint:
         return info
 
     async def check_fields(self) -> None:
-        """Check that the client's request fields reach the engine, and that its answer fields come back.
+        """Check that the client's request fields reach the engine, and that the answer fields come back.
 
-        A sidecar checks its own engine, so the client only asks the sidecar whether it is ready.
+        A sidecar checks its own engine, so the client only asks whether the sidecar is ready.
 
         Raises:
-            WireError: a field was lost. `field` and the message name it.
+            WireError: a field was lost; the error's `field` and message name the field.
             ServerError: the sidecar is not ready.
             SglangToppError: the server did not answer, or refused the request.
         """
@@ -122,7 +124,7 @@ class Endpoint:
     async def post(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str], on_received: Callable[[], None]
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
-        """Send a POST request with `HttpClient.post`, and fail it if the health check finds a hanging server.
+        """Send a POST request with `HttpClient.post`. Fail if the health check finds that the server hangs.
 
         Raises:
             TransportError: the server hangs.
@@ -140,10 +142,10 @@ class Endpoint:
             yield messages
 
     async def apply_chat_template(self, messages: Messages) -> list[int]:
-        """Return the token ids of a prompt of chat messages. The server must be an engine.
+        """Return the token ids of chat messages. The server must be an engine, not a sidecar.
 
         Raises:
-            BadRequestError: the template refuses the messages, or the server has no such route.
+            BadRequestError: the template refuses the messages, or the server lacks the route.
             SglangToppError: the server did not answer with ids.
         """
         try:
@@ -163,7 +165,8 @@ class Endpoint:
         """Order the server to abort a request.
 
         Args:
-            request_id: the request's name at the server: the engine's id, or the caller's name at a sidecar.
+            request_id: the name by which the server knows the request: an engine's own id, or the name that a
+                sidecar received.
         """
         if await self.kind() == "sglang":
             await self._abort_engine_request(request_id)

@@ -1,4 +1,4 @@
-"""EndpointPool: run each call on one server, move it to another one on failure, and retry after a delay."""
+"""EndpointPool: run each call on one server, move it to another server on failure, and retry later."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class EndpointPool:
     """The servers of one client, for one event loop. The object must be created in that loop.
 
     Args:
-        configs: where the servers are. The `max_connections` of the first config limits the calls to all
-            servers together.
-        kinds: the known kinds of servers, by `base_url`; shared with other event loops.
+        configs: the servers' connection settings. The `max_connections` of the first config limits the calls
+            to all servers together.
+        kinds: each server's kind, if known, by `base_url`; shared by all event loops.
         max_long_messages: see `LongMessageLimit`.
         max_retries: how often a failed call is retried.
     """
@@ -55,7 +55,7 @@ class EndpointPool:
         return next(iter(self._kinds.values()), None)
 
     async def kind(self) -> Kind:
-        """Return the servers' kind. If it is unknown, ask the servers until one answers."""
+        """Return the servers' kind. If the kind is unknown, ask the servers until one answers."""
         known = self.known_kind
         return await self.call(Endpoint.kind) if known is None else known
 
@@ -70,8 +70,8 @@ class EndpointPool:
     ) -> _T:
         """Run `attempt` on an endpoint, with retries, and return its result.
 
-        A failed attempt moves to another endpoint at once, which does not count as a retry. A retry begins
-        once every ready endpoint has failed the call.
+        After a failed attempt, the call moves to another endpoint at once. A retry begins only once the call
+        has failed on every ready endpoint.
 
         Args:
             attempt: makes one attempt on the given endpoint.
@@ -81,7 +81,8 @@ class EndpointPool:
             repeats_aborted: see `RetryBudget`.
 
         Raises:
-            SglangToppError: the last attempt's error. If no server answers, a TransportError names them all.
+            SglangToppError: the last attempt's error. If no server answers, a TransportError names all
+                servers.
         """
         budget = RetryBudget(
             self._max_retries, waits_for_engine=waits_for_engine, repeats_aborted=repeats_aborted
@@ -93,7 +94,7 @@ class EndpointPool:
                     with self._balancer.pick(num_samples(), preferred, without=failed) as endpoint:
                         return await attempt(endpoint)
             except FileLimitError as error:
-                # Descriptors become free when other calls of this client end.
+                # File descriptors become free when other calls of this client end.
                 wait_s = _FILE_WAIT_S if self._balancer.num_in_flight else budget.next_delay_s(error)
                 if wait_s is None:
                     raise
@@ -141,15 +142,15 @@ class EndpointPool:
             yield
 
     async def aborts_delivered(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds until the aborts of `request_id`, or all if it is None, have been sent."""
+        """Wait up to three seconds for the aborts of `request_id`. None waits for all aborts."""
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:
-        """Return the server whose rollout the request continues, or None."""
+        """Return the server that made the rollout to continue, or None if it is unknown."""
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests by the server whose rollouts they continue."""
+        """Group requests by the server that made the rollout to continue."""
         groups: dict[Endpoint | None, list[SampleRequest]] = {}
         for request in requests:
             issuer = self.that_issued(request) if request.routing_key else None
@@ -163,7 +164,7 @@ class EndpointPool:
     def _none_answers(self, error: SglangToppError) -> TransportError | None:
         """Return a TransportError that names every server if all servers failed; otherwise return None.
 
-        Return None also if `error` is not a TransportError, or if there is only one server.
+        Also return None if `error` is not a TransportError, or if there is only one server.
         """
         failures = self._balancer.failures
         if len(self.all) == 1 or not isinstance(error, TransportError) or len(failures) < len(self.all):

@@ -11,7 +11,7 @@ from sglang_topp.errors import SglangToppError
 
 __all__ = ["GracefulAbort"]
 
-# An engine ignores an abort that arrives before its request, so the abort is repeated.
+# An engine ignores an abort for a request that has not arrived yet, so the abort is repeated.
 _REPEAT_ORDER_S = 0.25
 
 
@@ -30,7 +30,7 @@ class GracefulAbort:
         self._received_at = 0.0
 
     def request(self) -> None:
-        """Begin the abort. Every call in `run` then ends soon."""
+        """Begin the abort, which soon ends every call in `run`."""
         self.note_received()
         self._requested.set()
 
@@ -43,14 +43,14 @@ class GracefulAbort:
         call: Coroutine[Any, Any, None],
         open_orders: Callable[[], Mapping[str, Callable[[], Awaitable[object]]] | None],
     ) -> None:
-        """Run a call. After `request`, order the engine to abort it, and wait until the call ends.
+        """Run a call. Once `request` is called, order the engine to abort the call, and wait until it ends.
 
         Args:
-            call: the call, with its retries. The idle timeout cancels the call. If `request` came first, the
-                call is not started.
-            open_orders: returns a function for each open HTTP request that sends its abort, by the request's
-                name at the server. Requests whose names are not known yet are left out. Returns None if no
-                request is open; the call is then cancelled.
+            call: the call, with its retries. The idle timeout cancels the call. If `request` was called
+                before, the call is not started.
+            open_orders: returns, for each open HTTP request, its name at the server and a function that sends
+                its abort. Requests whose names are still unknown are left out. Returns None if no request is
+                open; the call is then cancelled.
 
         Raises:
             Exception: the call's own error.

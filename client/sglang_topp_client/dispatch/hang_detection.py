@@ -11,7 +11,7 @@ from sglang_topp.errors import TransportError
 __all__ = ["HealthCheck"]
 
 _SILENCE_S = 10.0
-# Two probes, because a blocked event loop can time out one probe although its answer has arrived.
+# One failed probe is not enough: a blocked event loop can time out a probe whose answer has arrived.
 _MAX_FAILED_PROBES = 2
 
 
@@ -20,12 +20,12 @@ class HealthCheck:
 
     A generation may wait in the engine's queue for an hour before its first byte arrives. A timeout therefore
     cannot tell a busy server from one that hangs. Instead, a server that sends nothing for 10 s is probed on
-    its own connection. After two failed probes in a row, its calls fail, and the client retries them
+    its own connection. After two failed probes in a row, the server's calls fail, and the client retries them
     elsewhere.
 
     Args:
         probe: sends a request that a healthy server answers at once. Returns whether an answer came in time.
-        base_url: the server's name in the error.
+        base_url: the server's address, which the error names.
     """
 
     def __init__(self, probe: Callable[[], Awaitable[bool]], base_url: str) -> None:

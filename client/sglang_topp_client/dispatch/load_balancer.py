@@ -23,7 +23,7 @@ class _State(Generic[_T]):
     endpoint: _T
     num_in_flight: int = 0  # samples
     last_call: int = 0
-    num_failures: int = 0  # in a row
+    num_failures: int = 0  # consecutive
     retry_at: float = 0.0
     error: SglangToppError | None = None
 
@@ -31,12 +31,12 @@ class _State(Generic[_T]):
 class LoadBalancer(Generic[_T]):
     """The load balancer of one client, within one event loop.
 
-    An endpoint that failed (an incomplete answer, 429, or 5xx) gets no calls for the delay of a first retry,
-    and for about twice as long after each further failure. One call then tries the endpoint. Other calls
-    follow if that call succeeds.
+    After a failure (an incomplete answer, 429, or 5xx), an endpoint gets no calls for as long as a first
+    retry waits. Each further failure about doubles this waiting time. One call then tries the endpoint. Other
+    calls follow if that call succeeds.
 
     Args:
-        endpoints: at least one.
+        endpoints: one endpoint or several.
         clock: returns the time in seconds on the event loop's clock.
     """
 

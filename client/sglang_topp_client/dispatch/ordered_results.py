@@ -23,9 +23,9 @@ async def collect_in_order(
 
     Args:
         operation: rollouts or scores.
-        requests: one for each prompt.
-        stream: starts the request, and yields its results in any order. Errors that the call itself raises,
-            such as wrong arguments, are always raised.
+        requests: one request for each prompt.
+        stream: starts the request, and yields its results in any order. Errors from calling `stream`, such as
+            wrong arguments, are always raised.
         return_exceptions: whether the entry of a failed sample is its error. Otherwise the first error is
             raised.
 

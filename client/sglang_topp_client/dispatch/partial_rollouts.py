@@ -20,11 +20,11 @@ class PartialRollouts:
     """The undelivered samples of one caller's request.
 
     Args:
-        requests: one for each prompt, as if nothing had been generated yet.
+        requests: one request for each prompt, as if nothing had been generated yet.
         on_abort: with `"resume"`, aborted samples are continued.
         deliver: called with each sample that is finished, or aborted and not continued.
-        existing: rollouts to continue, by prompt index; such a prompt has one sample. Delivered rollouts have
-            these prompt indices, and the sample index 0.
+        existing: rollouts to continue, by prompt index. Each of these prompts has one sample, which is
+            delivered with this prompt index and the sample index 0.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class PartialRollouts:
         joined = rollout if part is None else join_parts(part, rollout)
         request = self._requests[rollout.prompt_index]
         if self._on_abort != "resume" or joined.finish_reason != ABORT:
-            # The rollout records the caller's request, because the request of a part has lower limits.
+            # The rollout records the caller's parameters, because a part is requested with lower token
+            # limits.
             params, p = request.sampling_params, request.top_logprobs_p
             self._deliver(replace(joined, sampling_params=params, top_logprobs_p=p))
             return None

@@ -1,6 +1,7 @@
 """RequestRunner: run a client's requests, stream their results, and abort them by name.
 
-A request is one call of a client's method, with many prompts. The dispatcher sends it as many HTTP requests.
+A request is one method call on the client, with many prompts. `Dispatcher` splits a request into many HTTP
+requests.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from sglang_topp_client.types.score import Score
 __all__ = ["RequestRunner"]
 
 _CALLER_FIRST_S = 0.02
-# Idle timeouts after an abort. A sidecar first waits for its own engine.
+# Idle timeouts after an abort, in seconds. A sidecar gets more, because it first waits for its own engine.
 _GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 _MAX_WAITING_RESULTS = 1024
 
@@ -62,7 +63,7 @@ class _LoopState:
 
 @dataclass(frozen=True)
 class _WholeResults(Generic[Result]):
-    """A sink for results that never arrive in parts."""
+    """A `ResultSink` for results that never arrive in parts."""
 
     requests: Sequence[SampleRequest]
     deliver: Callable[[Result], None]
@@ -75,16 +76,16 @@ class _WholeResults(Generic[Result]):
 
 
 class RequestRunner:
-    """The runner of one client's requests. The caller has checked the arguments of the requests.
+    """Runs one client's requests, whose arguments the caller has already checked.
 
     A runner works on several event loops at once. A connection belongs to the loop that opened it.
 
     Args:
-        configs: where the servers are; one or several, all of one kind.
-        kind: the servers' kind, or None to ask them.
+        configs: the connection settings of one or several servers, all of the same kind.
+        kind: the servers' kind, or None to ask the servers.
         max_retries: how often a failed call is retried.
-        max_long_messages: see `LongMessageLimit`. Unlimited by default: a server may drop a client that stops
-            reading.
+        max_long_messages: see `LongMessageLimit`. The default is unlimited, because a server may drop a
+            client that stops reading.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class RequestRunner:
         """Yield every sample of `requests` as it finishes; see `AsyncRolloutClient.stream`.
 
         Args:
-            requests: one for each prompt.
-            existing: rollouts to continue, by prompt index; such a prompt has one sample.
+            requests: one request for each prompt.
+            existing: rollouts to continue, by prompt index. Each of these prompts has one sample.
             on_abort: how to treat aborted samples.
             timeout_s: the time limit.
             progress: see `Progress`.
@@ -125,7 +126,8 @@ class RequestRunner:
             on_failure: see `Dispatcher`.
 
         Raises:
-            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. Raised at once.
+            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. The error is raised
+                when the method is called, not when the generator is iterated.
         """
         requests = mark_interruptible(requests, on_abort)
 
@@ -157,8 +159,8 @@ class RequestRunner:
         """Yield the score of each sequence as it arrives; see `AsyncRolloutClient.stream_scores`.
 
         Args:
-            requests: one for each sequence.
-            is_repeated: whether a sequence that the engine aborted on request is scored again.
+            requests: one request for each sequence.
+            is_repeated: whether to score a sequence again after the engine aborted it on request.
             timeout_s: the time limit.
             progress: see `Progress`.
             request_id: the caller's name for the request.
@@ -202,7 +204,7 @@ class RequestRunner:
         """Return the description of each server in `base_urls`, or of all servers, by base URL.
 
         Raises:
-            InvalidInputError: the client has no such server.
+            InvalidInputError: a URL does not belong to one of the client's servers.
             SglangToppError: a server did not answer with a description.
         """
         endpoints = self._here().endpoints
@@ -273,7 +275,8 @@ class RequestRunner:
             del here.running[task]
             results.close()
             if not task.cancelled():
-                # Mark the exception as retrieved. Otherwise asyncio logs it if the caller stops iterating.
+                # Mark the exception as retrieved. Otherwise, asyncio logs the exception if the caller stops
+                # iterating.
                 task.exception()
 
         task.add_done_callback(end)
@@ -296,7 +299,7 @@ class RequestRunner:
             except TimeoutError:
                 raise too_late from None
         finally:
-            # Do not wait: closing the connections of hundreds of calls takes a second.
+            # Do not wait for the task: closing hundreds of connections takes a second.
             task.cancel()
 
     def _here(self) -> _LoopState:
@@ -334,7 +337,7 @@ async def _dispatch(
 
 
 def _abort_gracefully(here: _LoopState, tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
-    """Start a graceful abort of those `tasks` that return partial samples, and return these tasks."""
+    """Start a graceful abort of the `tasks` that return partial samples, and return only these tasks."""
     graceful = []
     for task in tasks:
         request = here.running[task]
@@ -354,6 +357,6 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 async def _wait_until_done(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait until `tasks` have ended, and ignore results. Cancelling the wait does not cancel them."""
+    """Wait until `tasks` have ended, and ignore results. Cancelling the wait does not cancel the tasks."""
     if tasks:
         await asyncio.wait(tasks)

@@ -1,4 +1,4 @@
-"""ResultQueue: a queue of results for the caller, with backpressure on calls that were not sent yet."""
+"""ResultQueue: a queue of results for the caller; a full queue stops further calls from being sent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _T = TypeVar("_T")
 
 
 class ResultQueue(Generic[_T]):
-    """A queue with backpressure: a slow caller holds back the calls that were not sent yet.
+    """A queue with backpressure: while too many results wait for the caller, no further calls are sent.
 
     The queue accepts the results of sent calls even beyond `max_waiting`. Otherwise the client would stop
     reading, a sidecar would drop the client after 30 s, and the samples would be generated again.
 
     Args:
-        max_waiting: how many results may wait for the caller before no more calls are sent.
+        max_waiting: the number of waiting results at which further calls are held back.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -39,7 +39,8 @@ class ResultQueue(Generic[_T]):
     async def get(self) -> _T | None:
         """Wait for the next result and return it; return None after the last one."""
         result = await self._results.get()
-        # Wait until half are taken, so that waiting calls are woken once for many results.
+        # Make room only once half of the results are taken, so that waiting calls do not wake for each
+        # result.
         if self._results.qsize() <= self._max_waiting // 2:
             self._has_room.set()
         return result

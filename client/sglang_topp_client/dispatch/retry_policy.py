@@ -1,4 +1,4 @@
-"""Retry policy: which errors are retried, how often, and after which delay."""
+"""Retry policy: which errors are retried, how often, and after what delay."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MAX_RETRY_AFTER_S = 60.0
 
 
 class RetryBudget:
-    """The retries of one call.
+    """The remaining retries of one call.
 
     Args:
         max_retries: how many retries the call has.
         waits_for_engine: whether the call waits without limit for an engine that refuses requests (429, 503).
-            Such waits do not count as retries.
+            These waits do not count as retries.
         repeats_aborted: whether a call is repeated after its engine aborted it on request. The call then
             waits for the engine, which may be paused.
     """
@@ -55,7 +55,7 @@ class RetryBudget:
 def is_retryable(error: SglangToppError) -> bool:
     """Return whether another attempt may succeed: the answer was incomplete, or its status was 429 or 5xx.
 
-    The caller's own time limit is not retryable.
+    A timeout that the caller set is not retryable.
     """
     if isinstance(error, RequestTimeoutError):
         return False
@@ -67,7 +67,7 @@ def delay_s(retry: int, error: SglangToppError) -> float:
 
     If a 429 answer has a Retry-After header, the delay is the header's time, at most a minute, plus up to 25
     percent, so that many clients do not return at once. Otherwise the delay is 0.5, 1, 2, 4, 8, 8, … seconds,
-    less up to 50 percent.
+    minus up to 50 percent.
     """
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return min(error.retry_after_s, _MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)
@@ -77,5 +77,5 @@ def delay_s(retry: int, error: SglangToppError) -> float:
 
 
 def _is_refusal(error: SglangToppError) -> bool:
-    """Return whether the server answers but accepts no request now."""
+    """Return whether the error shows that the server answers, but accepts no request now."""
     return isinstance(error, OverloadedError) or (isinstance(error, ServerError) and error.status == 503)

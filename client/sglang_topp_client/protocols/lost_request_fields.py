@@ -1,6 +1,6 @@
 """Detect lost fields: check that request fields reach a patched SGLang, and that its answer fields come back.
 
-A gateway may silently drop fields that it does not know. Each check request asks for one token. Its answer
+A gateway may silently drop fields that it does not know. Each check request asks for one token. The answer
 shows whether every field of the request arrived.
 """
 
@@ -24,7 +24,7 @@ REFUSABLE = ("top_logprobs_source", RESUMED)
 _Meta: TypeAlias = Mapping[str, Any]
 _BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
 
-# For each request field, the sign in the answer that the field arrived: its name, and a test for it.
+# Maps each request field to the sign in the answer that proves its arrival: the sign's name, and a test.
 _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
     "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
     "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),
@@ -39,7 +39,7 @@ _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
 
 
 def field_check_requests() -> list[dict[str, Any]]:
-    """Return the bodies of the check requests to `POST /generate`. Each asks for one token after two."""
+    """Return the bodies of the check requests. Each asks for one token after a prompt of two tokens."""
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}
     asked: list[dict[str, Any]] = [
@@ -58,7 +58,7 @@ def check_fields_of_answer(base_url: str, body: Mapping[str, Any], answer: Any) 
     Raises:
         MissingCandidateSetsError: the answer has no candidate sets, because the field that asks for them was
             lost.
-        WireError: another field was lost. `field` and the message name it.
+        WireError: another field was lost; the error's `field` and message name the field.
     """
     meta_info = read_field(answer, "meta_info", dict) if isinstance(answer, dict) else None
     if meta_info is None:

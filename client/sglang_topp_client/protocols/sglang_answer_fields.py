@@ -18,13 +18,13 @@ __all__ = ["parse_token_logprobs", "read_weight_version"]
 def parse_token_logprobs(
     field: str, entries: list[Any], token_ids: NDArray[np.int32], *, of: str
 ) -> NDArray[np.float32]:
-    """Return float32 [T] from SGLang's `[[logprob, token_id, text or null], ...]`, and check the token ids.
+    """Return the log-probs of SGLang's `[[logprob, token_id, text or null], ...]`, and check the token ids.
 
     Args:
         field: the name of the field that holds the entries.
         entries: one for each token.
         token_ids: int32 [T], the expected tokens.
-        of: the noun for the tokens in errors.
+        of: the noun that errors use for the tokens.
     """
     if len(entries) != len(token_ids):
         raise WireError(field, f"got {len(entries)} entries for {len(token_ids)} {of}_ids")

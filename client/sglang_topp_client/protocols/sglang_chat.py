@@ -1,8 +1,9 @@
 """Protocol of SGLang's `POST /tokenize`, which turns chat messages into token ids.
 
-The engine applies its chat template and tokenizes as for `/v1/chat/completions`. The client then generates
-from the ids. It therefore knows the prompt's ids, and can resume an interrupted sample. The chat route itself
-returns no prompt ids and accepts no `resumed_tokens`. Every supported release has `/tokenize`.
+The engine applies its chat template and tokenizes as for `/v1/chat/completions`. The client then sends these
+ids to `/generate`. The client therefore knows the prompt's ids, and can resume an interrupted sample. The
+chat route itself returns no prompt ids and accepts no `resumed_tokens`. Every supported release has
+`/tokenize`.
 
 Request::
 
@@ -27,7 +28,7 @@ PATH = "/tokenize"
 
 
 def body(messages: Messages) -> dict[str, Any]:
-    """Return the JSON body."""
+    """Return the JSON body of the request."""
     return {"messages": messages}
 
 

@@ -1,16 +1,18 @@
 """Protocol of a patched SGLang's `POST /generate`: write the request for one prompt, and read the answer.
 
 The request always streams, with a stream interval that no generation reaches. SGLang then sends two chunks
-per sample: its first token, and the complete sample. This has advantages over an unstreamed request:
+per sample: its first token, and the complete sample. Streaming has these advantages over an unstreamed
+request:
 
 - A closed connection cancels the handler at once, which aborts every sample, including queued ones. SGLang
   checks the connection of an unstreamed request only every 4 s.
 - The first chunk contains the engine's id of each sample. With `n > 1`, SGLang gives the samples random ids,
-  whatever the request's `rid` is, and `/abort_request` accepts only those ids.
-- With `n > 1`, each sample arrives as it finishes, and does not wait for the slowest one.
+  whatever the request's `rid` is, and `/abort_request` accepts only the random ids.
+- With `n > 1`, each sample arrives as it finishes, and does not wait for the slowest sample.
 
-`n` is not split into single requests. SGLang computes the prompt once for all `n` samples and shares it
-through the prefix cache. Simultaneous single requests would each compute the prompt.
+The client does not split the `n` samples of a prompt into single requests. SGLang computes the prompt once
+for all `n` samples and shares it through the prefix cache. Simultaneous single requests would each compute
+the prompt.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ __all__ = ["GenerateExchange", "StreamedExchange"]
 
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
-# Error messages of SGLang's tokenizer manager and of its scheduler.
+# Parts of the error messages of SGLang's tokenizer manager and scheduler.
 _TOO_LONG = ("is longer than the model's context length", "exceeds the maximum allowed length")
 _Result = TypeVar("_Result")
 
@@ -71,7 +73,7 @@ class StreamedExchange(ABC, Generic[_Result]):
     def __init__(
         self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
     ) -> None:
-        """Prepare one call; see `SidecarExchange`. SGLang has no time limit, so `timeout_s` is not sent.
+        """Prepare one call; see `SidecarExchange`. SGLang supports no time limit, so `timeout_s` is not sent.
 
         The id that is sent to the engine ends in a new random part of fixed length. SGLang rejects an id that
         is in use, and its scheduler aborts by prefix: an abort of `a-1` would also abort `a-10`.
@@ -86,7 +88,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         self.complete = False
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
         wanted = self._wanted
         is_text = isinstance(wanted.prompt, str)
         body: dict[str, Any] = {
@@ -119,7 +121,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         return list(self._engine_ids.values())
 
     def read(self, line: bytes) -> list[_Result]:
-        """Take one line of the answer. Return a list of the finished sample, or an empty list.
+        """Take one line of the answer. Return a list with the sample that the line finishes, or no sample.
 
         Raises:
             WireError: the line is not in SGLang's format, or the sample contradicts itself or the request.
@@ -128,7 +130,7 @@ class StreamedExchange(ABC, Generic[_Result]):
             ResponseError: the line reports an error.
         """
         if not line or line.startswith(b":"):
-            # The end of an event, or a comment: gateways send comments to keep a connection alive.
+            # The line ends an event or is a comment. Gateways send comments to keep a connection alive.
             return []
         start = 5 if line.startswith(b"data:") else 0
         if not start and not line.startswith(b"{"):
@@ -230,7 +232,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
             check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
             if wanted.top_logprobs_p is not None:
                 check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
-            # Without sets, this field is SGLang's own record, which can be off by one token.
+            # Without sets, `weight_versions` is SGLang's own record, which can be off by one token.
             weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
 
         return Rollout(
@@ -255,7 +257,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
 
 
 def _is_order(reason: Any) -> bool:
-    """Return whether a sample was aborted on request. The finish reason of a refusal has a status code."""
+    """Return whether a sample was aborted on request, not refused. A refusal has a status code."""
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 
 
@@ -327,7 +329,7 @@ def _field_at_fault(words: str, prompts_field: str) -> str:
 
 
 def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
-    """Return the error for this HTTP status, or an error of type `otherwise` if it is no error status."""
+    """Return the error for this HTTP status, or an error of type `otherwise` if it is not an error status."""
     kind = otherwise
     if status == 429:
         kind = OverloadedError

@@ -1,8 +1,8 @@
 """Protocol for scoring existing sequences with a patched SGLang: a `POST /generate` that generates nothing.
 
-Let s be the request's `logprob_start_len`. SGLang computes distributions at the positions from s on. The
-distribution at position t predicts token t + 1, so token s + 1 is the first one with a log-prob. Tokens
-before s may come from the prefix cache.
+SGLang computes distributions from position `logprob_start_len` on. Each distribution predicts the next token,
+so the first token with a log-prob is the one after that position. Tokens before `logprob_start_len` may come
+from the prefix cache.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sglang_topp_client.types.score import Score
 __all__ = ["GenerateScoreExchange"]
 
 _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
-# The threshold that is sent if the caller wants only log-probs. The client requests sets even then: with
-# sets, the engine guarantees one weight version per score, and an unpatched engine is noticed. At this
-# threshold, a set has one or two tokens.
+# The client sends this threshold if the caller wants only log-probs. Requesting sets makes the engine
+# guarantee one weight version per score, and it reveals an unpatched engine. At this threshold, a set has one
+# or two tokens.
 _LEAST_P = 1e-9
 
 
@@ -47,7 +47,7 @@ class GenerateScoreExchange(StreamedExchange[Score]):
         self._start = one.start
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
         sets = {"top_logprobs_p": self._wanted.top_logprobs_p or _LEAST_P, "return_logprobs_in_base64": True}
         return super().body() | {"logprob_start_len": self._start - 1} | sets
 
@@ -85,13 +85,13 @@ class GenerateScoreExchange(StreamedExchange[Score]):
 
 
 def _logprobs(entries: list[Any], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
-    """Return float32 [L - start] from SGLang's entries, which begin at position `start - 1`."""
+    """Return the log-probs, float32 [L - start], of SGLang's entries, which begin at `start - 1`."""
     first = entries[0] if entries else None
     if not isinstance(first, list) or not first or first[0] is not None:
         raise WireError(_LOGPROBS, f"expected a first entry without a log-prob, for position {start - 1}")
     rest, as_reported = entries[1:], token_ids[start:].copy()
     for t in np.flatnonzero(as_reported == token_ids.max()).tolist():
-        # SGLang 0.5.23 reports the last id of the vocabulary as 0.
+        # SGLang 0.5.23 reports the vocabulary's last id as 0.
         if t < len(rest) and isinstance(rest[t], list) and rest[t][1:2] == [0]:
             as_reported[t] = 0
     return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")

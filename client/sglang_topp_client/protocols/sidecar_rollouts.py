@@ -13,9 +13,9 @@ Answer: one message per sample as it finishes, and a last message, which a trunc
 
 A failure is a message `{"error": {...}}`; the client ignores later messages.
 
-Messages are lines of JSON (`rollout_json.py`). If the sidecar supports the media type that `Accept` names
-first, messages are frames (`framing.py`): samples are binary (`rollout_binary.py`), and other messages are
-JSON.
+By default, messages are lines of JSON (`rollout_json.py`). If the sidecar supports the media type that
+`Accept` names first, messages are frames (`framing.py`): samples are binary (`rollout_binary.py`), and other
+messages are JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SidecarExchange(ABC, Generic[_Result]):
     A subclass decodes each sample into one `_Result`.
 
     Attributes:
-        path: the route. Without the slash, it also names the field of the last message that counts results.
+        path: the route. Without its slash, it is also the field name of the result count in the last message.
         media_type: the media type of frames.
         missing_route: the error message if the sidecar has no such route.
     """
@@ -60,8 +60,8 @@ class SidecarExchange(ABC, Generic[_Result]):
     media_type: str
     missing_route = ""
     samples_per_call = 128
-    """The number of samples at which a call is full. It keeps a request body below a few MB, limits how many
-    samples a lost connection costs, and spreads a large batch over several sidecars."""
+    """The number of samples at which a call is full. This limit keeps a request body below a few MB, limits
+    how many samples a lost connection costs, and spreads a large batch over several sidecars."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class SidecarExchange(ABC, Generic[_Result]):
 
         Args:
             wanted: the prompts, and the samples to generate from them.
-            request_id: the caller's name for the request. The name that is sent has a random part added.
+            request_id: the caller's name for the request. The client sends this name with a random part
+                added.
             timeout_s: the time limit that the sidecar enforces; None for no limit.
             max_bytes: the maximum length of a sample after decompression.
         """
@@ -89,7 +90,7 @@ class SidecarExchange(ABC, Generic[_Result]):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
 
     @abstractmethod
     def _from_bytes(self, raw: bytes) -> _Result:
@@ -108,12 +109,12 @@ class SidecarExchange(ABC, Generic[_Result]):
         return []
 
     def read(self, line: bytes) -> list[_Result]:
-        """Take one message of the answer. Return a list of the sample in it, or an empty list.
+        """Take one message of the answer. Return a list with the sample in it, or an empty list.
 
         Raises:
             WireError: the message is not in the sidecar's format, or the sample contradicts itself or the
                 request.
-            SglangToppError: the message reports this error.
+            SglangToppError: the message reports an error, which is raised.
         """
         if not line:
             return []
@@ -142,13 +143,13 @@ class SidecarExchange(ABC, Generic[_Result]):
 
 
 class RolloutsExchange(SidecarExchange[Rollout]):
-    """One `POST /rollouts`."""
+    """One `POST /rollouts` request and its answer."""
 
     path = "/rollouts"
     media_type = MEDIA_TYPE
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
         params = [{**one.sampling_params, "n": len(one.samples)} for one in self._wanted]
         thresholds = [one.top_logprobs_p for one in self._wanted]
         sources = [one.top_logprobs_source for one in self._wanted]
@@ -160,7 +161,7 @@ class RolloutsExchange(SidecarExchange[Rollout]):
             "timeout_s": self._timeout_s,
             "stream": True,
         }
-        # Older sidecars do not know the following fields, so they are sent only if needed.
+        # Older sidecars do not know the fields below, so these fields are sent only if needed.
         if SAMPLER in sources:
             body["top_logprobs_source"] = SAMPLER if set(sources) == {SAMPLER} else sources
         if any(one.is_interruptible for one in self._wanted):

@@ -10,8 +10,8 @@ Answer: one message per sequence once it is scored, and a last message, which a 
     {"sequence_index": 0, ...}
     {"done": true, "scores": 8}
 
-Messages and failures have the form of `/rollouts` (`sidecar_rollouts.py`). `score_codecs.py` encodes the
-records.
+Messages and failures have the same form as for `/rollouts` (`sidecar_rollouts.py`). `score_codecs.py` encodes
+the records.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ScoresExchange"]
 
 
 class ScoresExchange(SidecarExchange[Score]):
-    """One `POST /scores`."""
+    """One `POST /scores` request and its answer."""
 
     path = "/scores"
     media_type = MEDIA_TYPE
@@ -55,7 +55,7 @@ class ScoresExchange(SidecarExchange[Score]):
         self._sequences = list(wanted)
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the request."""
         thresholds = [one.top_logprobs_p for one in self._sequences]
         return {
             "sequences": [one.prompt for one in self._sequences],

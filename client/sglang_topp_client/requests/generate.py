@@ -42,7 +42,7 @@ class SampleRequest:
         prompt: text, token ids, or chat messages.
         sampling_params: SGLang's sampling parameters, without `n`.
         samples: the indices of the samples to generate. A retry asks only for the missing samples.
-        top_logprobs_p: the threshold in (0, 1], or None if no threshold makes the sets.
+        top_logprobs_p: the threshold in (0, 1], or None if no threshold is used.
         top_logprobs_source: `DISTRIBUTION` or `SAMPLER`, or None for no candidate sets.
         routing_key: the `Rollout.routing_key` of the rollout that this request continues, or empty.
         resumed_tokens: how many of the last prompt tokens already belong to the answer; 0 for a new answer
@@ -71,8 +71,8 @@ def plan(
     """Check a caller's arguments and split them into one request per prompt.
 
     Args:
-        prompts: one prompt or several. A prompt is text, token ids, or chat messages. Token ids may be
-            integer arrays: NumPy's, or any that `numpy.asarray` accepts.
+        prompts: one prompt or several. A prompt is text, token ids, or chat messages. Token ids may also be
+            an integer array that `numpy.asarray` accepts.
         sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n` is
             the number of samples of each prompt, 1 by default.
         top_logprobs_p: one threshold for all prompts, or one per prompt; None or 0 requests no sets.
@@ -80,12 +80,12 @@ def plan(
             the sampler could draw, without a threshold. `DISTRIBUTION` or None uses the threshold.
 
     Raises:
-        InvalidInputError: an argument is wrong; the error names it.
+        InvalidInputError: an argument is wrong; the error names the argument.
     """
     all_prompts = prompts_of("prompts", prompts, takes_messages=True)
     count = len(all_prompts)
     if sampling_params is None or isinstance(sampling_params, Mapping):
-        # Checked once, and shared by all prompts.
+        # Check the parameters once, and share them between all prompts.
         params = [_sampling_params("sampling_params", sampling_params or {})] * count
     else:
         params = [
@@ -115,7 +115,7 @@ def plan(
 
 
 def check_source(wanted: SampleRequest, source: Any) -> None:
-    """Raise WireError unless the requested rule made the sets of an answer."""
+    """Raise WireError if the answer's sets were made by another rule than the requested one."""
     if source != wanted.top_logprobs_source:
         raise WireError(
             "top_logprobs_source",
@@ -139,12 +139,12 @@ def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
 
 
 def thresholds_of(given: Any, count: int, *, per: str = "prompt") -> list[float | None]:
-    """Return the threshold of each of `count` prompts, or None for no sets.
+    """Return one threshold per prompt. None stands for no candidate sets.
 
     Args:
         given: one threshold for all prompts, or one per prompt; None and 0 mean no sets.
         count: the number of prompts.
-        per: the noun for a prompt in errors.
+        per: the noun that errors use for a prompt.
 
     Raises:
         InvalidInputError: a threshold is not a number from 0 to 1, or the number of thresholds is not
@@ -163,7 +163,7 @@ def _threshold(name: str, given: Any) -> float | None:
         return None
     if not isinstance(given, Real) or isinstance(given, bool):
         raise InvalidInputError(f"{name}: got {type(given).__name__}, expected a number from 0 to 1, or None")
-    # Compared first, because an integer of hundreds of digits does not fit a float.
+    # Compare before the conversion, because an integer with hundreds of digits does not fit into a float.
     value: Any = given
     if not 0 <= value <= 1:
         raise InvalidInputError(f"{name}: got {describe(given)}, expected a number from 0 to 1, or None")
@@ -187,12 +187,12 @@ def one_each(name: str, values: Any, count: int, *, per: str = "prompt") -> Sequ
     """Return `values` as a list of `count` values, one for each prompt.
 
     Raises:
-        InvalidInputError: the number of values is not `count`. The error calls the values `name`, and a
-            prompt `per`.
+        InvalidInputError: the number of values is not `count`. The error uses `name` for the values and `per`
+            for a prompt.
     """
     try:
         given = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
-    except TypeError:  # an iterator, or an array of no dimension
+    except TypeError:  # an iterator, or a zero-dimensional array
         given = None
     if given is None:
         raise InvalidInputError(f"{name}: got {type(values).__name__}, expected one value, or one per {per}")

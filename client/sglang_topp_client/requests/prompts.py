@@ -51,15 +51,15 @@ def find_media(fields: Mapping[Any, Any]) -> str | None:
 
 
 def prompts_of(name: str, prompts: Any, *, takes_messages: bool = False) -> list[Prompt]:
-    """Return each of a caller's prompts as text, token ids, or chat messages.
+    """Check a caller's prompts, and return each one as text, token ids, or chat messages.
 
     Args:
-        name: the name of the argument in errors.
+        name: the argument's name, for errors.
         prompts: the value of the argument.
         takes_messages: whether the prompts may be chat messages.
 
     Raises:
-        InvalidInputError: there are no prompts, or a prompt is of another type.
+        InvalidInputError: there are no prompts, or a prompt has an unsupported type.
     """
     if isinstance(prompts, str):
         return [_text(name, prompts)]
@@ -126,7 +126,7 @@ def _messages(name: str, messages: Any) -> Messages:
 
 def _check_content(name: str, content: Any) -> None:
     if content is None or isinstance(content, str):
-        return  # an assistant's message of tool calls has no content
+        return  # an assistant's message with tool calls may have no content
     if not isinstance(content, list | tuple):
         raise InvalidInputError(f"{name}: got {type(content).__name__}, expected text or parts of text")
     for i, part in enumerate(content):

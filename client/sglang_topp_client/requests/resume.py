@@ -1,9 +1,9 @@
 """Requests for `resume`: check the rollouts to continue, and build the requests for their remaining tokens.
 
-The prompt of such a request has the ids of the original prompt and of the tokens generated so far.
+The prompt of a resume request consists of the original prompt's ids and the ids generated so far.
 `resumed_tokens` tells the engine how many of these ids belong to the answer, so that stop strings and text
-are as in an uninterrupted sample. Sampling parameters that would give other results after an interruption are
-refused (`sglang_topp.engine_contract.resume_rules`).
+work as in an uninterrupted sample. Sampling parameters whose effect an interruption would change are refused
+(`sglang_topp.engine_contract.resume_rules`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DISTRIBUTION_PARAMS = ("temperature", "top_p", "top_k", "min_p")
 
 
 def check_on_abort(on_abort: Any) -> None:
-    """Raise InvalidInputError unless `on_abort` is one of `OnAbort`."""
+    """Raise InvalidInputError unless `on_abort` is one of the values in `OnAbort`."""
     if not isinstance(on_abort, str) or on_abort not in get_args(OnAbort):
         raise InvalidInputError(
             f"on_abort: got {describe(on_abort)}, expected 'raise', 'return', or 'resume'"
@@ -56,8 +56,8 @@ def mark_interruptible(wanted: Sequence[SampleRequest], on_abort: OnAbort) -> li
     """Return the requests, marked as interruptible unless `on_abort` is `"raise"`.
 
     Raises:
-        InvalidInputError: `on_abort` is `"resume"`, and a sampling parameter would give another result after
-            an interruption.
+        InvalidInputError: `on_abort` is `"resume"`, and an interruption would change a sampling parameter's
+            effect.
     """
     if on_abort == "raise":
         return list(wanted)
@@ -68,7 +68,7 @@ def mark_interruptible(wanted: Sequence[SampleRequest], on_abort: OnAbort) -> li
 
 
 def check_resumable(name: str, params: Mapping[str, Any]) -> None:
-    """Raise InvalidInputError unless a sample under these sampling parameters can be resumed exactly."""
+    """Raise InvalidInputError if a sample with these sampling parameters cannot be resumed exactly."""
     if problem := find_resume_problem(params):
         raise InvalidInputError(f"{name}: {problem}")
     for field in ("max_new_tokens", "min_new_tokens"):
@@ -90,17 +90,17 @@ def plan_resume(
     top_logprobs_p: TopLogprobsP = None,
     top_logprobs_source: TopLogprobsSource = None,
 ) -> tuple[list[SampleRequest], list[Rollout]]:
-    """Check the rollouts that a caller wants to resume.
+    """Check the rollouts that a caller wants to resume, and build one request for each.
 
     Args:
-        rollouts: one or more `Rollout`.
+        rollouts: one `Rollout` or several.
         sampling_params: as for `plan`; the parameters that generated the rollouts. `n` is ignored.
         top_logprobs_p: as for `plan`.
         top_logprobs_source: as for `plan`.
 
     Returns:
         A list of requests and a list of the rollouts. Each request asks for the whole answer of one rollout,
-        as if no token had been generated. Its prompt index is the rollout's index in `rollouts`.
+        as if no token had been generated. A request's prompt index is the rollout's index in `rollouts`.
 
     Raises:
         InvalidInputError: an argument is wrong, or differs from the request that generated the rollout; the
@@ -127,7 +127,7 @@ def plan_resume(
 
 
 def as_finished(rollout: Rollout, wanted: SampleRequest) -> Rollout | None:
-    """Return the rollout if nothing is left to generate, or None.
+    """Return the rollout if it is finished, or None if tokens are left to generate.
 
     A rollout that finished with `"stop"` is returned unchanged. If its last turn has `max_new_tokens` tokens
     or more, its finish reason becomes `"length"`.
@@ -151,7 +151,7 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
     """
     start = rollout.turn_start
     num_tokens = len(rollout.output_ids) - start
-    # The original request may itself continue an answer, whose tokens then count too.
+    # If the original request already continues an answer, count that answer's tokens too.
     num_before = 0 if start else wanted.resumed_tokens or 0
     params = dict(wanted.sampling_params)
     if num_tokens:
@@ -197,7 +197,7 @@ def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollou
 
 
 def _without_n(params: Any) -> Any:
-    """Return the parameters without `n`. `plan` refuses values that are not mappings."""
+    """Return the parameters without `n`. Leave values that are not mappings to `plan`, which refuses them."""
     if isinstance(params, Mapping):
         return {name: value for name, value in params.items() if name != "n"}
     if isinstance(params, list | tuple):
@@ -220,7 +220,7 @@ def _check_whole(name: str, rollout: Rollout) -> None:
 
 
 def _check_sets(name: str, rollout: Rollout, wanted: SampleRequest) -> None:
-    """Raise InvalidInputError if the joined rollout would have sets of two rules or two distributions."""
+    """Raise InvalidInputError if the joined rollout would mix sets of two rules or two distributions."""
     if not len(rollout.output_ids):
         return
     if (rollout.candidates is None) != (wanted.top_logprobs_source is None):

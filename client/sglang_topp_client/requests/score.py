@@ -51,11 +51,11 @@ def plan_scores(
         sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
             output tokens form the sequence.
         top_logprobs_p: one threshold for all sequences, or one per sequence; None or 0 requests no sets.
-        start: the first scored position, one for all sequences or one per sequence. None means 1, or for a
-            Rollout the position of its first generated token.
+        start: the first scored position, one for all sequences or one per sequence. None means 1 or, for a
+            Rollout, the position of its first generated token.
 
     Raises:
-        InvalidInputError: an argument is wrong; the error names it.
+        InvalidInputError: an argument is wrong; the error names the argument.
     """
     rollouts = _rollouts(sequences)
     prompts = prompts_of("sequences", list(map(_ids, rollouts)) if rollouts else sequences)
@@ -67,7 +67,7 @@ def plan_scores(
         given = list(one_each("start", start, count, per="sequence"))
         names = [f"start[{i}]" for i in range(count)]
     firsts = [len(rollout.prompt_ids) for rollout in rollouts] or [1] * count
-    # The routing key leads to the server that made the rollout, whose prefix cache holds the sequence.
+    # The routing key leads to the server that made the rollout and has the sequence in its prefix cache.
     keys = [rollout.routing_key for rollout in rollouts] or [""] * count
     return [
         ScoreRequest(

@@ -32,12 +32,12 @@ class AtomicParquetFile:
     """A context manager that writes a Parquet file under a hidden name, and renames it once it is complete.
 
     After an error, the file is removed. pyarrow writes to memory, and this class copies the bytes to disk. If
-    pyarrow wrote to disk itself, it would write its footer after a partial row group when the disk is full,
-    and its errors would name no path.
+    pyarrow wrote to a full disk, it would still append a footer after the partial row group, and its errors
+    would not name the path.
 
     Args:
         path: the final path of the file.
-        more_fields: the `pyarrow.Field` of each additional column, after those of rollouts.
+        more_fields: one `pyarrow.Field` for each additional column; these columns follow the rollout columns.
     """
 
     def __init__(self, path: Path, more_fields: Sequence[Any] = ()) -> None:
@@ -59,7 +59,7 @@ class AtomicParquetFile:
             self._file = open(self._hidden, "wb", buffering=0)  # noqa: SIM115  # closed by `__exit__`
 
     def write(self, rollouts: Sequence[Rollout], more_columns: Sequence[Any] = ()) -> None:
-        """Write a row group: checked rollouts, and one `pyarrow.Array` for each additional field."""
+        """Write a row group of checked rollouts, with one `pyarrow.Array` for each additional column."""
         if rollouts:
             columns = [*to_table(rollouts).columns, *more_columns]
             table = pyarrow().table(columns, schema=self._schema)
@@ -122,7 +122,7 @@ class _NamingErrors:
 def sync_directory(path: Path) -> None:
     """Flush a directory's file names to disk, so that a renamed file survives a crash of the machine.
 
-    Do nothing on systems that do not support this.
+    Do nothing on systems that cannot flush a directory.
     """
     if hasattr(os, "O_DIRECTORY"):
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["PART_NAME", "files_of", "load_rows", "num_rows_of"]
 
 PART_NAME = re.compile(r"part-(\d{6,})-[0-9a-f]{8}\.parquet")
-"""The file name of a part that `RolloutWriter` has finished. The group is the number of the part."""
+"""Matches the file name of a finished part written by `RolloutWriter`, and captures the part's number."""
 
 
 def files_of(path: str | os.PathLike[str]) -> list[str]:
-    """Return the finished parts of a directory in the order of writing, or the file itself.
+    """Return the files to read: a directory's finished parts in the order of writing, or the one file `path`.
 
     Raises:
         OSError: the path cannot be read.
@@ -41,7 +41,7 @@ def num_rows_of(path: str) -> int:
 def load_rows(
     path: str, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, Rollout, TrainerScores]]:
-    """Yield the row number, the rollout, and the trainer's columns of each row of a file.
+    """For each row of a file, yield its number, its rollout, and its values in the trainer's columns.
 
     Args:
         path: the file.
@@ -61,7 +61,8 @@ def load_rows(
             for number in range(parquet.num_row_groups):
                 num_rows = parquet.metadata.row_group(number).num_rows
                 rows = [row for row in range(num_rows) if wanted is None or start + row in wanted]
-                # A separate generator reads each row group, so that the group is freed before the next one.
+                # A separate generator reads each row group, so that the group is freed before the next one is
+                # read.
                 for row, rollout, scores in _load_group(path, parquet, number, rows) if rows else ():
                     yield start + row, rollout, scores
                 start += num_rows

@@ -56,7 +56,7 @@ def pyarrow() -> Any:
     """Import and return `pyarrow`, an optional dependency.
 
     Raises:
-        ModuleNotFoundError: pyarrow is not installed; the error names the extra.
+        ModuleNotFoundError: pyarrow is not installed; the error names the extra to install.
     """
     try:
         import pyarrow
@@ -110,7 +110,7 @@ def schema() -> Any:
 
 
 def check_rollout(rollout: Rollout) -> None:
-    """Raise InvalidInputError, which names the field, unless the columns can hold `rollout`."""
+    """Check that the columns can hold `rollout`. If not, raise an InvalidInputError that names the field."""
     if not isinstance(rollout, Rollout):
         raise InvalidInputError(f"got {type(rollout).__name__}, expected a Rollout")
     for name in _COUNTS:
@@ -160,7 +160,7 @@ def check_rollout(rollout: Rollout) -> None:
 
 
 def num_bytes_of(rollout: Rollout) -> int:
-    """Return the approximate number of bytes of a rollout in the columns, uncompressed."""
+    """Return the approximate uncompressed size of a rollout's columns, in bytes."""
     sets = rollout.candidates
     num_tokens = len(rollout.prompt_ids) + 2 * len(rollout.output_ids)
     num_candidates = 0 if sets is None else len(sets) + len(sets.token_ids) * (2 if sets.has_logprobs else 1)
@@ -228,7 +228,7 @@ def to_rollouts(table: Any) -> Iterator[Rollout]:
 
 
 class _Lists:
-    """A column of lists. It returns each row as a copy, which does not keep the whole column in memory."""
+    """A column of lists. Each row is returned as a copy, so that a row does not keep the column in memory."""
 
     def __init__(self, column: Any) -> None:
         self.offsets = column.offsets.to_numpy()
@@ -266,7 +266,7 @@ class _Sets:
 
     @staticmethod
     def _flat(lists: _Lists, rows: slice) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return a copy of the numbers of neighboring lists, and their offsets."""
+        """Return a copy of the numbers in consecutive lists, and the offsets of these lists."""
         offsets = lists.offsets[rows.start : rows.stop + 1].astype(np.int64)
         return lists.values.to_numpy()[offsets[0] : offsets[-1]].copy(), offsets - offsets[0]
 
@@ -282,7 +282,7 @@ def _nested(
     values: Sequence[NDArray[Any] | None],
     dtype: type[np.number[Any]],
 ) -> Any:
-    """Return a column of lists of lists: the `values` of each row, cut by the sizes of its `sets`."""
+    """Return a column of nested lists: each row's `values`, split by the sizes of the row's `sets`."""
     sizes = [None if one is None else one.sizes for one in sets]
     flat = np.concatenate([np.empty(0, dtype), *(row for row in values if row is not None)])
     inner_sizes = np.concatenate([np.empty(0, np.int64), *(row for row in sizes if row is not None)])

@@ -1,8 +1,8 @@
 """Save rollouts to Parquet files and load them. Needs pyarrow (`sglang-topp[data]`).
 
-A file is written under a hidden name that ends in `.tmp`, synced, and renamed. It therefore appears under its
-name only once it is complete and on disk. Parquet's checksums cover its pages. `rollout_columns.py` lists the
-columns.
+A file is written under a hidden name that ends in `.tmp`, synced, and renamed. A file therefore appears under
+its final name only once it is complete and on disk. Parquet's checksums cover the file's pages.
+`rollout_columns.py` lists the columns.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
         path: the file, which must not exist yet.
         rollouts: any number; the iterable is consumed one rollout at a time.
         row_group_size: how many rollouts form a row group. This function and `load_rollouts` hold one row
-            group in memory. A row group ends earlier at 64 MiB.
+            group in memory. A row group also ends when it reaches 64 MiB.
 
     Raises:
         InvalidInputError: the path exists, an array has another dtype or length than `Rollout` documents, or
             a text cannot be encoded as UTF-8; the error names the field.
-        OSError: the file cannot be written; the error names it.
+        OSError: the file cannot be written; the error names the file.
         ModuleNotFoundError: pyarrow is not installed.
     """
     pyarrow()
@@ -72,7 +72,7 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
     """Yield the rollouts of a file, or of all finished parts of a directory, in the order of writing.
 
     Every bit of every field is restored. One row group is held in memory at a time. Another process may write
-    to the directory: this function reads the parts that exist at the time of the call.
+    to the directory meanwhile: this function reads the parts that exist at the time of the call.
 
     Raises:
         WireError: a file was altered or cut, or does not hold rollouts; the error names the file. The
@@ -87,7 +87,7 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
 
 
 class RolloutWriter:
-    """A context manager that writes rollouts to a directory of Parquet files, called parts. Its calls block.
+    """A context manager that writes rollouts to a directory of Parquet files, called parts.
 
     ::
 
@@ -98,14 +98,14 @@ class RolloutWriter:
     Each part is a complete Parquet file, so other processes may read the directory while it is written.
     `load_rollouts`, pandas, pyarrow, and `datasets` accept the directory's name; DuckDB and Polars accept the
     pattern `rollouts/*.parquet`. A killed process loses only the part in progress, at most `part_size`
-    rollouts. Several writers may add to one directory at once.
+    rollouts. Several writers may add to one directory at once. All methods block.
 
     Args:
         path: the directory; it is created if it does not exist.
         append: whether to add to existing parts. If False, a directory with parts is an error, so that two
             runs are not mixed by accident.
-        part_size: how many rollouts form a part. A part is held in memory until it is written, and ends
-            earlier at 64 MiB.
+        part_size: how many rollouts form a part. A part is held in memory until it is written. A part also
+            ends when it reaches 64 MiB.
 
     Attributes:
         path: the directory.
@@ -180,7 +180,7 @@ class RolloutWriter:
         self._next_number += 1
 
     def close(self) -> None:
-        """Finish the part in progress and close the writer. Further calls do nothing.
+        """Finish the part in progress and close the writer. Closing a closed writer does nothing.
 
         Raises:
             OSError: the part cannot be written; the error names it. The writer stays open and keeps its

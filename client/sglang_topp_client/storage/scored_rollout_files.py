@@ -1,4 +1,4 @@
-"""Copy saved rollouts and add a trainer's log-probs and rewards, and load rollouts with these columns."""
+"""Add a trainer's log-probs and rewards to a copy of saved rollouts, and load such copies."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ScoredRollout(NamedTuple):
 def load_scored_rollouts(
     path: _Path, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, ScoredRollout]]:
-    """Yield the number and the scored rollout of each rollout in a file or a directory.
+    """Yield each rollout in a file or a directory, with its number and the trainer's values.
 
     Args:
-        path: a file, or a directory of `RolloutWriter`.
+        path: a file, or a directory written by `RolloutWriter`.
         wanted: the numbers of the rollouts to read, from 0; None reads all.
 
     Raises:
@@ -73,7 +73,7 @@ def add_trainer_columns(
     missing value.
 
     Args:
-        path: the saved rollouts: a file, or a directory of `RolloutWriter`.
+        path: the saved rollouts: a file, or a directory written by `RolloutWriter`.
         target: the new file, which must not exist yet.
         trainer_logprobs: float [T] for each rollout, the trainer's log-probs of the output tokens over the
             whole vocabulary, at the rollout's temperature. Values at appended tokens are ignored.
@@ -82,8 +82,8 @@ def add_trainer_columns(
         rewards: one number for each rollout.
 
     Raises:
-        InvalidInputError: `target` exists, no column is given, or a column has another length than the
-            rollouts; the error names the column.
+        InvalidInputError: `target` exists, no column is given, or a column does not match the rollouts in
+            length; the error names the column.
         WireError: the rollouts cannot be read; the error names the file.
         OSError: a file cannot be read or written; the error names it.
         ModuleNotFoundError: pyarrow is not installed.
@@ -154,6 +154,6 @@ class _Column:
         return pyarrow().array(taken, trainer_fields()[self._name].type)
 
     def check_end(self) -> None:
-        """Raise InvalidInputError if values are left."""
+        """Raise InvalidInputError if the column has more values than there are rollouts."""
         if next(self._values, self) is not self:
             raise InvalidInputError(f"{self._name}: got more values than the {self._num_taken} rollouts")

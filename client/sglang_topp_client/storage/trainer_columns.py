@@ -67,7 +67,7 @@ class TrainerRows:
         }
 
     def read(self, row: int, num_tokens: int) -> TrainerScores:
-        """Return a row's values.
+        """Return the trainer's values in one row.
 
         Raises:
             InvalidInputError: a list does not have `num_tokens` values; the error names the column.

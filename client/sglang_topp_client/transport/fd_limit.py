@@ -19,8 +19,8 @@ except ImportError:  # pragma: no cover - Windows has no such limit
 
 __all__ = ["FileLimitError", "max_connections", "shortage"]
 
-# Descriptors kept free for files that the process opens later, and for opening connections: threads resolve
-# names, and two addresses may be tried at once.
+# This many descriptors stay free for files that the process opens later, and for connection attempts: threads
+# resolve names, and two addresses may be tried at once.
 _RESERVE = 64
 
 
@@ -31,7 +31,7 @@ class FileLimitError(TransportError):
 def max_connections(wanted: int) -> int:
     """Return how many connections a client may have: `wanted`, or fewer if the limit of open files is low.
 
-    The upper bound is the process's limit of open files, less the files open now and a reserve. The reserve
+    The upper bound is the process's limit on open files, minus the files open now and a reserve. The reserve
     is 64 files, or an eighth of the limit if that is less. A client may always have one connection, because
     an error about the shortage is better than an endless wait.
     """
@@ -56,7 +56,7 @@ def shortage(error: BaseException) -> str | None:
 
 
 def _limit() -> int | None:
-    """Return the soft limit of open files, or None if it is unlimited."""
+    """Return the soft limit on open files, or None if there is no limit."""
     if resource is None:
         return None
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -72,7 +72,7 @@ def _num_open() -> int:
 
 
 def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
-    """Return the `errno` values of an error, of its causes, and of the members of an exception group."""
+    """Return the `errno` values of an error, its causes, and the members of an exception group."""
     if error is None or id(error) in seen:
         return set()
     seen.add(id(error))
@@ -86,7 +86,7 @@ def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
 def _is_none_left() -> bool:
     """Return whether opening a file fails now, because no file descriptor is left.
 
-    A name lookup that fails for lack of descriptors raises an error without an `errno` that says so.
+    This test covers name lookups: without a descriptor, they raise an error whose `errno` hides the cause.
     """
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))

@@ -1,10 +1,10 @@
 """Message framing: split the byte stream of an answer into messages, which are lines or frames.
 
-Lines end with a line feed (NDJSON, server-sent events). Frames may hold any bytes; each begins with its
+Lines end with a line feed (NDJSON, server-sent events). Frames may hold any bytes; each frame begins with its
 length, a little-endian uint64.
 
 A frame takes memory only for the bytes that have arrived, whatever length it announces. A message that
-exceeds the limit raises before all of it has arrived.
+exceeds the limit raises an error before all of it has arrived.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ async def lines(
         WireError: a line is longer than `max_bytes`; the rest is not read.
         TransportError: the answer ends within a line.
     """
-    # One buffer instead of a list of chunks, because malloc returns freed large buffers to the OS at once.
+    # Use one buffer instead of a list of chunks, because malloc returns freed large buffers to the OS at
+    # once.
     pending = bytearray()
     with limit.reader() as reader:
         async for data in body:
@@ -43,7 +44,8 @@ async def lines(
                 _check_length(len(pending) + len(end), max_bytes)
                 pending += end
                 line = bytes(pending).rstrip(b"\r")
-                # Free the buffer before the caller decodes the line, and the line before the next one.
+                # Free the buffer before the caller decodes the line, and free the line before reading the
+                # next one.
                 pending = bytearray()
                 yield line
                 del line
@@ -58,7 +60,7 @@ async def lines(
 async def frames(
     body: AsyncIterator[bytes], limit: LongMessageLimit, max_bytes: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the frames of an answer as they arrive, without their lengths.
+    """Yield the frames of an answer as they arrive, without their length prefixes.
 
     Raises:
         WireError: a frame is longer than `max_bytes`; the frame is not read.

@@ -1,12 +1,12 @@
 """HTTP client of one server, built on aiohttp: send requests, stream answers, and turn statuses into errors.
 
-The client is sized for hundreds of generations at once. It sets no limit on the time between two reads,
-because a generation may take an hour.
+The client is sized for hundreds of generations at once. The client sets no limit on the time between two
+reads, because a generation may take an hour.
 
-The connection pool has no limit, because the dispatcher limits the calls. aiohttp was chosen for its speed.
-In paired runs with 1,000 samples in flight to `benchmarks/harness/fake_engine.py`, aiohttp finished 1.2 to
-1.4 times as many samples per second as a pool over httpcore, and httpx's pool 0.6 times as many. httpx
-compares every idle connection with every other one whenever a request starts or ends.
+The connection pool has no limit, because the client already limits the calls in flight. aiohttp was chosen
+for its speed. In paired runs with 1,000 samples in flight to `benchmarks/harness/fake_engine.py`, aiohttp
+finished 1.2 to 1.4 times as many samples per second as a pool over httpcore; httpx's own pool finished 0.6
+times as many. httpx compares every idle connection with every other one whenever a request starts or ends.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from sglang_topp_client.transport.trace_context import trace_headers
 __all__ = ["HttpClient", "ServerConfig", "check_key", "check_url"]
 
 _CONNECT_TIMEOUT_S = 10.0
-# SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
-# server closes its connection at the same moment, so the client closes idle connections first.
+# SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request that starts
+# while the server closes its connection fails, so the client closes idle connections earlier.
 _KEEPALIVE_S = 3.0
 # Longer bodies are passed as a stream, because aiohttp warns about long bodies in bytes.
 _MAX_BYTES_BODY = 1 << 20
@@ -104,7 +104,7 @@ class ServerConfig:
 
 
 def check_key(name: str, key: Any) -> None:
-    """Raise InvalidInputError unless `key` is None or fits in a header. The message does not show the key."""
+    """Raise InvalidInputError unless `key` is None or valid in a header. The message hides the key."""
     if key is not None and not (
         isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key != ""
     ):
@@ -136,12 +136,12 @@ class HttpClient:
     The client closes its connections when `asyncio.run` ends that loop, so that no socket stays open.
 
     Args:
-        config: where the server is.
+        config: the server's connection settings.
         max_long_messages: see `LongMessageLimit`.
     """
 
     def __init__(self, config: ServerConfig, max_long_messages: int) -> None:
-        # No compression, because a few compressed bytes may expand to any size.
+        # Refuse compression, because a few compressed bytes may expand to any size.
         self._headers = {"accept-encoding": "identity", "user-agent": _USER_AGENT, **config.headers}
         if config.api_key is not None:
             self._headers["authorization"] = f"Bearer {config.api_key}"
@@ -174,7 +174,7 @@ class HttpClient:
         Args:
             path: the route.
             body: the JSON body.
-            headers: additional headers; `Accept` requests frames.
+            headers: additional headers, such as an `Accept` that requests frames.
             on_received: called whenever a part of the answer has arrived.
 
         Raises:
@@ -220,7 +220,7 @@ class HttpClient:
         Args:
             method: the HTTP method.
             path: the route.
-            body: the JSON body, or its bytes.
+            body: the object to send as JSON, or the JSON's bytes.
             timeout_s: how long the whole exchange may take.
 
         Raises:
@@ -261,7 +261,7 @@ class HttpClient:
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """Yield the answer once its headers have arrived.
 
-        Redirects are not followed, because they would send the key to their target.
+        Redirects are not followed, because the redirect's target would get the key.
         """
         session = await self._open()
         data = io.BytesIO(content) if content is not None and len(content) > _MAX_BYTES_BODY else content
@@ -275,7 +275,7 @@ class HttpClient:
         try:
             yield response
         finally:
-            # Close the connection, unless the answer was read to its end.
+            # Release the connection. This closes the connection unless the answer was read to its end.
             response.release()
 
     async def _open(self) -> aiohttp.ClientSession:
@@ -344,7 +344,7 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
     except (aiohttp.ClientError, OSError) as error:
         is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
         if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
-            # The shortage may pass, so the call is retried. The log tells the user why it takes long.
+            # The shortage may pass, so the call is retried. The log tells the user why the call takes long.
             _log.warning("%s: %s", url, sentence)
             raise FileLimitError(f"{url}: {sentence}") from error
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
@@ -379,7 +379,7 @@ async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
     if 400 <= status < 500:
         return BadRequestError(message, status=status, body=body)
     if status >= 500:
-        # A sidecar names the error type in its 5xx answers, because not every such error is retryable.
+        # A sidecar names the error type in its 5xx answers, because not every 5xx error is retryable.
         if isinstance(reported.get("type"), str) and reported["type"] in errors.__all__:
             return error_from_json(reported | {"status": status})
         return ServerError(message, status=status, body=body)

@@ -1,8 +1,8 @@
 """LongMessageLimit: limit how many long messages are read at the same time, to save memory.
 
 A message holds all candidate sets of a sample, and can be decoded only once it is complete. Without a limit,
-many samples that end together would all be half read in memory. The rest of a message that waits for a place
-stays at the server.
+many samples that end together would all be in memory, half read. While a message waits for its turn, its
+unread part stays at the server.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LongMessageLimit:
     """A limit on the long messages that are read at the same time, within one event loop.
 
     Args:
-        max_long_messages: how many long messages are read at once. If these make no progress for 5 s, more
-            are read.
+        max_long_messages: how many long messages are read at once. If these messages make no progress for 5
+            s, more messages are read.
     """
 
     def __init__(self, max_long_messages: int) -> None:
@@ -49,8 +49,8 @@ class LongMessageLimit:
     async def enter(self) -> bool:
         """Wait for a place. Return True, or False if the caller may continue without a place.
 
-        It returns False if the messages that hold places make no progress for 5 s. A server that hangs in
-        the middle of its messages must not block the messages of other servers.
+        The wait ends without a place if the messages that hold places make no progress for 5 s. A server that
+        hangs in the middle of its messages must not block the messages of other servers.
         """
         while True:
             num_steps = self._num_steps
@@ -81,7 +81,7 @@ class MessageReader:
             self._limit.step()
 
     async def hold(self, num_bytes: int) -> None:
-        """Wait for a place if the message has become long with `num_bytes` received."""
+        """Wait for a place if the `num_bytes` that have arrived make the message long."""
         if num_bytes > LONG_BYTES and not self._is_long:
             self._is_long = True
             self._has_place = await self._limit.enter()

@@ -26,7 +26,8 @@ class LoopThread:
     """
 
     def __init__(self) -> None:
-        # Reentrant: the garbage collector may close a generator, which calls `run`, while the lock is held.
+        # The lock is reentrant: while it is held, the garbage collector may close a generator, which calls
+        # `run`.
         self._lock = threading.RLock()
         self._running: _Running | None = None
         self._pid = os.getpid()
@@ -34,8 +35,8 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run `coroutine` on the loop and return its result.
 
-        An exception during the wait (KeyboardInterrupt) cancels the coroutine and waits until it has cleaned
-        up.
+        If an exception such as KeyboardInterrupt ends the wait, the coroutine is cancelled, and this method
+        waits until the coroutine has cleaned up.
 
         Raises:
             TransportError: the thread or its loop could not start, for example because no file descriptor is
@@ -71,7 +72,7 @@ class LoopThread:
 
     @property
     def can_wait(self) -> bool:
-        """Whether the thread runs and is not the current thread, from which waiting would deadlock."""
+        """Whether waiting is possible: this thread runs, and it is not the caller's own thread."""
         running = self._running
         return (
             running is not None
@@ -81,7 +82,7 @@ class LoopThread:
         )
 
     def stop(self) -> None:
-        """End the thread. The next `run` starts another."""
+        """End the thread. The next `run` starts another thread."""
         with self._lock:
             running, self._running = self._running, None
             if running is None:
@@ -103,7 +104,7 @@ class LoopThread:
 
 
 class _Running:
-    """The thread and its loop. They hold no reference to the LoopThread, so that it can be collected."""
+    """The thread and its loop. Neither refers to the LoopThread, which can thus be collected."""
 
     finalizer: weakref.finalize[..., LoopThread]
 

@@ -1,4 +1,4 @@
-"""Check the headers that a caller adds to every request, and define the name of the routing key's header."""
+"""Check a caller's additional HTTP headers, and define the name of the header `X-SMG-Routing-Key`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 """The header of the routing key. Gateways send requests with the same key to the same worker."""
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# The client sets these for each request. Another value would break the connection or the answer's decoding.
+# The client sets these headers for each request. Another value would break the connection or the answer's
+# decoding.
 _RESERVED = {
     "accept",
     "accept-encoding",

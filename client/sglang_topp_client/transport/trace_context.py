@@ -1,4 +1,4 @@
-"""Trace context: pass the W3C headers `traceparent` and `tracestate` on with every HTTP request of a call."""
+"""Trace context: forward the W3C headers `traceparent` and `tracestate` with every HTTP request of a call."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _forwarded: ContextVar[Mapping[str, str] | None] = ContextVar("forwarded_trace",
 
 @contextmanager
 def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Send the trace context in `headers` with every request of this task and of the tasks that it starts.
+    """Send the trace context in `headers` with every request of this task and its child tasks.
 
     A `traceparent` that the standard does not allow is ignored, together with its `tracestate`.
 
     Args:
-        headers: the headers of a received request, a mapping with lowercase names or one that ignores case.
+        headers: the headers of a received request, a mapping whose names are lowercase or case-insensitive.
     """
     parent, state = headers.get(_PARENT, ""), headers.get(_STATE, "")
     forwarded = {}

@@ -1,1 +1,1 @@
-"""Result types of the client: `Rollout`, `Score`, the weight version of each token, and joined rollouts."""
+"""The client's result types, `Rollout` and `Score`, with helpers to join parts and to render HTML."""

@@ -35,27 +35,28 @@ class Rollout:
         prompt_ids: int32 [P], the prompt's token ids as the engine saw them.
         output_ids: int32 [T], the generated token ids, and the token ids that `extend` appended.
         text: the generated text as the engine detokenized it; after `extend`, the text of the last turn only.
-        logprobs: float32 [T], natural log-prob of each generated token under the full vocabulary; 0 for
+        logprobs: float32 [T], natural log-prob of each generated token over the full vocabulary; 0 for
             appended tokens.
         candidates: the candidate set of each token, T positions; empty for appended tokens. None if the
             request did not ask for sets.
         finish_reason: `"stop"` or `"length"`; `"abort"` if the sample was interrupted and the request had
             `on_abort="return"`; `"extended"` if `extend` appended the last tokens.
         weight_version: the engine's name for the weights of the last token; None if the weights have no name.
-        cached_tokens: how many prompt tokens came from the engine's prefix cache; for a resumed sample, in
-            its first request.
+        cached_tokens: how many prompt tokens came from the engine's prefix cache; for a resumed sample, the
+            count of its first request.
         latency_s: seconds from the engine's receipt of the request to its last token; for a resumed sample,
             the sum over its requests, without the time between them.
         top_logprobs_source: the rule that made the sets, `"distribution"` (the threshold p) or `"sampler"`
-            (the tokens that the sampler could draw). None without sets, or if another engine made them.
+            (the tokens that the sampler could draw). None without sets, or for sets that another inference
+            engine made.
         weight_spans: the weight version of each token, run-length encoded: `((version, number of tokens),
             ...)` in order, T tokens in total. Appended tokens have the version "". There are several spans if
-            weights were pushed during a pause, or before the sample was resumed. None without sets, because
-            SGLang's own field `weight_versions` can be off by one token.
-        routing_key: the value of the header `X-SMG-Routing-Key` that gateways receive with this prompt. Its
-            suffix identifies the server that made the sample, so that `resume` can use that server's prefix
-            cache. Empty if unknown.
-        top_logprobs_p: the requested threshold; None if no threshold made the sets.
+            weights were pushed during a pause, or before the sample was resumed. None if the rollout has no
+            sets, because SGLang's own field `weight_versions` can then be off by one token.
+        routing_key: the value of the header `X-SMG-Routing-Key` that gateways receive with this prompt. The
+            key's suffix identifies the server that made the sample, so that `resume` can use that server's
+            prefix cache. Empty if unknown.
+        top_logprobs_p: the requested threshold; None if no threshold was requested.
         sampling_params: the sampling parameters that were sent, without `n`; for a resumed sample, the
             parameters given to `resume`. None if unknown.
         appended_spans: `((start, end), ...)`, the ranges of `output_ids` that `extend` appended.
@@ -100,12 +101,12 @@ class Rollout:
 
     @property
     def turn_start(self) -> int:
-        """The index of the last turn's first token: after the last appended token, or 0 without any."""
+        """The index of the last turn's first token: 0, or one past the last token that `extend` appended."""
         appended = np.flatnonzero(self.loss_mask == 0)
         return int(appended[-1]) + 1 if len(appended) else 0
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
-        """Return this rollout with the token ids of a tool or an environment appended.
+        """Return a copy of this rollout with the token ids of a tool or an environment appended.
 
         Appended tokens get empty candidate sets (no replay, and no loss), the log-prob 0, and the weight
         version "". `resume` then generates the next turn, and `max_new_tokens`, stop strings, and `text`

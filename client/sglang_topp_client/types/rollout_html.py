@@ -16,7 +16,7 @@ _MAX_TOKENS = 400
 _MAX_CANDIDATES = 12
 _MAX_TEXT_CHARS = 2000
 _SURE, _CUT = 0.999, 0.5
-"""The ends of the color scale: a kept mass of 0.999 or more has no color, and 0.5 or less the full color."""
+"""The ends of the color scale: a kept mass of 0.999 or more has no color; 0.5 or less has full color."""
 
 
 def rollout_to_html(rollout: Rollout) -> str:

@@ -24,13 +24,13 @@ class Score:
         request_id: the engine's id of the request.
         token_ids: int32 [L], the whole sequence as the engine saw it.
         start: the first scored position, 1 to L; L if no position is scored.
-        logprobs: float32 [L - start], natural log-prob of `token_ids[t]` given the tokens before it, under
-            the full vocabulary, for `t` from `start` on.
+        logprobs: float32 [L - start], natural log-prob of `token_ids[t]`, given the tokens before it, over
+            the full vocabulary, for every `t` from `start` on.
         candidates: the candidate set of each scored position, L - start sets, with `token_ids[t]` as the
             sampled token; None if the request did not ask for sets.
         weight_version: the engine's name for the weights that scored every position. On SGLang before 0.5.19,
-            it names only the weights at the end of the request. Earlier positions may then come from older
-            weights, if weights were pushed during an `in_place` pause.
+            the name only holds for the end of the request: if weights were pushed during an `in_place` pause,
+            older weights may have scored earlier positions.
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """
 

@@ -1,4 +1,4 @@
-"""Weight spans: run-length encoded weight versions of tokens, and their conversion to and from SGLang's JSON.
+"""Weight spans: the weight version of each token, run-length encoded, and converters for SGLang's JSON.
 
 SGLang's field `weight_versions` has one object for each span, in order::
 
@@ -25,7 +25,7 @@ _FIELD = "weight_versions"
 
 
 def spans_to_json(spans: WeightSpans) -> list[dict[str, Any]]:
-    """Return the spans in the form of SGLang's field `weight_versions`."""
+    """Convert spans to the JSON value of SGLang's field `weight_versions`."""
     objects = []
     start = 0
     for version, count in spans:
@@ -35,10 +35,10 @@ def spans_to_json(spans: WeightSpans) -> list[dict[str, Any]]:
 
 
 def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
-    """Return the spans of a value of SGLang's field `weight_versions`, or None for null.
+    """Convert the JSON value of SGLang's field `weight_versions` to spans. Return None for null.
 
     Raises:
-        WireError: `value` has another form, or does not cover each of the `num_tokens` tokens exactly once.
+        WireError: `value` is malformed, or does not cover each of the `num_tokens` tokens exactly once.
     """
     if value is None:
         return None
@@ -65,7 +65,7 @@ def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
 
 
 def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
-    """Return the spans of `first`, and then of `second`. Adjacent spans of the same version become one."""
+    """Concatenate the spans of two parts. Adjacent spans of the same version are merged."""
     if first and second and first[-1][0] == second[0][0]:
         (version, count), *rest = second
         return (*first[:-1], (version, first[-1][1] + count), *rest)

@@ -1,7 +1,7 @@
 """Build the page of `sglang-topp view` from rollouts, in two passes.
 
 The first pass summarizes and ranks all rollouts. The second pass encodes only the rollouts that the page
-shows token by token, so memory never holds the tokens of all of them.
+shows token by token, so memory never holds the tokens of all rollouts.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["MAX_DETAILED", "page_of_file", "page_of_rollouts"]
 
 MAX_DETAILED = 64
 _MAX_DETAIL_BYTES = 28 * 2**20
-"""The maximum size of all encoded rollouts: 37 MiB in base64, so that a page stays below 50 MB."""
+"""The maximum total size of the encoded rollouts. As base64, they take 37 MiB of a page below 50 MB."""
 
 _CONTEXT = 12
 _MAX_SIBLINGS = 7
 Step: TypeAlias = Callable[[str, int, int], None]
-"""A callback for progress: the stage, the number of rollouts, and the number of tokens."""
+"""A progress callback. It takes the stage, the number of rollouts, and the number of tokens."""
 
 _Read: TypeAlias = Callable[["Collection[int] | None"], Iterable[tuple[int, ScoredRollout]]]
 
@@ -50,14 +50,15 @@ def page_of_file(
     Memory holds one row group at a time, and the content of the page.
 
     Args:
-        path: a file of `save_rollouts` or `add_trainer_columns`, or a directory of `RolloutWriter`.
+        path: a file written by `save_rollouts` or `add_trainer_columns`, or a directory written by
+            `RolloutWriter`.
         max_detailed: the number of rollouts that the page shows token by token.
-        tokenizer: returns the texts of tokens. Without it, the page shows their ids.
+        tokenizer: returns the texts of tokens. Without a tokenizer, the page shows token ids.
         step: called with the progress after each rollout.
 
     Raises:
         InvalidInputError: there are no rollouts.
-        WireError: a file was altered or cut; the error names it.
+        WireError: a file was altered or cut; the error names the file.
         OSError: the path cannot be read.
     """
 
@@ -137,8 +138,8 @@ def _page(
 def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], count: int) -> list[int]:
     """Return the numbers of up to `count` rollouts to show token by token.
 
-    The rollouts of the worst tokens come first. Other samples of their prompts take up to half of the places
-    that are left. Rollouts with the next worst tokens follow, and then the first rollouts of the file.
+    The rollouts with the worst tokens come first. Up to half of the remaining places go to other samples of
+    the same prompts. Rollouts with the next worst tokens follow, and then the file's first rollouts.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [
@@ -151,7 +152,7 @@ def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], coun
 
 
 class _Details:
-    """The encoded tokens of the first rollouts of `order` that fit in the page."""
+    """The encoded tokens of the rollouts in `order`, as many as fit in the page."""
 
     def __init__(self, order: list[int]) -> None:
         self._order = order
@@ -161,7 +162,7 @@ class _Details:
         return len(self._encoded)
 
     def add(self, row: int, scored: ScoredRollout) -> None:
-        """Add a rollout if it is one of `order`."""
+        """Encode and keep a rollout if `order` contains it."""
         if row in self._order:
             self._encoded[row] = encode_detail(scored)
 
@@ -176,7 +177,7 @@ class _Details:
 
 
 def _context(scored: ScoredRollout, position: int) -> dict[str, Any]:
-    """Return one entry of the list of worst tokens: its numbers, and the tokens around it."""
+    """Return the entry for one of the worst tokens: its numbers, and the tokens around it."""
     rollout, metrics = scored.rollout, token_metrics(scored)
     start = max(0, position - _CONTEXT)
     numbers = {

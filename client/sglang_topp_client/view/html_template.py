@@ -1,7 +1,7 @@
 """Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
-The data are in script elements of types that no browser runs. The data cannot close their element, because
-`<` is escaped in JSON and does not occur in base64.
+The data are in script elements of types that no browser runs. The data cannot close their script element,
+because `<` is escaped in JSON and does not occur in base64.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _asset(name: str) -> str:
 
 @cache
 def script_text() -> str:
-    """Return all modules as one script. Their names are distinct, so imports and exports are removed."""
+    """Return all modules as one script, without imports and exports. No two modules define the same name."""
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _asset(name))) for name in _MODULES)
 
 

@@ -17,7 +17,7 @@ NUM_BINS = 128
 
 
 class Grid:
-    """A fixed grid: a value is counted at the nearest of its points.
+    """A fixed grid: each value is counted at the nearest grid point.
 
     Args:
         points: float64 [G], ascending. A value beyond an end is counted at that end.
@@ -37,7 +37,7 @@ class Grid:
 
 
 def _size_points() -> NDArray[np.float64]:
-    """Return every size up to 1,024, and then steps of 1 % up to four million."""
+    """Return every size up to 1,024, and then sizes in steps of 1 % up to four million."""
     above = np.unique(np.round(1024 * 1.01 ** np.arange(1, 836)))
     points: NDArray[np.float64] = np.concatenate([np.arange(1.0, 1025.0), above])
     return points
@@ -81,7 +81,7 @@ class PositionBands:
         }
 
     def _percentile(self, bin_index: int, q: float) -> float | None:
-        """Return the smallest point that a share `q` of the values does not exceed; None without a value."""
+        """Return the `q`-quantile of a bin's values as a grid point, or None for an empty bin."""
         seen = np.cumsum(self._counts[bin_index])
         if not seen[-1]:
             return None

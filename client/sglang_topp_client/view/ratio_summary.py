@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 __all__ = ["OFF", "RatioSummary"]
 
 OFF = 0.1
-"""An importance ratio counts as off if it differs from 1 by more than this."""
+"""An importance ratio is an outlier if it differs from 1 by more than this value."""
 
 # The bounds of the histogram's bars, in log-ratios. The middle bar is centered on 0, which is the ratio 1.
 # The two outer bars count everything beyond.
@@ -35,7 +35,7 @@ class RatioSummary:
         log_ratios = log_ratios[~np.isnan(log_ratios)]
         if not len(log_ratios):
             return
-        # A ratio beyond e^700 is infinite in float64; the histogram's last bar holds it either way.
+        # The cap avoids infinite ratios in float64. The histogram's last bar counts the values either way.
         ratios = np.exp(np.minimum(log_ratios, 700.0))
         self.num_tokens += len(ratios)
         self._sum += float(ratios.sum())

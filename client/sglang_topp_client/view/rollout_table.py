@@ -15,7 +15,7 @@ from sglang_topp_client.view.token_metrics import TokenMetrics
 __all__ = ["MAX_ROWS", "RolloutTable"]
 
 MAX_ROWS = 20_000
-"""The limit on rows of the table. The page says how many rollouts are left out."""
+"""The maximum number of rows in the table. The page says how many rollouts are left out."""
 
 _PREVIEW_CHARS = 120
 _MAX_VERSIONS = 8
@@ -66,7 +66,7 @@ class RolloutTable:
         )
 
     def samples_of_prompt(self, row: int) -> list[int]:
-        """Return the row numbers of all samples of the prompt of `row`, including `row`."""
+        """Return the row numbers of all samples that share the prompt of `row`, including `row`."""
         return self._members[self._rows[row]["prompt"]] if row < len(self._rows) else []
 
     def to_json(self) -> dict[str, list[Any]]:

@@ -1,6 +1,6 @@
 """Per-token numbers of one rollout: set size, kept mass, entropy, and importance ratios.
 
-Shape legend: T output tokens, n candidates in all.
+In shapes, T is the number of output tokens, and n is the total number of candidates.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TokenMetrics:
-    """The numbers of the T output tokens of one rollout.
+    """The metrics of one rollout's T output tokens.
 
     Attributes:
         sizes: int64 [T], the size of each set; 0 without a set.
         is_appended: bool [T], the tokens of a tool or an environment.
-        is_missing: bool [T], generated tokens without a set. Training on such tokens is wrong.
+        is_missing: bool [T], generated tokens without a set, on which training would be wrong.
         mass: float64 [T], the kept mass; NaN if unknown.
         entropy: float64 [T], the entropy of the distribution within the set, in nats; NaN if unknown.
         log_ratio: float64 [T], the log of the importance ratio without replay: the trainer's log-prob over
-            the whole vocabulary less the rollout's log-prob within the set. NaN if the trainer's is unknown.
+            the whole vocabulary minus the rollout's log-prob within the set. NaN if the trainer's log-prob is
+            unknown.
         log_replayed_ratio: float64 [T], the log of the importance ratio with replay: the trainer's log-prob
-            less the rollout's, both within the set. NaN if the trainer's is unknown.
+            minus the rollout's, both within the set. NaN if the trainer's log-prob is unknown.
     """
 
     sizes: NDArray[np.int64]
@@ -46,14 +47,14 @@ class TokenMetrics:
     def log_ratio_or_mass(self) -> Float64Array:
         """`log_ratio`, or the log of the kept mass if the trainer's log-prob is unknown; float64 [T].
 
-        The log of the kept mass is the log-ratio of a trainer with the rollout's own weights.
+        For a trainer with the rollout's own weights, the log-ratio equals the log of the kept mass.
         """
         with np.errstate(divide="ignore"):
             return np.where(np.isnan(self.log_ratio), np.log(self.mass), self.log_ratio)
 
 
 def token_metrics(scored: ScoredRollout) -> TokenMetrics:
-    """Compute the metrics of a rollout's tokens. The ratios need the columns that a trainer adds."""
+    """Compute the metrics of a rollout's tokens. Without a trainer's columns, the ratios are NaN."""
     rollout, scores = scored
     num_tokens = len(rollout.output_ids)
     is_appended = np.zeros(num_tokens, np.bool_)

@@ -1,6 +1,6 @@
 """TokenTexts: the text of single tokens, read from a model's `tokenizer.json`.
 
-It needs the package `tokenizers`, which SGLang installs.
+This module needs the package `tokenizers`, which SGLang installs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """The texts of token ids.
+    """A mapping from token ids to their texts.
 
     Args:
         path: a `tokenizer.json`, or a directory that holds one, such as a model's.
@@ -98,7 +98,7 @@ class TokenTexts:
 
 
 def _byte_level() -> dict[str, bytes]:
-    """Return the byte of each character in the alphabet of byte-level BPE.
+    """Return a mapping from each character of the byte-level BPE alphabet to its byte.
 
     Printable Latin-1 characters stand for themselves. Characters from U+0100 on stand for the other bytes.
     """

@@ -1,7 +1,8 @@
-"""Encode every token of one rollout as bytes for the token view of the page, which decodes them on demand.
+"""Encode one rollout's tokens as bytes for the page's token view, which decodes the bytes on demand.
 
 The bytes are a gzip stream of three parts, little-endian: the length of the header (uint32), the header in
-JSON, and the arrays, each aligned to four bytes. The header's `arrays` lists `[name, dtype, length]` of each.
+JSON, and the arrays, each aligned to four bytes. The header's field `arrays` lists the `[name, dtype,
+length]` of each array.
 
 For each set, the bytes hold the first `MAX_LISTED` candidates, the sampled token, and the size and the kept
 mass of the whole set.

@@ -1,4 +1,4 @@
-"""Keep the worst tokens, those with the highest values, over rollouts that arrive one by one."""
+"""Keep the worst tokens, which have the highest metric values, while rollouts are added one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TokenPlace", "WorstTokens"]
 
 
 class TokenPlace(NamedTuple):
-    """A token: the number of its rollout in the file, and its position in the output."""
+    """The place of a token: its rollout's number in the file, and its position in the output."""
 
     row: int
     position: int

@@ -20,7 +20,7 @@ from sglang_topp_client.weight_push.named_tensors import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
 
-# How long to wait for the other engines once one has failed: their collective operation may never end.
+# Seconds to wait for the other engines once one engine has failed. Their operation may never end.
 _GRACE_S = 5.0
 
 
@@ -30,10 +30,10 @@ async def push_broadcasts(
     """Broadcast a model's tensors to paused engines, and return the outcome of each engine.
 
     This process is rank 0 of a group that exists for this push. If one engine fails, the push fails on all
-    engines, because they take part in the same collective operations.
+    engines, because all of them take part in the same collective operations.
 
     Args:
-        engines: the engines. `EngineControl.check` has set the `tp_size` of each.
+        engines: the engines, whose `tp_size` is already set by `EngineControl.check`.
         parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
         timeout_s: the time limit of each collective operation.
@@ -45,7 +45,8 @@ async def push_broadcasts(
     try:
         await group.broadcast(parts, version)
     except SglangToppError as error:
-        # An engine that still waits for other engines cannot end its update session. The next push ends it.
+        # An engine that still waits for other engines cannot end its update session. The next push ends that
+        # session.
         return [group.failures.get(engine, error) for engine in engines]
     finally:
         await group.destroy()
@@ -53,7 +54,7 @@ async def push_broadcasts(
 
 
 class _Group:
-    """A process group of this process and all ranks of the engines, for one push."""
+    """A torch process group for one push, made of this process and all engine ranks."""
 
     def __init__(self, engines: Sequence[EngineControl], timeout_s: float) -> None:
         self._engines = engines
@@ -90,7 +91,7 @@ class _Group:
             bucket, is_last = await asyncio.to_thread(next, parts)
 
     async def destroy(self) -> None:
-        """Destroy the group, unless an operation in it has not ended."""
+        """Destroy the group, unless one of its operations is still running."""
         if self._has_engines and not self.failures:
             await on_each(self._engines, lambda engine: engine.leave_group(self._name))
         if self._group is not None:
@@ -134,7 +135,7 @@ class _Group:
         """
         from torch.distributed import distributed_c10d
 
-        # Typed as `Any`, because the module's types differ between torch releases.
+        # Use `Any`, because the module's types differ between torch releases.
         c10d: Any = distributed_c10d
         group, _ = c10d._new_process_group_helper(
             world_size,
@@ -180,7 +181,7 @@ class _Group:
                 future.cancel()
             await asyncio.wait({own, *steps})
             if own.cancelled():
-                # The thread still waits for its peers, and frees the group when its time limit passes.
+                # The thread still waits for its peers, and frees the group when the operation times out.
                 self._group, self._has_engines = None, False
         for task, engine in steps.items():
             error = None if task.cancelled() else task.exception()
@@ -212,13 +213,13 @@ def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
 
 
 def _own_address(urls: Sequence[str]) -> str:
-    """Return this machine's address as the engines see it. Prefer one that other machines can reach."""
+    """Return an address at which the engines can reach this machine, preferably not a loopback address."""
     addresses = []
     for url in urls:
         parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
         family, kind, _, _, to = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(to)  # a UDP socket sends nothing here
+            probe.connect(to)  # connecting a UDP socket sends nothing
             addresses.append(str(probe.getsockname()[0]))
     return next((one for one in addresses if not one.startswith("127.") and one != "::1"), addresses[0])

@@ -15,20 +15,20 @@ PAUSE_MODES = ("retract", "abort", "in_place")
 Transport: TypeAlias = Literal["disk", "tensor", "distributed"]
 TRANSPORTS = ("disk", "tensor", "distributed")
 
-# How long a flush waits for aborted requests, which leave the scheduler within a few steps.
+# Seconds that a flush waits for aborted requests, which leave the scheduler within a few steps.
 _ABORTED_LEAVE_S = 30
 
 
 class EngineControl:
-    """The control routes of one engine, used from one event loop.
+    """A client for one engine's control routes, used from one event loop.
 
     Args:
-        config: where the engine is, and its key.
-        timeout_s: how long the engine may take for one step.
+        config: the engine's address and key.
+        timeout_s: the time limit of each step, such as one pause or one update.
         via: the transport of the weights.
 
     Attributes:
-        tp_size: the number of tensor-parallel ranks; `check` sets it unless `via` is `"disk"`.
+        tp_size: the number of tensor-parallel ranks. `check` sets this attribute, unless `via` is `"disk"`.
     """
 
     def __init__(self, config: ServerConfig, timeout_s: float, via: Transport = "disk") -> None:
@@ -82,7 +82,8 @@ class EngineControl:
             BadRequestError: requests still hold the cache. SGLang before 0.5.21 also refuses a flush while
                 retracted requests wait.
         """
-        # A paused scheduler never checks the timeout of a flush. Only the mode "abort" leaves it running.
+        # A paused scheduler never checks a flush's timeout. Only the mode "abort" leaves the scheduler
+        # running.
         path = f"/flush_cache?timeout={_ABORTED_LEAVE_S}" if mode == "abort" else "/flush_cache"
         try:
             await self._http.request("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
@@ -96,22 +97,22 @@ class EngineControl:
             ) from error
 
     async def update_from_disk(self, path: str, version: str) -> None:
-        """Load the weights of a folder that the engine can read.
+        """Let the engine load the weights in a folder that it can read.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown. SGLang reports a
                 rollback, but its rollback loads the rejected folder again.
         """
-        # Do not flush here: SGLang before 0.5.22 exits if a flush in an update fails. `push_to_fleet` flushes
-        # the cache before and after.
+        # Do not flush here: SGLang before 0.5.22 exits if a flush within an update fails. `push_to_fleet`
+        # flushes the cache before and after the update.
         body = {"model_path": path, "weight_version": version, "flush_cache": False}
         await self._update("/update_weights_from_disk", body)
 
     async def begin_update(self) -> None:
         """Begin an update session, in which the engine accepts tensors.
 
-        SGLang requires a session since 0.5.21. Earlier releases have no sessions, and this method does
-        nothing there.
+        SGLang requires a session since 0.5.21. On earlier releases, which have no sessions, this method does
+        nothing.
 
         Raises:
             SglangToppError: the engine did not begin a session.
@@ -121,13 +122,13 @@ class EngineControl:
         except BadRequestError as error:
             if error.status in (404, 405):
                 return
-            # A push that failed may have left its session open.
+            # An earlier push that failed may have left its session open.
             await self._update("/end_weight_update", {})
             await self._update("/begin_weight_update", {})
         self._is_updating = True
 
     async def update_from_tensors(self, body: bytes) -> None:
-        """Load one bucket of tensors. `body` is the JSON of SGLang's request and holds the values.
+        """Let the engine load one bucket of tensors. `body` is the request's JSON, which holds the values.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.
@@ -139,7 +140,7 @@ class EngineControl:
         await self._update("/init_weights_update_group", body)
 
     async def update_from_broadcast(self, body: dict[str, Any]) -> None:
-        """Load one bucket of tensors, which rank 0 of the group broadcasts at the same time.
+        """Let the engine load one bucket of tensors, while rank 0 of the process group broadcasts them.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.

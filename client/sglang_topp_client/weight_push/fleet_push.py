@@ -12,7 +12,7 @@ from sglang_topp_client.weight_push.engine_control import EngineControl, PauseMo
 __all__ = ["Outcomes", "on_each", "push_to_fleet"]
 
 Outcomes: TypeAlias = list[SglangToppError | None]
-"""The outcome of a step on each engine, in the order of the engines: None for success, or the error."""
+"""Each engine's outcome of one step, in the order of the engines: None for success, or the error."""
 
 _PAUSED = "The engines stay paused until a push succeeds"
 
@@ -26,8 +26,8 @@ async def push_to_fleet(
 ) -> None:
     """Pause all engines, send them the weights, flush their caches, and continue.
 
-    After an error or a cancellation, paused engines stay paused, because this push or an earlier one may have
-    left different weights in them.
+    After an error or a cancellation, paused engines stay paused, because their weights may differ after this
+    push or an earlier one.
 
     Args:
         engines: the engines.
@@ -36,7 +36,7 @@ async def push_to_fleet(
         mode: how to pause. Every mode except `"in_place"` flushes the caches before and after the update.
 
     Raises:
-        WeightPushError: some engines may have the new weights, and not every engine continues.
+        WeightPushError: some engines may have the new weights, and some engines do not continue.
         SglangToppError: an engine could not be paused or flushed; no weights were sent.
     """
     _raise_first(await on_each(engines, EngineControl.check))
@@ -44,8 +44,8 @@ async def push_to_fleet(
     _raise_first(await on_each(engines, lambda engine: engine.pause(mode)), unsent)
     flush = None if mode == "in_place" else lambda engine: engine.flush_cache(mode)
     if flush is not None:
-        # Flush before the update, because SGLang otherwise reports a failed flush only after it. Some
-        # releases even exit then.
+        # Flush before the update. Otherwise, SGLang reports a failed flush only after the update, and some
+        # releases even exit.
         _raise_first(await on_each(engines, flush), unsent)
     try:
         outcomes = await send(engines)

@@ -1,4 +1,4 @@
-"""Provide the folder for a weight push from disk: the caller's folder, or a temporary one for a model."""
+"""Provide the folder that a weight push loads: the caller's own, or a temporary one for a model in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_path_or_model(weights: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidInputError if the model has PEFT adapters, which its own weights do not include."""
+    """Raise InvalidInputError if the model has PEFT adapters, which a push would not include."""
     if getattr(model, "peft_config", None):
         raise InvalidInputError(
             "weights: got a model with PEFT adapters, expected merged weights: the engine would load the"
@@ -39,7 +39,7 @@ def check_model(model: Any) -> None:
 
 @asynccontextmanager
 async def model_folder(weights: Any) -> AsyncGenerator[str, None]:
-    """Yield a folder with the weights. A model is saved to a temporary folder, which is then removed.
+    """Yield a folder with the weights. A model is saved to a temporary folder, which is removed afterwards.
 
     Args:
         weights: a path or a model, checked by `check_path_or_model`. The path of a local directory becomes

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 Bucket: TypeAlias = tuple[list[NamedTensor], bool]
-"""Consecutive tensors of a model, and whether they are its last ones."""
+"""Consecutive tensors of a model, and whether they are the model's last tensors."""
 
 __all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_or_tensors", "named_tensors"]
 
 MAX_BUCKET_BYTES = 128 * 2**20
-"""The maximum size of a bucket in bytes, which bounds the memory of an update.
+"""The maximum size of a bucket in bytes. The limit bounds the memory that an update takes.
 
-A larger tensor is a bucket of its own.
+A larger tensor forms its own bucket.
 """
 
 
@@ -47,7 +47,7 @@ def named_tensors(weights: Any) -> Iterator[NamedTensor]:
             names and shapes that `save_pretrained` writes. Pairs must already have these names and shapes.
 
     Raises:
-        InvalidInputError: an entry is not a name and a whole tensor.
+        InvalidInputError: an entry is not a pair of a name and an unsharded tensor.
     """
     import torch
 
@@ -70,7 +70,7 @@ def named_tensors(weights: Any) -> Iterator[NamedTensor]:
 
 
 def buckets(tensors: Iterable[NamedTensor]) -> Iterator[Bucket]:
-    """Yield buckets of at most `MAX_BUCKET_BYTES`. A larger tensor is a bucket of its own.
+    """Yield buckets of at most `MAX_BUCKET_BYTES`. A larger tensor forms its own bucket.
 
     Raises:
         InvalidInputError: there are no tensors.
@@ -94,14 +94,16 @@ def _as_saved(model: Any) -> dict[str, torch.Tensor]:
     seen: set[tuple[Any, ...]] = set()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     for name, tensor in model.state_dict().items():
-        # Tied weights are one tensor under several names. A checkpoint holds it under the first name only.
+        # Tied weights are one tensor under several names. A checkpoint holds the tensor under the first name
+        # only.
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
         is_tied = bool(tensor.numel()) and not tensor.is_meta and place in seen
         seen.add(place)
         if name not in ignored and not is_tied:
             state[name] = tensor
     try:
-        # Since version 5, transformers renames and joins some weights when it loads them. Revert that.
+        # Since version 5, transformers renames and joins some weights when it loads a checkpoint. Revert
+        # these changes.
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return state

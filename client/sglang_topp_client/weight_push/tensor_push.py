@@ -19,10 +19,10 @@ __all__ = ["push_tensors"]
 async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket], version: str) -> Outcomes:
     """Send a model's tensors to paused engines, and return the outcome of each engine.
 
-    An engine that fails gets no further tensors. The other engines get all of them.
+    An engine that fails gets no further tensors. The other engines get all tensors.
 
     Args:
-        engines: the engines. `EngineControl.check` has set the `tp_size` of each.
+        engines: the engines, whose `tp_size` is already set by `EngineControl.check`.
         parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
     """
@@ -48,7 +48,7 @@ async def _send_to_healthy(
 
 
 def _bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
-    """Yield the JSON bodies of each bucket's requests: one for each number of tensor-parallel ranks."""
+    """For each bucket, yield the JSON request body for each tensor-parallel size in `tp_sizes`."""
     import torch
 
     for bucket, is_last in parts:

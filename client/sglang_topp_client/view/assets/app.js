@@ -1,4 +1,4 @@
-// The page: switch between its two views, handle keys, and set the theme.
+// Switch between the page's two views, handle keys, and set the theme.
 
 import { count, el } from "./dom.js";
 import { overview } from "./page_data.js";

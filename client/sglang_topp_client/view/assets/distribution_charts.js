@@ -88,7 +88,7 @@ function ratioChart({ ratios, verdict }) {
   });
 }
 
-/** Return the bars from the first to the last with a token, and at least those from 0.8 to 1.25. */
+/** Return the range of bars that count tokens, widened to at least the ratios 0.8 to 1.25. */
 function usedRange(histograms) {
   const { length } = histograms[0];
   const middle = (length - 1) / 2;

@@ -40,7 +40,7 @@ export async function drawRollout(view, row, position) {
   }
   view.replaceChildren(el("p", { class: "hint" }, "Reading the tokens…"));
   const detail = await openDetail(row);
-  // The user opened another view meanwhile.
+  // Stop if the user has opened another view meanwhile.
   if (wanted !== row) return;
   const columns = el("div", { class: "columns" });
   const panel = el("aside", { class: "candidates", "aria-live": "polite" });

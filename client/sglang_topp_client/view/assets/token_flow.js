@@ -34,7 +34,7 @@ export class TokenFlow {
     this.observer.disconnect();
   }
 
-  /** Color by another metric. */
+  /** Color the tokens by another metric. */
   colorBy(metric) {
     this.metric = metric;
     for (const token of this.element.querySelectorAll("[data-t]")) token.className = this.#classOf(Number(token.dataset.t));
@@ -47,7 +47,7 @@ export class TokenFlow {
     const block = this.blocks[Math.floor(position / TOKENS_PER_BLOCK)];
     if (!block) return;
     if (!block.firstChild) {
-      // Draw its neighbors too, so that their heights are known before the scroll.
+      // Draw the block's neighbors too, so that their heights are known before the scroll.
       const at = this.blocks.indexOf(block);
       for (const near of this.blocks.slice(Math.max(0, at - 6), at + 7)) if (!near.firstChild) this.#draw(near);
     }

@@ -25,7 +25,7 @@ function visible(run) {
   return `U+${hex(run.codePointAt(0), 4)}`;
 }
 
-/** Return spaces as dots. The last one stays a space, so that a line can break there; CSS draws its dot. */
+/** Return spaces as dots. The last space stays a space, so that a line can break there; CSS draws its dot. */
 function blank(length) {
   const dots = length > 1 ? [el("span", { class: "space" }, "·".repeat(length - 1))] : [];
   return [...dots, el("span", { class: "blank" }, " ")];
