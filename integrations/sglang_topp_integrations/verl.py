@@ -30,7 +30,7 @@ from torch import Tensor
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
 from verl.trainer import constants_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1 import AgentLoopWorkerTQ, PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_vendor
 from verl.workers.engine import EngineRegistry
@@ -357,6 +357,8 @@ def _install() -> None:
     for owner, name, around in (
         (LLMServerClient, "generate", _keep_sets),
         (AgentLoopWorker, "_run_agent_loop", _run_trajectory),
+        # Ray copies inherited methods into an actor's class when it is decorated.
+        (AgentLoopWorkerTQ.__ray_metadata__.modified_class, "_run_agent_loop", _run_trajectory),
         (AgentLoopOutput, "as_dict", _add_sets),
         (PPOTrainer, "__init__", _check_config),
         (PPOTrainer, "fit", _check_processes),

@@ -1,9 +1,10 @@
-"""verl on the CPU, with the adapter loaded, and one real SGLang in this process. `make integrations` runs them."""
+"""verl on the CPU, with the adapter loaded, and a real SGLang in this process. `make integrations` runs it."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -67,6 +68,15 @@ def config(model_path: Path) -> Any:
                         "sleep_on_idle=True",
                     )
                 ),
+                "actor_rollout_ref.actor.strategy=fsdp2",
+                "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+                "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+                "actor_rollout_ref.actor.use_dynamic_bsz=True",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+                "actor_rollout_ref.actor.entropy_coeff=0.01",
+                "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+                "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=512",
                 "trainer.device=cpu",
             ],
         )
@@ -91,7 +101,7 @@ def server(config: Any, run: Run) -> Iterator[Any]:
     assert (
         current_platform.device_name == "cpu"
     )  # chosen here: verl sets SGLANG_USE_CPU_ENGINE while it imports
-    from sglang.srt.utils import kill_process_tree
+    from sglang.srt.utils.watchdog import SubprocessWatchdog
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 
@@ -104,8 +114,14 @@ def server(config: Any, run: Run) -> Iterator[Any]:
     server_class = replica.server_class.__ray_metadata__.modified_class
     server = server_class(replica.config, replica.model_config, RolloutMode.STANDALONE, [], 0, 0, 1, "", 0)
     server._server_address = "127.0.0.1"
-    try:
+    watchdogs: list[SubprocessWatchdog] = []  # verl keeps none of them, and they kill this process
+    with pytest.MonkeyPatch.context() as patch:
+        start = SubprocessWatchdog.start
+        patch.setattr(SubprocessWatchdog, "start", lambda self: (watchdogs.append(self), start(self))[1])
         run(server.launch_server())
-        yield server
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    yield server
+    for watchdog in watchdogs:
+        watchdog.stop()
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()

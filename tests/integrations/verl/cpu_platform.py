@@ -5,7 +5,6 @@ Only a device's answers are faked: its name, its number, and its collectives (gl
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,21 +14,21 @@ from verl.plugin.platform import PlatformBase, set_platform
 
 __all__ = ["PlatformCPU"]
 
-# verl logs these after each step.
-_MODULE = types.SimpleNamespace(
-    **{
-        name: getattr(torch.cpu, name)
-        for name in ("current_device", "device_count", "is_available", "synchronize")
-    },
-    max_memory_allocated=lambda: 0,
-    max_memory_reserved=lambda: 0,
-)
+# verl logs and frees memory, and torch.cpu has no such functions.
+for name in (
+    "memory_allocated",
+    "memory_reserved",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "empty_cache",
+):
+    setattr(torch.cpu, name, lambda *args: 0)
 
 
 class PlatformCPU(PlatformBase):
     device_name = "cpu"
     vendor_name = "none"
-    device_module = _MODULE
+    device_module = torch.cpu
 
     def is_available(self) -> bool:
         return True
