@@ -77,6 +77,7 @@ def config(model_path: Path) -> Any:
                 "actor_rollout_ref.actor.entropy_coeff=0.01",
                 "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
                 "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=512",
+                "algorithm.adv_estimator=grpo",
                 "trainer.device=cpu",
             ],
         )
