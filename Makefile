@@ -72,7 +72,7 @@ integrations: .integrations/.complete
 VERL_PYTHON := .integrations/bin/python
 .integrations/.complete: integrations/verl.lock .venv/.complete
 	rm -rf .integrations
-	$(BIN)/uv venv --quiet --python 3.12 .integrations
+	$(BIN)/uv venv --quiet --no-python-downloads --python 3.12 .integrations
 	$(BIN)/uv pip install --quiet --python $(VERL_PYTHON) --compile-bytecode --no-deps --require-hashes -r integrations/verl.lock
 	rm -rf .integrations/lib/python3.12/site-packages/tests  # verl's wheel has its tests there, and they would hide ours
 	$(BIN)/uv pip install --quiet --python $(VERL_PYTHON) --no-deps --no-build-isolation --editable .

@@ -84,7 +84,9 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
             sampler = {name: getattr(self.config, name) for name in _SAMPLER}
-            await self.generate([0, 0], {**sampler, "max_tokens": 1}, "sglang-topp-check")
+            output = await self.generate([0, 0], {**sampler, "max_tokens": 1}, "sglang-topp-check")
+            if not output.token_ids:
+                raise MissingCandidateSetsError(FIELD, "SGLang answered the first request without a token")
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
@@ -319,7 +321,7 @@ def _is_loaded(worker: Any) -> bool:
 
 
 def _refuse_v0(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """`RayPPOTrainer.__init__`"""
+    """`RayPPOTrainer.__init__`: refuse verl's older trainer."""
     raise InvalidInputError("trainer.use_v1: got False, expected True: the sets travel through TransferQueue")
 
 

@@ -1,4 +1,4 @@
-"""verl on the CPU, with the adapter loaded, and a real SGLang in this process. `make integrations` runs it."""
+"""verl on the CPU with the adapter, and a real SGLang in this process. `make integrations` runs the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-# verl and TRL need different releases of their packages, so verl has an environment of its own.
+# verl needs SGLang 0.5.12 and other releases of many packages, so it has an environment of its own.
 collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["*.py"]
 
 ROOT = Path(__file__).parents[3]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from verl.trainer import constants_ppo
@@ -18,6 +19,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from sglang_topp import CandidateSets, formats
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_integrations import verl as adapter
 from tests.integrations.verl.conftest import ROOT
@@ -79,9 +81,7 @@ def test_options_of_the_engine(
     config: Any, model: dict[str, Any], engine: dict[str, Any], message: str
 ) -> None:
     accepted = {"use_fused_kernels": False, "use_remove_padding": True, "lora_rank": 0}
-    settings = (
-        SimpleNamespace(ulysses_sequence_parallel_size=1, **{}) if not engine else SimpleNamespace(**engine)
-    )
+    one_rank = {"ulysses_sequence_parallel_size": 1}
     with pytest.raises(InvalidInputError, match=message):
         EngineRegistry.new(
             "language_model",
@@ -94,7 +94,7 @@ def test_options_of_the_engine(
 
 
 def test_the_old_trainer() -> None:
-    with pytest.raises(InvalidInputError, match="trainer.use_v1: got False, expected True"):
+    with pytest.raises(InvalidInputError, match="use_v1: got False, expected True"):
         RayPPOTrainer(config=None)
 
 
@@ -111,6 +111,25 @@ def test_a_training_process_with_verls_own_engine() -> None:
             adapter._check_engines(worker)
     role.actor.engine = adapter.ReplayEngine.__new__(adapter.ReplayEngine)
     adapter._check_engines(SimpleNamespace(worker_dict={"actor_rollout": role}))
+
+
+def test_trajectories_without_their_sets() -> None:
+    """The reason travels in place of the sets, and the engine raises it."""
+    sets = CandidateSets([5, 3, 7], np.log(np.float32([0.5, 0.3, 0.9])), [0, 2, 3], [3, 7])
+    turns = [([3, 7], formats.pack(sets))]
+
+    def joined(turns: Any, ids: list[int], mask: list[int]) -> bytes | str:
+        return adapter._response_sets(turns, SimpleNamespace(response_ids=ids, response_mask=mask))
+
+    packed = joined(turns, [3, 9, 7], [1, 0, 1])
+    assert isinstance(packed, bytes)
+    assert formats.unpack(packed).sizes.tolist() == [2, 0, 1]
+    assert joined(turns, [3], [1]) == formats.pack(sets[:1])  # verl cuts a response that is too long
+    assert "its sampling parameters were not those of" in str(
+        joined([*turns, ([4], None)], [3, 7, 4], [1, 1, 1])
+    )
+    for ids, mask in (([7, 3], [1, 1]), ([3, 7], [0, 1]), ([3, 7, 4], [1, 1, 1])):
+        assert "returned other tokens than its requests generated" in str(joined(turns, ids, mask))
 
 
 def test_servers_of_rewards_and_teachers_stay_verls_own(config: Any) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from sglang_topp import formats
+from sglang_topp.errors import MissingCandidateSetsError
 from sglang_topp_integrations.verl import FIELD
 from tests.engine.transformers_reference import is_robust, nucleus, reference_logprobs
 from tests.integrations.verl.conftest import TOP_P, Run
@@ -42,3 +45,17 @@ def test_other_samplers_get_no_sets_and_verl_log_probs(server: Any, run: Run) ->
 
         assert FIELD not in output.extra_fields
         assert len(output.log_probs) == len(output.token_ids) == 4
+
+
+def test_an_answer_without_sets_is_an_error(server: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from an SGLang whose process has not loaded the patch set."""
+    original = server.tokenizer_manager.generate_request
+
+    async def unpatched(*args: Any) -> AsyncIterator[dict[str, Any]]:
+        async for answer in original(*args):
+            kept = {key: value for key, value in answer["meta_info"].items() if "top_p" not in key}
+            yield {**answer, "meta_info": kept}
+
+    monkeypatch.setattr(server.tokenizer_manager, "generate_request", unpatched)
+    with pytest.raises(MissingCandidateSetsError, match="output_top_p_logprobs: the response holds no"):
+        run(server.generate(PROMPT, {**SAMPLER, "max_tokens": 4}, "unpatched"))
