@@ -65,7 +65,7 @@ matrix: setup
 seams: setup
 	$(BIN)/python -m tests.matrix seams $(RELEASES)
 
-# The adapter for verl on verl itself, in an environment of its own: 9.4 GB, which stays until `make clean`.
+# The adapter for verl on verl itself, in an environment of its own: 10 GB, which stays until `make clean`.
 integrations: .integrations/.complete
 	.integrations/bin/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/integrations/verl
 

@@ -88,7 +88,7 @@ def batch(config: Any, run: Run, server: Any, recorder: RecordingServer, queue: 
                 {
                     "uid": f"{agent}-{i}",
                     "agent_name": f"{agent}_agent",
-                    "raw_prompt": [{"role": "user", "content": f"Prompt {'long ' * i}"}],
+                    "raw_prompt": [{"role": "user", "content": f"{agent} {'long ' * i}"}],
                     "index": i,
                     "global_steps": 1,
                     "__rollout_n__": NUM_SAMPLES,
