@@ -70,7 +70,7 @@ integrations: .integrations/.complete
 	.integrations/bin/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/integrations/verl
 
 VERL_PYTHON := .integrations/bin/python
-.integrations/.complete: integrations/verl.lock .venv/.complete
+.integrations/.complete: integrations/verl.lock | .venv/.complete
 	rm -rf .integrations
 	$(BIN)/uv venv --quiet --no-python-downloads --python 3.12 .integrations
 	$(BIN)/uv pip install --quiet --python $(VERL_PYTHON) --compile-bytecode --no-deps --require-hashes -r integrations/verl.lock
