@@ -6,7 +6,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 
-.PHONY: setup demo test lint docs pictures dist bench soak matrix seams lock lock-releases clean
+.PHONY: setup demo test lint docs pictures dist bench soak matrix seams integrations lock lock-releases lock-integrations clean
 
 setup: .venv/.complete
 
@@ -65,6 +65,19 @@ matrix: setup
 seams: setup
 	$(BIN)/python -m tests.matrix seams $(RELEASES)
 
+# The adapter for verl on verl itself, in an environment of its own: 10 GB, which stays until `make clean`.
+integrations: .integrations/.complete
+	.integrations/bin/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/integrations/verl
+
+VERL_PYTHON := .integrations/bin/python
+.integrations/.complete: integrations/verl.lock | .venv/.complete
+	rm -rf .integrations
+	$(BIN)/uv venv --quiet --no-python-downloads --python 3.12 .integrations
+	$(BIN)/uv pip install --quiet --python $(VERL_PYTHON) --compile-bytecode --no-deps --require-hashes -r integrations/verl.lock
+	rm -rf .integrations/lib/python3.12/site-packages/tests  # verl's wheel has its tests there, and they would hide ours
+	$(BIN)/uv pip install --quiet --python $(VERL_PYTHON) --no-deps --no-build-isolation --editable .
+	touch $@
+
 demo: setup
 	$(BIN)/python examples/rollout_loop.py
 
@@ -79,5 +92,12 @@ lock: setup
 lock-releases: setup
 	$(BIN)/python -m tests.matrix pin $(RELEASES)
 
+# SGLang 0.5.12 pins a transformers that verl excludes. verl's own environment overrides it in the same way.
+lock-integrations: setup
+	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra tensordict --group verl \
+	  --override integrations/verl-overrides.txt --only-binary :all: --no-binary antlr4-python3-runtime \
+	  --python-version 3.12 --generate-hashes --no-emit-index-url --no-header --no-annotate --quiet --upgrade \
+	  --output-file integrations/verl.lock
+
 clean:
-	rm -rf .venv .matrix
+	rm -rf .venv .matrix .integrations

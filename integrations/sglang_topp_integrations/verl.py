@@ -1,0 +1,377 @@
+"""verl: PPO and GRPO on SGLang's rollouts, with the policy scored over their candidate sets.
+
+Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, and every process that imports verl imports
+this module, which installs the adapter. An error here stops the process. The sets travel as follows::
+
+    ReplayHttpServer.generate     asks SGLang, and packs the sets of a request beside its tokens
+    LLMServerClient.generate      keeps the sets of a trajectory's requests: its turns and continuations
+    AgentLoopOutput.as_dict       joins them into the field `candidate_sets`, which TransferQueue carries
+    ReplayEngine                  scores each micro-batch over the sets of its rows
+
+Shape legend: B rows of a micro-batch, T tokens of all rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import verl
+from omegaconf import OmegaConf
+from torch import Tensor
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
+from verl.trainer import constants_ppo
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.v1 import AgentLoopWorkerTQ, PPOTrainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name, get_vendor
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import RolloutReplicaRegistry, _load_sglang
+
+from sglang_topp import CandidateSets, formats
+from sglang_topp.batch import BatchCandidateSets
+from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, describe
+from sglang_topp.replay import masked_logprobs, replayed_old_logprobs
+
+__all__ = ["FIELD", "SUPPORTED_VERL", "ReplayEngine", "ReplayHttpServer", "packed_sets"]
+
+SUPPORTED_VERL = ("0.9.1",)
+"""The verl releases that the tests run. The functions that the adapter wraps are internal and move."""
+
+FIELD = "candidate_sets"
+"""The sets' name in `TokenOutput.extra_fields` and TransferQueue: bytes of `sglang_topp.formats.pack`.
+
+In TransferQueue, text takes their place in a trajectory without sets. It says why there are none."""
+
+_MODULES = "VERL_USE_EXTERNAL_MODULES"
+# A request with other parameters is not replayed: they change log-probs in ways that nothing records.
+_SAMPLER = ("temperature", "top_p", "top_k")
+_OTHERS = (
+    "ignore_eos",
+    "logprobs",
+    "max_new_tokens",
+    "max_tokens",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+)
+
+_turns: ContextVar[list[tuple[list[int], bytes | None]] | None] = ContextVar("turns", default=None)
+"""For each request of the running trajectory, in order: the generated tokens, and their packed sets."""
+
+_Next: Any = object  # verl's SGLangHttpServer, which only a process that serves imports
+
+
+class ReplayHttpServer(_Next):  # type: ignore[misc]
+    """Goes before verl's `SGLangHttpServer`: requests with the sampler of the rollout get sets."""
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """Launch SGLang, and check with a request that it returns sets.
+
+        Raises:
+            SglangToppError: it does not. No rollout has begun then.
+        """
+        await super().launch_server(*args, **kwargs)
+        if self.node_rank == 0:
+            sampler = {name: getattr(self.config, name) for name in _SAMPLER}
+            output = await self.generate([0, 0], {**sampler, "max_tokens": 1}, "sglang-topp-check")
+            if not output.token_ids:
+                raise MissingCandidateSetsError(FIELD, "SGLang answered the first request without a token")
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+    ) -> Any:
+        """Return verl's `TokenOutput`, whose log-probs are those within the sets.
+
+        Raises:
+            SglangToppError: SGLang's answer has no sets, or wrong ones.
+        """
+        params = {name: value for name, value in sampling_params.items() if value is not None}
+        is_rollout = all(params.get(name) == getattr(self.config, name) for name in _SAMPLER)
+        if (
+            not is_rollout
+            or params.get("repetition_penalty", 1) != 1
+            or params.keys() - {*_SAMPLER, *_OTHERS}
+        ):
+            return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        asked = {"top_logprobs_p": self.config.top_p, "return_logprobs_in_base64": True}
+        # verl drops `meta_info`, so this call's tokenizer manager keeps the answer.
+        call = copy.copy(self)
+        call.tokenizer_manager = answers = _AnswerRecorder(self.tokenizer_manager)
+        output = await super(ReplayHttpServer, call).generate(
+            prompt_ids, {**params, "logprobs": True, "custom_params": asked}, request_id, **kwargs
+        )
+        sets = CandidateSets.empty(0)  # of a request that was aborted before its first token
+        if output.token_ids:
+            sets = formats.decode_top_p(answers.last["meta_info"], output.token_ids)
+            sets.check_kept_mass(self.config.top_p)
+        output.log_probs = sets.masked_logprobs.tolist()
+        output.extra_fields[FIELD] = formats.pack(sets)
+        return output
+
+
+class _AnswerRecorder:
+    """A tokenizer manager that keeps the answer of its one request."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.last: Mapping[str, Any] = {}
+
+    def generate_request(self, *args: Any) -> _AnswerRecorder:
+        self._answers = self._manager.generate_request(*args)
+        return self
+
+    async def __anext__(self) -> Any:
+        self.last = await anext(self._answers)
+        return self.last
+
+
+class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+    """verl's FSDP engine, for policy and reference: log-probs and entropies are those over the sets.
+
+    Raises:
+        InvalidInputError: an option of the engine or the model cannot be replayed; the message says why.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        ulysses = engine_config.ulysses_sequence_parallel_size
+        for name, value, accepted, reason in (
+            ("model.use_fused_kernels", model_config.use_fused_kernels, False, "they return no logits"),
+            ("model.use_remove_padding", model_config.use_remove_padding, True, "the sets are packed"),
+            ("model.lora_rank", model_config.lora_rank, 0, "not tested"),
+            ("ulysses_sequence_parallel_size", ulysses, 1, "each rank would need its part of the sets"),
+        ):
+            if value != accepted:
+                raise InvalidInputError(f"{name}: got {describe(value)}, expected {accepted}: {reason}")
+        super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Mapping[str, Any], micro_batch: Any, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        """Return jagged [B, *]: `log_probs`, and `entropy` if the micro-batch asks for it. Prompts have 0.
+
+        Raises:
+            MissingCandidateSetsError: a row with a loss has no sets.
+            InvalidInputError: its sets are those of other tokens.
+        """
+        offsets = micro_batch["input_ids"].offsets()
+        part = slice(0, len(micro_batch["input_ids"].values()))  # `pad_to_length` adds tokens at the end
+        wants_entropy = bool(tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False))
+        scores = masked_logprobs(
+            output.logits.squeeze(0)[part],
+            output_args["input_ids_rmpad_rolled"][part],
+            packed_sets(micro_batch).to_torch(output.logits.device),
+            temperature=output_args["temperature_rmpad"][part],
+            entropy=wants_entropy,
+        )
+        answer = {"log_probs": scores.logprobs}
+        if scores.entropy is not None:
+            answer["entropy"] = scores.entropy
+        return {name: torch.nested.nested_tensor_from_jagged(each, offsets) for name, each in answer.items()}
+
+
+def packed_sets(micro_batch: Any) -> CandidateSets:
+    """Return the sets of a micro-batch's T packed tokens, each at the position whose logits score its token.
+
+    Rows without a loss have empty spans: verl's padding rows carry a copy of another row's fields.
+
+    Raises:
+        MissingCandidateSetsError: a row with a loss has no sets, or none for a token with a loss.
+        InvalidInputError: its sets are those of other tokens.
+    """
+    packed = tu.get(micro_batch, FIELD)
+    if packed is None:
+        raise MissingCandidateSetsError(FIELD, f"missing in the batch; was {_MODULES} set in every process?")
+    values = packed if isinstance(packed, list) else [packed] * len(micro_batch)
+    responses = [ids.cpu().numpy() for ids in micro_batch["responses"].unbind()]
+    masks = [mask.cpu().numpy() for mask in micro_batch["response_mask"].unbind()]
+    rows = []
+    for i, (value, ids, mask) in enumerate(zip(values, responses, masks, strict=True)):
+        if not mask.any():
+            rows.append(CandidateSets.empty(len(ids)))
+            continue
+        if isinstance(value, str):
+            raise MissingCandidateSetsError(f"{FIELD}[{i}]", value)
+        sets = formats.unpack(value, field=f"{FIELD}[{i}]")
+        replayed_old_logprobs(sets, output_ids=ids)
+        if (lacking := np.flatnonzero((sets.sizes == 0) & (mask != 0))).size:
+            raise MissingCandidateSetsError(
+                f"{FIELD}[{i}]", f"no candidates at {lacking[0]}, which has a loss"
+            )
+        rows.append(sets)
+    ends = micro_batch["input_ids"].offsets()[1:].cpu().numpy()
+    starts = ends - [len(ids) + 1 for ids in responses]  # the logits before a token score it
+    batch = BatchCandidateSets.from_rows(rows)
+    return batch.place(np.zeros_like(starts), starts, (1, int(ends[-1]))).sets
+
+
+def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> bytes | str:
+    """Join the sets of a trajectory's requests. Tokens that no request generated get empty spans."""
+    if any(packed is None for _, packed in turns):
+        return "a request had none: its sampling parameters were not those of actor_rollout_ref.rollout"
+    sets = CandidateSets.concat([formats.unpack(packed) for _, packed in turns if packed is not None])
+    is_generated = np.asarray(output.response_mask, bool)
+    ids = np.asarray(output.response_ids)[is_generated]
+    # A response that is too long is cut, and so are its sets.
+    if len(ids) > len(sets) or not np.array_equal(sets.sampled_ids[: len(ids)], ids):
+        return "the agent loop returned other tokens than its requests generated, or in another order"
+    tokens = BatchCandidateSets(sets[: len(ids)], np.arange(len(ids) + 1, dtype=np.int64))
+    places = np.flatnonzero(is_generated)
+    return formats.pack(tokens.place(np.zeros_like(places), places, (1, len(is_generated))).sets)
+
+
+# Each function below goes around one of verl's: it gets that function, and its arguments.
+
+
+async def _keep_sets(original: Callable[..., Any], client: Any, *args: Any, **kwargs: Any) -> Any:
+    """`LLMServerClient.generate`: keep the sets of one request for the end of the trajectory."""
+    output = await original(client, *args, **kwargs)
+    if (turns := _turns.get()) is not None:
+        turns.append((output.token_ids, output.extra_fields.pop(FIELD, None)))
+    return output
+
+
+async def _run_trajectory(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """`AgentLoopWorker._run_agent_loop`: collect the sets of one trajectory."""
+    token = _turns.set([])
+    try:
+        return await original(worker, *args, **kwargs)
+    finally:
+        _turns.reset(token)
+
+
+def _add_sets(original: Callable[..., dict[str, Any]], output: Any) -> dict[str, Any]:
+    """`AgentLoopOutput.as_dict`: add the sets to the fields that go to TransferQueue."""
+    fields = original(output)
+    if (turns := _turns.get()) is not None:
+        fields[FIELD] = _response_sets(turns, output)
+    return fields
+
+
+def _forward_modules(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """`get_ppo_ray_runtime_env`: let the processes on other machines load the adapter as well."""
+    environment = original(*args, **kwargs)
+    environment["env_vars"][_MODULES] = os.environ.get(_MODULES, __name__)
+    return environment
+
+
+def _check_config(original: Callable[..., None], trainer: Any, config: Any) -> None:
+    """`PPOTrainer.__init__`: raise InvalidInputError for an option that cannot be replayed."""
+    top_p, temperature = (config.actor_rollout_ref.rollout[name] for name in ("top_p", "temperature"))
+    if not 0 < top_p < 1:
+        raise InvalidInputError(
+            f"rollout.top_p: got {top_p}, expected a number between 0 and 1; at 1 nothing is cut away, so"
+            " train without the adapter"
+        )
+    if not temperature > 0:
+        raise InvalidInputError(f"rollout.temperature: got {temperature}, expected more than 0")
+    for name, accepted, reason in (
+        ("rollout.name", ("sglang",), "only SGLang returns the sets"),
+        ("rollout.top_k", (-1,), "SGLang 0.5.12 returns the sets of top_p alone"),
+        ("rollout.calculate_log_probs", (True,), "the sets come with the log-probs"),
+        ("rollout.disaggregation.enabled", (False, None), "not tested"),
+        ("rollout.mtp.enable_rollout", (False, None), "not tested"),
+        ("actor.strategy", ("fsdp", "fsdp2"), "other engines score over the whole vocabulary"),
+        ("ref.strategy", ("fsdp", "fsdp2", None), "other engines score over the whole vocabulary"),
+        ("actor.calculate_sum_pi_squared", (False, None), "it is not computed over the sets"),
+    ):
+        value = OmegaConf.select(config.actor_rollout_ref, name)
+        if value not in accepted:
+            raise InvalidInputError(f"{name}: got {describe(value)}, expected {accepted[0]}: {reason}")
+    if OmegaConf.select(config, "distillation.enabled"):
+        raise InvalidInputError("distillation.enabled: got True, expected False: its teacher has no sets")
+    original(trainer, config)
+
+
+def _check_processes(original: Callable[..., Any], trainer: Any, agent_loop_manager: Any) -> Any:
+    """`PPOTrainer.fit`: raise InvalidInputError if a process trains or rolls out without the adapter."""
+    groups = [trainer.actor_rollout_wg, *([trainer.ref_policy_wg] if trainer.use_reference_policy else [])]
+    workers = [worker.__ray_call__.remote(_check_engines) for group in groups for worker in group.workers]
+    loops = [worker.__ray_call__.remote(_is_loaded) for worker in agent_loop_manager.agent_loop_workers]
+    ray.get([*workers, *loops])
+    return original(trainer, agent_loop_manager)
+
+
+def _check_engines(worker: Any) -> None:
+    """Raise InvalidInputError unless every policy and reference of a training process is a `ReplayEngine`."""
+    workers = getattr(worker, "worker_dict", {None: worker}).values()
+    models = [getattr(each, role, None) for each in workers for role in ("actor", "ref")]
+    engines = [model.engine for model in models if model is not None]
+    for engine in engines or [None]:
+        if not isinstance(engine, ReplayEngine):
+            raise InvalidInputError(
+                f"engine: got {type(engine).__name__}, expected {ReplayEngine.__name__}; set"
+                f" {_MODULES}={__name__} in every process, and leave VERL_ENGINE_VENDOR unset"
+            )
+
+
+def _is_loaded(worker: Any) -> bool:
+    """Return True. A process that calls this has imported this module, so the adapter is installed there."""
+    return True
+
+
+def _refuse_v0(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """`RayPPOTrainer.__init__`: refuse verl's older trainer."""
+    raise InvalidInputError("trainer.use_v1: got False, expected True: the sets travel through TransferQueue")
+
+
+def _load_replica() -> type[Any]:
+    """Return verl's replica of SGLang, whose servers return sets, unless they serve a reward or a teacher."""
+    plain: Any = _load_sglang()
+    module = importlib.import_module(plain.__module__)
+    server_class = type("SGLangHttpServer", (ReplayHttpServer, module.SGLangHttpServer), {})
+
+    class ReplayReplica(plain):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if not (self.is_reward_model or self.is_teacher_model):
+                self.server_class = ray.remote(server_class)
+
+    return ReplayReplica
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _install() -> None:
+    if verl.__version__ not in SUPPORTED_VERL:
+        raise InvalidInputError(
+            f"verl: got release {verl.__version__}, expected {' or '.join(SUPPORTED_VERL)}; the adapter wraps"
+            " internal functions, which change between releases"
+        )
+    for owner, name, around in (
+        (LLMServerClient, "generate", _keep_sets),
+        (AgentLoopWorker, "_run_agent_loop", _run_trajectory),
+        # Ray copies inherited methods into an actor's class when it is decorated.
+        (AgentLoopWorkerTQ.__ray_metadata__.modified_class, "_run_agent_loop", _run_trajectory),
+        (AgentLoopOutput, "as_dict", _add_sets),
+        (PPOTrainer, "__init__", _check_config),
+        (PPOTrainer, "fit", _check_processes),
+        (RayPPOTrainer, "__init__", _refuse_v0),
+        (constants_ppo, "get_ppo_ray_runtime_env", _forward_modules),
+    ):
+        _wrap(owner, name, around)
+    RolloutReplicaRegistry.register("sglang", _load_replica)
+    # An engine of the vendor goes before those of the device.
+    register = EngineRegistry.register("language_model", ["fsdp", "fsdp2"], get_device_name(), get_vendor())
+    register(ReplayEngine)
+
+
+_install()
