@@ -14,14 +14,16 @@ from typing import Any, TypeAlias
 import pytest
 
 # verl needs SGLang 0.5.12 and other releases of many packages, so it has an environment of its own.
-collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["*.py"]
+HAS_VERL = importlib.util.find_spec("verl") is not None
+collect_ignore_glob = [] if HAS_VERL else ["*.py"]
 
 ROOT = Path(__file__).parents[3]
 MODULES = "tests.integrations.verl.cpu_platform,sglang_topp_integrations.verl"
-# Before verl is imported, also in the processes that Ray and SGLang start.
-os.environ["VERL_USE_EXTERNAL_MODULES"] = MODULES
-os.environ["PYTHONPATH"] = str(ROOT)
-os.environ["TORCH_COMPILE_DISABLE"] = "1"
+if HAS_VERL:  # `make test` imports this file too, and its other tests must not see these variables
+    # Set before verl is imported, also for the processes that Ray and SGLang start.
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = MODULES
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 TOP_P = 0.8
 Run: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
