@@ -4,8 +4,8 @@ The batch has 1024 x 16384 positions, of which 8.4 % hold tokens. It takes 470 M
 benchmark runs on a small machine. A trainer's controller would hold eight times as many rows. Two fields are
 int64 (one of these is the mask), and three are float32.
 
-The baseline copies with NumPy. On Linux, NumPy uses huge pages, as the nested batches do. `torch.clone` would
-use pages of 4 KiB, and the kernel would then compact memory while the next contender is timed.
+The baseline is a copy with NumPy. On Linux, NumPy uses huge pages, as the nested batches do. `torch.clone`
+would use pages of 4 KiB, and the kernel would then compact memory while the next contender is timed.
 """
 
 from __future__ import annotations

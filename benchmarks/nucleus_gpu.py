@@ -1,4 +1,4 @@
-"""Benchmark of candidate sets on a GPU: the engine's kernels against sorting, `topk`, plain torch, and a copy.
+"""Benchmark of candidate sets on a GPU: this project's kernels against sorting, `topk`, torch, and a copy.
 
 Each call is timed between two CUDA events, after a sleep kernel has started. A contender that never waits
 for the device queues all of its kernels during the sleep, so its time is device time alone. If a contender
@@ -103,8 +103,8 @@ def _compare_main_case() -> None:
 def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
     """Return the functions to compare, by label.
 
-    Each contender leaves the candidates of every row on the GPU, with two exceptions. `topk` finds the
-    largest 1024 tokens of a row, and "one copy" finds no candidates.
+    Each contender leaves the candidates of every row on the GPU, with two exceptions. `topk` finds each row's
+    1024 most likely tokens, and "one copy" finds no candidates.
     """
     from sglang_topp.nucleus.gpu_extraction import stage_top_p
 
@@ -146,7 +146,7 @@ def _import_top_p_renorm_probs() -> Callable[..., Tensor] | None:
 
 
 def device_s(contender: Callable[[], object]) -> float:
-    """Return the seconds between CUDA events before and after the call."""
+    """Return the seconds between two CUDA events, one before and one after the call."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)

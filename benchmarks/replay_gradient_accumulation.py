@@ -146,7 +146,7 @@ def _steps(work: Work, threads: int) -> Callable[[], None]:
 
 @contextmanager
 def _busy_process() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
-    """Start a process that keeps one core busy, and yield a wrapper for functions to time beside it.
+    """Start a process that keeps one core busy, and yield a wrapper for functions timed meanwhile.
 
     The process is paused while no wrapped function runs.
     """

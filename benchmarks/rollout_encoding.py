@@ -107,7 +107,7 @@ def _bits(values: NDArray[Any]) -> float:
 
 
 def _json_lists(rollout: Rollout) -> bytes:
-    """Encode the sets as SGLang's JSON lists."""
+    """Encode a rollout's candidate sets as the JSON lists that SGLang returns."""
     assert rollout.candidates is not None
     ids, logprobs = rollout.candidates.to_lists()
     assert logprobs is not None

@@ -6,9 +6,9 @@ script compares its estimates with these exact values. Candidate sets and scores
 functions. The four ways of training differ only in the tokens over which the importance ratio's new and old
 log-probs are normalized:
 
-    replay        new and old over the candidate sets
-    without       new over the vocabulary, old over the sets: the ratio starts at the kept mass
-    uncorrected   new and old over the vocabulary: the ratio starts at 1, as if no top-p were applied
+    replay        new and old log-probs over the candidate sets
+    without       new log-probs over the vocabulary, old over the sets: the ratio starts at the kept mass
+    uncorrected   new and old log-probs over the vocabulary: the ratio starts at 1, as if top-p were off
     truncated IS  like uncorrected, but each token is weighted with min(policy / sampler, 2)
 
     python examples/bias.py                     # minutes on two cores; prints a table
@@ -78,7 +78,7 @@ class Task:
 
 
 def make_policy(seed: int) -> nn.Module:
-    """Return a network from states [B] to logits [B, V]. Its outputs are as peaked as a language model's."""
+    """Return a network from states [B] to logits [B, V], which are as peaked as a language model's."""
     torch.manual_seed(seed)
     policy = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, VOCAB))
     with torch.no_grad():
@@ -155,7 +155,7 @@ def gradient_cosines(
 ) -> dict[str, dict[str, float]]:
     """Return the cosines between each way's gradient, from `num` trajectories, and two exact gradients.
 
-    All ways use the same trajectories. `sampled` is the gradient of the sampler's expected reward, with its
+    All ways use the same trajectories. `sampled` is the gradient of the sampler's expected reward, with the
     current candidate sets fixed. `policy` is the gradient of the expected reward at top-p 1, over the whole
     distribution.
     """
@@ -202,7 +202,7 @@ def measure(task: Task, policy: nn.Module, first_VV: Tensor, top_p: float) -> di
 def train(
     way: str, top_p: float, seed: int, *, steps: int, trajectories: int
 ) -> Iterator[tuple[nn.Module, dict[str, float]]]:
-    """Yield the policy and its measures before each training step, and after the last step."""
+    """Yield the policy and its measurements before each training step, and after the last step."""
     task, policy = Task(seed), make_policy(seed)
     first_VV = all_logits(policy).detach()
     generator = torch.Generator().manual_seed(seed)

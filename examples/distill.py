@@ -50,8 +50,8 @@ def distill(
     """Distill the teacher into the student, and return each step's loss and KLs, measured before its update.
 
     `loss` is the training loss. `forward_kl` and `reverse_kl` are computed over the whole vocabulary. All
-    three are means over the student's rollout tokens, in nats. At the end, the student's engine has the
-    weights of the last step.
+    three are means over the student's rollout tokens, in nats. At the end, the student's engine has the last
+    step's weights.
     """
     student = AutoModelForCausalLM.from_pretrained(student_path, dtype=torch.float32)
     teacher_model = AutoModelForCausalLM.from_pretrained(teacher_path, dtype=torch.float32).eval()

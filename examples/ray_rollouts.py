@@ -92,7 +92,7 @@ class Trainer:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def score(self, references: Sequence[ray.ObjectRef]) -> dict[str, float]:
-        """Return the metrics of the referenced rollouts, which are in the shared memory of this node."""
+        """Return the metrics over the referenced rollouts, which are in this node's shared memory."""
         rollouts = [rollout for each in ray.get(list(references)) for rollout in each]
         batch = collate_rollouts(rollouts, np.zeros(len(rollouts)), pad_token_id=0)
         _, metrics = loss_sum(self.model, batch, replay=True)
@@ -129,8 +129,8 @@ def roll_out(
         (reference, *_), _ = ray.wait(list(running))
         index, worker = running.pop(reference)
         try:
-            # `get` brings the object into this node's memory, and the arrays that view it keep it there. The
-            # rollouts then survive the loss of the node that made them.
+            # `get` copies the object into this node's memory, and the rollouts' arrays keep the object there.
+            # The rollouts then survive the loss of the node that made them.
             rollouts = ray.get(reference)
         except (RayActorError, ObjectLostError) as error:
             print(f"prompt {index} again: {type(error).__name__}", flush=True)

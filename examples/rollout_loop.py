@@ -142,7 +142,7 @@ def show_positions(rollout: Rollout, count: int) -> None:
 
 
 def show_sizes(rollouts: list[Rollout]) -> None:
-    """Print set sizes, and the bytes of the rollouts as the sidecar sends them."""
+    """Print set sizes, and how many bytes the rollouts take when the sidecar sends them."""
     sets = [rollout.candidates for rollout in rollouts if rollout.candidates is not None]
     sizes = np.concatenate([each.sizes for each in sets])
     num_bytes = sum(len(rollout_to_bytes(rollout)) for rollout in rollouts)

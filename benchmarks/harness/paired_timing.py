@@ -42,7 +42,7 @@ def compare(
         warmup: Number of unmeasured rounds that run first.
         target: The ratio that the last contender should reach, printed below the table.
         clock: Runs a contender and returns the seconds that it took.
-        picture: Name of the PNG that shows the table. Tables with the same name share one PNG.
+        picture: Name of the PNG that shows the table. Tables with the same `picture` share one PNG.
     """
     ms: dict[str, list[float]] = {label: [] for label in contenders}
     for round_number in range(warmup + rounds):

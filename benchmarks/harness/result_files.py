@@ -1,4 +1,4 @@
-"""Result files: the tables of a benchmark, with the machine and the versions that it ran on.
+"""Result files: a benchmark's tables, with the machine and the software versions that it ran on.
 
 Each benchmark has one JSON file in `benchmarks/results/`:
 
@@ -7,8 +7,8 @@ Each benchmark has one JSON file in `benchmarks/results/`:
                  "rows": [{"label", "figure": {"median", "min", "max"}, "ratio": {"median", "min", "max"}}]}]}
 
 A row's `ratio` compares the row with the first row: how many times faster, or how many times less. `better`
-is "faster" or "less". `target` is the ratio that the last row should reach, or null. `picture` names the PNG
-of the table, or is null.
+is "faster" or "less". `target` is the ratio that the last row should reach, or null. `picture` names the
+table's PNG, or is null.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _recorded: list[Table] = []
 
 
 def record(table: Table) -> None:
-    """Add a table to the tables of the running benchmark."""
+    """Add a table to the running benchmark's tables."""
     _recorded.append(table)
 
 

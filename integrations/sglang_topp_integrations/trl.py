@@ -148,7 +148,7 @@ class SGLangRollouts:
                 self.client.push_weights(accelerator.unwrap_model(trainer.model), version=self._version)
                 self._pushed_step = step
             except Exception as error:
-                failure = error  # raise it after the broadcast, for which the other processes wait
+                failure = error  # raise it after the broadcast, because other processes wait for that
         failure, self._version = broadcast_object_list([failure, self._version])
         if failure is not None:
             raise failure
@@ -159,7 +159,7 @@ _Next: Any = object  # stands for GRPOTrainer; `Any` lets the type checker accep
 
 
 class ReplayMixin(_Next):  # type: ignore[misc]
-    """A mixin that lets GRPO score over candidate sets. Name it before `trl.GRPOTrainer` in the bases.
+    """A mixin that lets GRPO score over candidate sets. List it before `trl.GRPOTrainer` in the bases.
 
     - The policy's and the reference's log-probs, the entropy, and the KL are taken over the rollout's
       candidate sets.
@@ -227,7 +227,7 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Score completions over their sets. Return log-probs [B, C], entropies [B, C] or None, and None."""
+        """Score completions over their sets. Return (log-probs [B, C], entropies [B, C] or None, None)."""
         if model is self.model and not compute_entropy:
             return None, None, None  # TRL asks for old log-probs, which the rollout already has
         step = batch_size or len(input_ids)
@@ -258,7 +258,7 @@ class ReplayMixin(_Next):  # type: ignore[misc]
 
 
 class _ScoredRows:
-    """The completion tokens of a batch that are scored, and their candidate sets.
+    """A batch's scored completion tokens, and their candidate sets.
 
     The class is not a dataclass, because FSDP rebuilds dataclass arguments field by field before a forward
     pass.
@@ -275,7 +275,7 @@ class _ScoredRows:
         self.sets = CandidateSets.concat([each for each, is_kept in zip(sets, kept, strict=True) if is_kept])
         # This call raises an error if a set was made for a token other than its target.
         self.old_logprobs = replayed_old_logprobs(self.sets, output_ids=self.targets)
-        """float32 [T] on the CPU: the rollout's log-probs of the targets over their sets."""
+        """float32 [T] on the CPU: the rollout's log-probs for the targets, over their candidate sets."""
         self.tensors = self.sets.to_torch(completion_ids.device)
 
 
@@ -343,7 +343,7 @@ def _checked_sets(
     """Check the candidate sets that a `rollout_func` returned, and return one CandidateSets per completion.
 
     Raises:
-        MissingCandidateSetsError: the answer has no sets.
+        MissingCandidateSetsError: the `rollout_func` returned no sets.
         InvalidInputError: the sets do not belong to the completions, or a token with a loss has an empty set.
     """
     if sets is None or any(each is None for each in sets):

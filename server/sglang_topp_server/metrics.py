@@ -21,7 +21,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 
 
 class SizeHistogram(Collector):
-    """A histogram that observes whole arrays.
+    """A Prometheus histogram that can observe a whole array in one call.
 
     A rollout yields one observation per token, but prometheus_client's own histogram takes only one per call.
 

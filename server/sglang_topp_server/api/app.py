@@ -54,7 +54,7 @@ def create_app(
         limits: the request limits; None uses the defaults.
         api_key: the bearer key that callers must send (except on `/healthz` and `/readyz`); None requires no
             key.
-        view: how many of the last rollouts `GET /view` shows; 0 turns the route off.
+        view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
     limits = limits or Limits()
     metrics = Metrics()
@@ -108,7 +108,7 @@ def create_app(
 
     @app.post("/abort", openapi_extra=_body(AbortBody))
     async def abort(request: Request) -> AbortAnswer:
-        """Abort a request of `POST /rollouts`, or all requests in the engine.
+        """Abort a request to `POST /rollouts`, or all requests in the engine.
 
         Each request's own `on_abort` decides what its caller receives. The abort is answered after the
         requests have stopped.
@@ -196,7 +196,7 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
 def _add_view(app: FastAPI, recent: RecentRollouts) -> None:
     @app.get("/view", response_class=HTMLResponse)
     async def show_recent() -> Response:
-        """Return an HTML page of the last rollouts, like the one that `sglang-topp view` writes."""
+        """Return an HTML page of recent rollouts, like the page that `sglang-topp view` writes."""
         if not len(recent):
             raise BadRequestError("GET /view: no rollout was served yet", status=404)
         headers = {"content-security-policy": content_security_policy(), "cache-control": "no-store"}

@@ -19,7 +19,7 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware"]
 
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
-"""Paths that need no key, because load balancers often cannot send one."""
+"""Paths that need no key, because load balancers often cannot send a key."""
 
 
 class ApiKeyMiddleware:

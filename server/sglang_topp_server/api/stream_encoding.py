@@ -21,7 +21,7 @@ NDJSON = "application/x-ndjson"
 
 
 class Encoding(Protocol):
-    """One encoding of a stream of messages."""
+    """The interface for encoding a stream's messages."""
 
     media_type: str
 

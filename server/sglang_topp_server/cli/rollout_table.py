@@ -24,7 +24,7 @@ _UNLIMITED = 1 << 16
 
 
 def token_texts(path: str | None) -> TokenTexts | None:
-    """Return the token texts of the tokenizer at `path`, or None if `path` is None.
+    """Load the texts of the tokens from the tokenizer at `path`, or return None if `path` is None.
 
     Raises:
         InvalidInputError: there is no tokenizer at `path`.
@@ -37,7 +37,7 @@ def server_token_texts(info: Mapping[str, Any], rollouts: Sequence[Rollout]) -> 
     """Return the token texts of the server's model, if this machine has the model's tokenizer.
 
     Args:
-        info: the answer of `RolloutClient.server_info` from a sidecar or an engine.
+        info: the result of `RolloutClient.server_info` for a sidecar or an engine.
         rollouts: rollouts that the server generated. Their texts show whether the local tokenizer is the same
             as the server's.
 

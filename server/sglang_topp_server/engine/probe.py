@@ -41,7 +41,8 @@ class EngineStatus:
             `unpatched`: the engine answers but returns no candidate sets; `ready`: the engine returns
             candidate sets.
         reason: a sentence that says why the engine is not `ready`; empty if it is ready.
-        model_path, sglang_version, weight_version: reported by the engine, or by one worker of a gateway.
+        model_path, sglang_version, weight_version: the values that the engine, or one of a gateway's workers,
+            reported.
         patch: the patch set's report of its state; empty if the engine sent no report.
         model: the model's sizes, which limit requests; None if the engine never reported them.
     """

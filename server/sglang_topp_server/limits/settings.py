@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["MIN_BYTES_PER_S", "Limits"]
 
 MIN_BYTES_PER_S = 1 << 16
-"""The minimum rate of a request body, in bytes per second. `Limits.max_stall_s` says how it is applied."""
+"""The minimum rate of a request body, in bytes per second. `Limits.max_stall_s` describes its enforcement."""
 
 
 @dataclass(frozen=True)

@@ -77,15 +77,15 @@ def url_of(host: str, port: int) -> str:
 
 
 def check_free(host: str, port: int) -> int:
-    """Return `port` if no process listens there; for port 0, return a free port.
+    """Return `port` if no process listens on it; for port 0, return a free port.
 
     For port 0, the result is below 22,000, and SGLang may also use the port that is 10,000 higher. Both ports
     must stay free for half a minute, until the engine listens. Outgoing connections take neither port,
     because Linux assigns them ports from 32,768 on.
 
     Raises:
-        InvalidInputError: a process listens there. An engine started on that port would fail, and the sidecar
-            would talk to the wrong server.
+        InvalidInputError: a process listens on the port. An engine started on that port would fail, and the
+            sidecar would talk to the wrong server.
     """
     candidates = [port] if port else random.sample(_ENGINE_PORT_RANGE, 100)
     for candidate in candidates[:-1]:

@@ -32,7 +32,7 @@ class Settings:
         ready_timeout_s: seconds until an engine that `serve` starts must be ready.
         grace_s: seconds that requests in flight may continue after a signal. The engine then has as many
             seconds to end.
-        view: how many of the last rollouts `GET /view` shows; 0 turns the route off.
+        view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
 
     host: str

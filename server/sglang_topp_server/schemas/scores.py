@@ -15,7 +15,7 @@ __all__ = ["ScoreRecord", "ScoresAnswer", "ScoresBody", "parse_scores"]
 
 
 class ScoresBody(BaseModel):
-    """The body of `POST /scores`. It has no `top_logprobs_source`, because no sampler drew these tokens."""
+    """The body of `POST /scores`. It has no `top_logprobs_source`, because no sampler drew the tokens."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,7 +49,7 @@ def parse_scores(body: bytes | bytearray, limits: Limits) -> ScoresBody:
             `limits.max_samples` (413). The message names the field, the value, and the accepted values.
     """
     request = read_body(body, ScoresBody)
-    # Count before `plan_scores` creates the requests.
+    # Count before `plan_scores` creates the requests, because there may be millions.
     if (count := num_prompts(request.sequences)) > limits.max_samples:
         raise BadRequestError(
             f"sequences: got {count}, expected at most {limits.max_samples}; send them in several requests",

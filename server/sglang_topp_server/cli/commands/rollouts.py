@@ -148,7 +148,7 @@ class _Summary:
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """Return the most frequent names with their counts, and the number of other names."""
+    """Format the most frequent names with their counts, and the number of other names."""
     ranked = sorted(counts.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name or repr(name)} {count:,}" for name, count in ranked[:_MAX_NAMES])
     more = len(ranked) - _MAX_NAMES
