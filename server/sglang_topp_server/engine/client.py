@@ -61,8 +61,8 @@ class EngineClient:
         self._has_been_ready = False
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
-        # One retry covers an idle connection that the engine closed. The sidecar leaves further retries to its
-        # caller, because retries on both sides would multiply.
+        # One retry covers an idle connection that the engine closed. The sidecar leaves further retries to
+        # its caller, because retries on both sides would multiply.
         self._runner = RequestRunner(
             [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
             kind="sglang",
