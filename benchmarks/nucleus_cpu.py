@@ -77,7 +77,10 @@ def _call_overhead() -> None:
 
 
 def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort every row, and keep tokens until their mass reaches `p`. Split ties, and check nothing."""
+    """Sort every row, and keep tokens until their mass reaches `p`. Ties at the cutoff may be split.
+
+    The inputs are not checked.
+    """
     ordered, ids = logprobs.sort(dim=-1, descending=True)
     mass = ordered.exp()
     kept = mass.cumsum(-1) - mass < p

@@ -1,8 +1,8 @@
 """Benchmark of scoring over candidate sets (replay): sparse heads and log-softmax against dense masks.
 
 Each contender runs a forward and a backward pass. On the CPU, contenders use float32 and one thread. On a
-GPU, if there is one, they use bfloat16 and a real trainer's sizes. Random set sizes imitate those at top-p
-0.97: mean about 8, median 2, 99th percentile about 80, and 46 % singletons.
+GPU, if there is one, contenders use bfloat16 and a real trainer's sizes. Random set sizes imitate those at
+top-p 0.97: mean about 8, median 2, 99th percentile about 80, and 46 % singletons.
 """
 
 from __future__ import annotations

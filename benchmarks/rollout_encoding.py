@@ -1,4 +1,4 @@
-"""Benchmark of the encodings in which the sidecar sends rollouts: time, and size against the entropy.
+"""Benchmark of the sidecar's rollout encodings: time, and size compared with the rollouts' entropy.
 
 The rollouts are random. Their distributions are softmaxes over the whole vocabulary, token frequencies follow
 Zipf's law, and the candidate sets are exact top-p sets. The low bits of the float32 log-probs have no pattern

@@ -1,4 +1,4 @@
-"""Paired timings: contenders take turns within one run, so that a slowdown of the machine affects all.
+"""Paired timings: contenders take turns in one run, so that a slowdown of the machine affects them all.
 
 A benchmark's result is the ratio of times within a round, with the ratio's spread over the rounds. Absolute
 times only give the order of magnitude. Every table is printed, and recorded for the benchmark's result file.

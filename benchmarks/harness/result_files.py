@@ -6,9 +6,9 @@ Each benchmark has one JSON file in `benchmarks/results/`:
      "tables": [{"title", "unit", "better", "rounds", "target", "picture",
                  "rows": [{"label", "figure": {"median", "min", "max"}, "ratio": {"median", "min", "max"}}]}]}
 
-A row's `ratio` compares the row with the first row: how many times faster, or how many times less. `better`
-is "faster" or "less". `target` is the ratio that the last row should reach, or null. `picture` names the
-table's PNG, or is null.
+A row's `ratio` says how many times faster the row is than the first row, or how many times less it needs.
+`better` is "faster" or "less". `target` is the ratio that the last row should reach, or null. `picture` names
+the table's PNG, or is null.
 """
 
 from __future__ import annotations

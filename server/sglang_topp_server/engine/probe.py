@@ -213,7 +213,7 @@ class EngineProbe:
 
 
 def _status_of(info: dict[str, Any]) -> EngineStatus:
-    """Build a status from the answer of `/server_info`. Its phase is `ready`; later checks may change it."""
+    """Build a status with phase `ready` from the `/server_info` answer. Later checks may change the phase."""
     patch = info.get("sglang_topp")
     patch = patch if isinstance(patch, dict) else {}
     return EngineStatus(
