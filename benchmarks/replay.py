@@ -191,7 +191,7 @@ def epochs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Callable[[], None]:
-    """Return a step with one forward pass for the reference, and four training passes for the policy."""
+    """Return a step: one forward pass for the reference, then four forward-backward passes for the policy."""
     hidden, weight = _head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v)
     targets, buffer = _targets(sets, device), torch.zeros_like(weight)

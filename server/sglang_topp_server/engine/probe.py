@@ -1,10 +1,9 @@
 """EngineProbe: find out whether the engine, or a gateway in front of several engines, is ready and patched.
 
 A probe requests `/server_info`, where the patch set reports its state. A gateway lacks this route. It
-forwards the older `/get_server_info` to one worker, lists all workers at `/workers`, and answers `/health`
-without asking them. The probe therefore asks each listed worker directly. The first probe ends with a request
-for one token and its candidate set. This request fails if a gateway silently drops sglang-topp's request
-fields.
+forwards the older `/get_server_info` to one worker, lists all workers at `/workers`, and answers `/health` on
+its own. The probe therefore asks each listed worker directly. The first probe ends with a request for one
+token and its candidate set. This request fails if a gateway silently drops sglang-topp's request fields.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from sglang_topp_server.limits.settings import Limits
 
 __all__ = ["Server", "Settings"]
 
-# Keep idle connections longer than clients and load balancers do, so that the sidecar never closes first.
+# Keep idle connections longer than clients and load balancers do, so that the other side closes first.
 _KEEP_ALIVE_S = 75
 
 
