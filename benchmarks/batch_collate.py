@@ -1,8 +1,8 @@
-"""Benchmark of batch collation: its time, against a plain loop and against a copy of its output.
+"""Benchmark of batch collation, against a plain Python loop and against copying the collated output.
 
 The batch has 1024 samples, with prompts of 64 to 512 tokens and responses of 16 to 2048. The first two tables
-compare with the loop over lists in `reference_layouts.py`. The last table compares with a copy of every
-output into fresh memory, because any collation has to write at least that.
+compare with the loop over lists in `reference_layouts.py`. The last table compares with copying every output
+into fresh memory, because any collation must write at least that many bytes.
 """
 
 from __future__ import annotations

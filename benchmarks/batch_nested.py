@@ -1,11 +1,11 @@
-"""Benchmark of `nest_batch` and `unnest_batch` on a batch that is 8.4 % full: bytes and time.
+"""Benchmark of turning a padded batch into nested tensors and back: bytes and time.
 
-The batch has 1024 x 16384 positions, or 470 MB when dense, so that the benchmark runs on a small machine. A
-trainer's controller would hold eight times as many rows. Two fields are int64 (one of them is the mask), and
-three are float32.
+The batch has 1024 x 16384 positions, of which 8.4 % hold tokens. It takes 470 MB when dense, so that the
+benchmark runs on a small machine. A trainer's controller would hold eight times as many rows. Two fields are
+int64 (one of these is the mask), and three are float32.
 
-The baseline copies with NumPy. On Linux, NumPy uses huge pages, as the nested batches do. `torch.clone` would
-use pages of 4 KiB, and the kernel would then compact memory while the next contender is timed.
+The baseline is a copy with NumPy. On Linux, NumPy uses huge pages, as the nested batches do. `torch.clone`
+would use pages of 4 KiB, and the kernel would then compact memory while the next contender is timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["padded_batch", "run"]
 
 
 def padded_batch(rows: int = 1024, width: int = 16384, fill: float = 0.084) -> Mapping[str, torch.Tensor]:
-    """Return left-padded rows of random lengths that fill about the share `fill` of each field."""
+    """Return left-padded rows of random lengths. About the share `fill` of each field holds tokens."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(16, int(2 * fill * width) - 16, rows)
     lengths[0] = width  # one long row sets the width for all others

@@ -1,6 +1,7 @@
-"""Benchmark of loss masks and candidate sets in Ray's object store: bytes and time, against lists.
+"""Benchmark of moving loss masks and candidate sets through Ray's object store, as arrays and as lists.
 
-The batch has 512 responses of 16 to 8192 tokens. Ray runs on loopback with one CPU and no dashboard.
+The tables compare bytes and time. The batch has 512 responses of 16 to 8192 tokens. Ray runs on loopback with
+one CPU and no dashboard.
 """
 
 from __future__ import annotations

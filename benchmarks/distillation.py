@@ -1,8 +1,8 @@
 """Benchmark of distillation over a teacher's candidate sets, against distillation from full logits.
 
-Each contender runs the forward and backward pass of the forward KL. The CPU runs use float32 and one thread.
-The GPU runs, on a machine with a GPU, use bfloat16 and the sizes of a real trainer. The sets come from the
-benchmark `replay`.
+Each contender runs the forward and backward pass of the forward KL. On the CPU, contenders use float32 and
+one thread. On a GPU, if there is one, contenders use bfloat16 and a real trainer's sizes.
+`benchmarks/replay.py` makes the random candidate sets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Benchmark of the real engine by kind of request: throughput and response size.
+"""Benchmark of a patched SGLang: throughput and response size, with and without candidate sets.
 
-A contender sends 32 concurrent requests of 32 tokens each, with a vocabulary of 151,936. One patched SGLang
-on this machine serves all contenders in turn. The time runs from the first request sent to the last response
-read. Sizes are response bytes per generated token.
+Each contender sends 32 concurrent requests of 32 tokens each. The vocabulary has 151,936 tokens. One patched
+SGLang on this machine serves all contenders in turn. The time runs from the first request sent to the last
+response read. Sizes are response bytes per generated token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Benchmark of full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
 
-A package takes part if it is installed and runs on this machine. No other package supports candidate sets.
-Install `trl`, `cut-cross-entropy`, and `liger-kernel` for the whole table.
+A package takes part if it is installed and runs on this machine. No other package supports candidate sets, so
+this benchmark uses none. Install `trl`, `cut-cross-entropy`, and `liger-kernel` for the whole table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 
 def run() -> None:
-    """Time the forward and backward pass of each package, for the log-prob of every target."""
+    """Time each package's forward and backward pass for the log-prob of every target token."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     t, h, v = (8192, 4096, 151_936) if device == "cuda" else (1024, 512, 16_384)
@@ -70,7 +70,7 @@ def run() -> None:
     )
 
 
-# The label of a contender, and the function to time.
+# A contender is its label and the function to time.
 Contender = tuple[str, Callable[[], Tensor]]
 
 

@@ -1,7 +1,7 @@
 """Benchmark of a decode step's candidate sets on the CPU: `nucleus.top_p_candidates` against sort-and-cumsum.
 
-The benchmark runs on one thread, so that the times show work, and not how long threads wait for each other on
-a shared machine. The benchmark `nucleus_gpu` covers GPUs.
+The benchmark runs on one thread, so that the times show computation, and not waits between threads on a
+shared machine. The benchmark `nucleus_gpu` covers GPUs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def _call_overhead() -> None:
 
 
 def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort every row, and keep tokens until their mass reaches `p`. Ties are split; nothing is checked."""
+    """Sort every row, and keep tokens until their mass reaches `p`. Ties at the cutoff may be split.
+
+    The inputs are not checked.
+    """
     ordered, ids = logprobs.sort(dim=-1, descending=True)
     mass = ordered.exp()
     kept = mass.cumsum(-1) - mass < p
@@ -89,7 +92,7 @@ def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]
 def _logprobs(rows: int, *, std: float = 7.0, vocab: int = VOCAB) -> Tensor:
     """Return log-probs of normally distributed logits.
 
-    A standard deviation of 7 gives set sizes like those of real models.
+    A standard deviation of 7 gives set sizes as large as a real model's.
     """
     generator = torch.Generator().manual_seed(0)
     return torch.log_softmax(torch.randn(rows, vocab, generator=generator) * std, -1)

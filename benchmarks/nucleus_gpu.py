@@ -1,8 +1,8 @@
-"""Benchmark of candidate sets on a GPU: the engine's kernels against sorting, `topk`, torch, and a copy.
+"""Benchmark of candidate sets on a GPU: this project's kernels against sorting, `topk`, torch, and a copy.
 
 Each call is timed between two CUDA events, after a sleep kernel has started. A contender that never waits
-for the device queues all of its kernels during the sleep, so its time is device time alone. The time of a
-contender that waits for the device includes the wait.
+for the device queues all of its kernels during the sleep, so its time is device time alone. If a contender
+waits for the device, its time includes the wait.
 
 Shape legend: B is the number of rows, and V the vocabulary size.
 """
@@ -27,13 +27,13 @@ __all__ = ["contenders", "run"]
 BATCHES = (1, 8, 64, 256, 512)
 VOCABULARIES = (32_000, 128_256, 151_936)
 THRESHOLDS = (0.8, 0.95, 0.999)
-# Standard deviation of the logits: 7 gives set sizes like those of real models, 0.5 keeps most of the
-# vocabulary.
+# Each value is the logits' standard deviation: 7 gives set sizes as large as a real model's, and 0.5 keeps
+# most of the vocabulary.
 ROWS = {"realistic": 7.0, "flat": 0.5}
-# The targets apply to this case.
+# The target speedups apply to this case.
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
-# About 10 ms at 2 GHz: longer than any contender takes to queue its kernels.
+# This sleep takes about 10 ms at 2 GHz, which is longer than any contender needs to queue its kernels.
 SLEEP_CYCLES = 20_000_000
 
 
@@ -103,8 +103,8 @@ def _compare_main_case() -> None:
 def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
     """Return the functions to compare, by label.
 
-    Each contender leaves the candidates of every row on the GPU, with two exceptions. `topk` finds the
-    largest 1024 tokens of a row, and "one copy" finds no candidates.
+    Each contender leaves the candidates of every row on the GPU, with two exceptions. `topk` finds each row's
+    1024 most likely tokens, and "one copy" finds no candidates.
     """
     from sglang_topp.nucleus.gpu_extraction import stage_top_p
 
@@ -126,7 +126,7 @@ def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]
 
 
 def _flashinfer(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
-    """Return FlashInfer's contender, if it runs: renormalized probabilities, zero outside the nucleus."""
+    """Return a contender that renormalizes with FlashInfer, or no contender if FlashInfer does not run."""
     top_p_renorm_probs = _import_top_p_renorm_probs()
     if top_p_renorm_probs is None:
         return {}
@@ -146,7 +146,7 @@ def _import_top_p_renorm_probs() -> Callable[..., Tensor] | None:
 
 
 def device_s(contender: Callable[[], object]) -> float:
-    """Return the seconds between CUDA events before and after the call."""
+    """Return the seconds between two CUDA events, one before and one after the call."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
@@ -158,7 +158,7 @@ def device_s(contender: Callable[[], object]) -> float:
 
 
 def host_s(contender: Callable[[], object]) -> float:
-    """Return the seconds until the call returns, while the device sleeps.
+    """Return the seconds that the call takes on the host while the device sleeps.
 
     A contender that waits for the device takes at least as long as the sleep.
     """

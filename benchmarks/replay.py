@@ -1,8 +1,8 @@
-"""Benchmark of replay: the candidate-only head and the sparse log-softmax, against dense masks on logits.
+"""Benchmark of scoring over candidate sets (replay): sparse heads and log-softmax against dense masks.
 
-Each contender runs a forward and a backward pass. The CPU runs use float32 and one thread. The GPU runs, on a
-machine with a GPU, use bfloat16 and the sizes of a real trainer. Set sizes are drawn as if from top-p 0.97:
-mean about 8, median 2, 99th percentile about 80, and 46 % singletons.
+Each contender runs a forward and a backward pass. On the CPU, contenders use float32 and one thread. On a
+GPU, if there is one, contenders use bfloat16 and a real trainer's sizes. Random set sizes imitate those at
+top-p 0.97: mean about 8, median 2, 99th percentile about 80, and 46 % singletons.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TINY = (16, 8, 64)
 
 
 def run() -> None:
-    # One thread, so that times show work, and not how long threads wait for each other on a shared machine.
+    # Use one thread, so that times show computation, and not waits between threads on a shared machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -110,7 +110,7 @@ def _run_on_cpu() -> None:
 
 
 def make_sets(num_positions: int, vocab_size: int, size: int | None = None) -> CandidateSets:
-    """Return random sets, all of one `size` or with the size distribution of a rollout."""
+    """Return random sets. All have `size` tokens, or a rollout's size distribution if `size` is None."""
     rng = np.random.default_rng(0)
     sizes = np.full(num_positions, size or 1)
     if size is None:
@@ -141,7 +141,7 @@ def _head_inputs(t: int, h: int, v: int, dtype: torch.dtype, device: str) -> tup
 
 
 def _work(function: Callable[[], Tensor], leaves: list[Tensor]) -> Work:
-    """Return work that runs the forward and backward pass, and returns the gradients of `leaves`."""
+    """Return a function that runs the forward and backward pass, and returns the gradients of `leaves`."""
 
     def work() -> list[Tensor]:
         for leaf in leaves:
@@ -191,7 +191,7 @@ def epochs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Callable[[], None]:
-    """Return a step: score the reference once, then run the policy's forward and backward pass four times."""
+    """Return a step: one forward pass for the reference, then four forward-backward passes for the policy."""
     hidden, weight = _head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v)
     targets, buffer = _targets(sets, device), torch.zeros_like(weight)
@@ -241,7 +241,7 @@ def full_head(
 
 
 def response_only(t: int, h: int, v: int, n: int, chunk: int) -> Work:
-    """Return work that scores only the response of one sequence: the last t // n of its t + 1 tokens."""
+    """Return a function that scores only a sequence's response: the last t // n of its t + 1 tokens."""
     hidden, weight = _head_inputs(t + 1, h, v, torch.float32, "cpu")
     rows = Layout().select_rows([t + 1 - t // n], [t // n])
     targets = torch.arange(t // n) % v

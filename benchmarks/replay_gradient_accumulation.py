@@ -1,11 +1,11 @@
-"""Benchmark of replay under gradient accumulation: a step when the LM head already has a gradient.
+"""Benchmark of scoring over candidate sets when the LM head's gradient accumulates over micro-batches.
 
-The gradient of the hidden states is new in each micro-batch, and the gradient of the head accumulates. A
-dense gradient of the head is zeroed, written, and added in full, even if only a few of its rows are non-zero.
+Each micro-batch makes a new gradient of the hidden states, and adds to the head's existing gradient. A dense
+gradient of the head is zeroed, written, and added in full, even if only a few of its rows are non-zero.
 
-The benchmark runs on torch's default number of threads. If other processes compete for the cores, threads
-that wait for each other spin for whole time slices. `OMP_WAIT_POLICY=passive` or one thread is then much
-faster.
+The benchmark uses torch's default number of threads. If other processes compete for the cores, threads that
+wait for each other spin for whole time slices. Setting `OMP_WAIT_POLICY=passive` or using one thread is then
+much faster.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def candidate_head(t: int, h: int, v: int, way: str = "buffer", spread: int | No
 
 
 def _inputs(t: int, h: int, v: int, spread: int) -> tuple[Tensor, Tensor, CandidateSets]:
-    """Return hidden states, a head with a gradient, and sets whose ids are spread over `spread` ids.
+    """Return hidden states, a head with a gradient, and sets whose token ids are spread over [0, `spread`).
 
-    At most 32,768 ids occur, whatever the size of the vocabulary.
+    At most 32,768 distinct ids occur, however large the vocabulary is.
     """
     torch.manual_seed(0)
     hidden = torch.randn(t, h).requires_grad_()
@@ -123,7 +123,7 @@ def _inputs(t: int, h: int, v: int, spread: int) -> tuple[Tensor, Tensor, Candid
 
 
 def _work(value: Callable[[], Tensor], hidden: Tensor) -> Work:
-    """Return work that runs the forward and backward pass of one micro-batch."""
+    """Return a function that runs one micro-batch's forward and backward pass."""
 
     def work() -> list[Tensor]:
         hidden.grad = None
@@ -146,9 +146,9 @@ def _steps(work: Work, threads: int) -> Callable[[], None]:
 
 @contextmanager
 def _busy_process() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
-    """Start a process that keeps one core busy, and yield a wrapper for functions to time beside it.
+    """Start a process that keeps one core busy, and yield a wrapper for functions timed meanwhile.
 
-    The process is stopped while no wrapped function runs.
+    The process is paused while no wrapped function runs.
     """
     process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     process.start()

@@ -1,8 +1,8 @@
-"""Benchmark of the encodings of a rollout between sidecar and client: time, and size against the entropy.
+"""Benchmark of the sidecar's rollout encodings: time, and size compared with the rollouts' entropy.
 
 The rollouts are random. Their distributions are softmaxes over the whole vocabulary, token frequencies follow
-Zipf's law, and the candidate sets follow the threshold rule. The low bits of the float32 log-probs have no
-pattern that an encoding could use.
+Zipf's law, and the candidate sets are exact top-p sets. The low bits of the float32 log-probs have no pattern
+that an encoding could use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["run"]
 POSITIONS, VOCAB, AT_ONCE = 2048, 151_936, 64
 BASE64, LISTS, BINARY = "base64 in JSON", "JSON lists", "binary"
 ZSTD_LEVEL_3, ENTROPY = "binary, Zstandard level 3", "entropy"
-# Mean set size (roughly), and the sharpness and threshold that give it.
+# Each key is a rough mean set size. Its value is the sharpness and the threshold p that give this size.
 SHAPES = {2: (1.5, 0.9), 8: (1.135, 0.95), 64: (0.9, 0.95)}
 TARGET_SHARE = 0.6
 
@@ -86,10 +86,10 @@ def run() -> None:
 
 
 def _entropy(sets: CandidateSets) -> float:
-    """Return the bits of entropy, as if sizes, ids, log-probs, and sampled tokens were independent.
+    """Return the sets' entropy in bits, as if sizes, ids, log-probs, and sampled tokens were independent.
 
-    An id is modeled as its power of two and its offset within that power, and a log-prob as its exponent
-    and 23 random bits. The order of a set carries no information, because it follows from the values.
+    An id is modeled as a power of two and an offset from it, and a log-prob as an exponent and 23 random
+    bits. A set's order carries no information, because the set's values determine the order.
     """
     power = np.floor(np.log2(sets.token_ids + 1.0))
     exponents = sets.logprobs.view(np.uint32) >> 23
@@ -107,7 +107,7 @@ def _bits(values: NDArray[Any]) -> float:
 
 
 def _json_lists(rollout: Rollout) -> bytes:
-    """Encode the sets as SGLang's JSON lists."""
+    """Encode a rollout's candidate sets as the JSON lists that SGLang returns."""
     assert rollout.candidates is not None
     ids, logprobs = rollout.candidates.to_lists()
     assert logprobs is not None
@@ -121,7 +121,7 @@ def _json_lists(rollout: Rollout) -> bytes:
 
 
 def _rollout(sharpness: float, p: float) -> Rollout:
-    """Return a rollout with the sets of threshold `p`; a larger `sharpness` makes them smaller."""
+    """Return a random rollout with top-p sets at `p`. A larger `sharpness` makes the sets smaller."""
     rng = np.random.default_rng(0)
     by_rank = -np.log(np.arange(VOCAB) + 2.7).astype(np.float32)
     ids: list[NDArray[np.int32]] = []

@@ -1,8 +1,8 @@
 """Benchmark of the sidecar between a client and a fake engine: throughput and processor time.
 
-The fake engine answers immediately, or at the speed of a GPU. At the speed of a GPU, samples either all end
-together, or have different lengths, as rollouts do. The engine, the sidecars, and the client are processes on
-one machine and share its cores.
+The fake engine answers immediately, or at the speed of a GPU. At a GPU's speed, either all samples end
+together, or their lengths differ as in real rollouts. The engine, the sidecars, and the client are processes
+on one machine and share its cores.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _compare(
 def _show_cost(servers: _Servers) -> None:
     """Print the processor time of sidecar and client per sample and per token.
 
-    Both costs follow from two runs, with samples of `SHORT` tokens and of `LONG` tokens.
+    Both costs are computed from two runs: one with samples of `SHORT` tokens, and one with `LONG` tokens.
     """
     cost: dict[str, float] = {}
     for label, url, clock in (
@@ -107,7 +107,7 @@ def _per_sample(work: Callable[[], object], clock: Callable[[], float]) -> float
 
 
 def _all(urls: Sequence[str], lengths: Sequence[int], in_flight: int) -> Callable[[], object]:
-    """Return a function that generates a sample of each length, `in_flight` of them at once."""
+    """Return a function that generates one sample of each length, and at most `in_flight` samples at once."""
 
     async def go() -> None:
         is_sidecar = httpx.get(f"{urls[0]}/info").status_code == 200

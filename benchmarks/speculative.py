@@ -1,11 +1,11 @@
-"""Benchmark of the real engine under speculative decoding: throughput with and without candidate sets.
+"""Benchmark of SGLang's throughput under speculative decoding, with and without candidate sets.
 
-A contender sends 32 concurrent requests of 32 tokens each. One patched SGLang on this machine serves all
+Each contender sends 32 concurrent requests of 32 tokens each. One patched SGLang on this machine serves all
 contenders in turn. The time runs from the first request sent to the last response read.
 
-Without a GPU, the drafts come from a draft worker of the tests, which uses the target model itself. Ports to
-torch replace the sampling kernels. So the ratios show the cost of candidate sets during verification, but not
-the gain from speculation.
+Without a GPU, the test suite's draft worker makes the drafts with the target model, and torch code replaces
+the sampling kernels. So the ratios show the cost of candidate sets during verification, but not the gain from
+speculation.
 
 On a GPU, `SPECULATIVE_MODEL` and `SPECULATIVE_DRAFT` name a model and its EAGLE draft model::
 

@@ -1,7 +1,7 @@
-"""Benchmark of a training step of TRL's GRPOTrainer: replay over candidate sets against TRL's own fused head.
+"""Benchmark of a GRPOTrainer step in TRL: scoring over candidate sets against TRL's own fused head.
 
 A step is the forward and backward pass of one micro-batch, on the CPU in float32. Both contenders get the
-same batch and the same weights. The time of replay includes the checks, the index of the sets, and the
+same batch and the same weights. The time over candidate sets includes checking and indexing the sets, and the
 metrics that `ReplayMixin` logs. The benchmark needs `trl`, which `make setup` installs.
 """
 
@@ -27,7 +27,7 @@ from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 __all__ = ["run", "step"]
 
-# Rows, tokens of a completion, hidden size, number of layers, and vocabulary size.
+# Each shape is: rows, tokens per completion, hidden size, number of layers, and vocabulary size.
 SHAPE = (4, 256, 512, 4, 32_768)
 TINY = (2, 16, 64, 1, 512)
 PROMPT = 64
@@ -38,7 +38,7 @@ class ReplayTrainer(ReplayMixin, GRPOTrainer):
 
 
 def run() -> None:
-    # One thread, so that times show work, and not how long threads wait for each other on a shared machine.
+    # Use one thread, so that times show computation, and not waits between threads on a shared machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -64,7 +64,7 @@ def run() -> None:
 
 
 def step(replay: bool, rows: int, width: int, hidden: int, layers: int, vocab: int) -> Work:
-    """Return a training step that returns the gradients of all parameters."""
+    """Return a function that runs one training step and returns the gradients of all parameters."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     torch.manual_seed(0)
     config = Qwen2Config(

@@ -1,9 +1,9 @@
-"""Benchmark of the time that the installed plugin costs requests that do not use it.
+"""Benchmark of the time that the installed plugin adds to requests that ask for no candidate sets.
 
-A contender sends 32 concurrent requests of 32 tokens each, with a vocabulary of 151,936. Two servers of the
-installed SGLang answer the same requests in turn: one with the plugin, and one whose `SGLANG_PLUGINS` leaves
-the plugin out. While one server is timed, the other is idle. Results of older SGLang releases are kept as
-`results/unused_plugin_overhead_RELEASE.json`.
+Each contender sends 32 concurrent requests of 32 tokens each. The vocabulary has 151,936 tokens. Two servers
+of the installed SGLang answer the same requests in turn: one with the plugin, and one whose `SGLANG_PLUGINS`
+excludes the plugin. While one server is timed, the other is idle. Results for older SGLang releases are kept
+as `results/unused_plugin_overhead_RELEASE.json`.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 The policy is a small network that reads the last token and predicts the next one. Its tokens form a Markov
 chain with few states, so dynamic programming gives the exact expected reward and its exact gradient. The
-script compares the estimates with them. Candidate sets and scores come from this project's functions. The
-four ways of training differ only in the log-probs of the importance ratio:
+script compares its estimates with these exact values. Candidate sets and scores come from this project's
+functions. The four ways of training differ only in the tokens over which the importance ratio's new and old
+log-probs are normalized:
 
-    replay        new and old over the candidate sets
-    without       new over the vocabulary, old over the sets: the ratio starts at the kept mass
-    uncorrected   new and old over the vocabulary: the ratio starts at 1, as if no top-p were applied
+    replay        new and old log-probs over the candidate sets
+    without       new log-probs over the vocabulary, old over the sets: the ratio starts at the kept mass
+    uncorrected   new and old log-probs over the vocabulary: the ratio starts at 1, as if top-p were off
     truncated IS  like uncorrected, but each token is weighted with min(policy / sampler, 2)
 
     python examples/bias.py                     # minutes on two cores; prints a table
@@ -36,12 +37,12 @@ from sglang_topp.replay import full_logprobs, masked_logprobs, replayed_old_logp
 WAYS = ("replay", "without", "uncorrected", "truncated IS")
 VOCAB, LENGTH = 48, 24
 CLIP, LARGEST_WEIGHT = 0.2, 2.0
-MINI_BATCHES = 4  # optimizer steps per batch of rollouts, during which the ratios move
+MINI_BATCHES = 4  # optimizer steps per batch of rollouts; each moves the ratios
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """N trajectories of T tokens: the state before each token, the token itself, and N rewards."""
+    """N trajectories of T tokens: the state before each token, each token, and one reward per trajectory."""
 
     states_NT: Tensor
     targets_NT: Tensor
@@ -49,7 +50,7 @@ class Rollouts:
 
 
 class Task:
-    """Rewards r[s, a] in [0, 1] of each token a after each token s. Few tokens after s have a high reward."""
+    """Rewards in [0, 1] for every pair of a token and the next token. Few of these rewards are high."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -77,7 +78,7 @@ class Task:
 
 
 def make_policy(seed: int) -> nn.Module:
-    """Return a network from states [B] to logits [B, V]. Its outputs are as peaked as a language model's."""
+    """Return a network from states [B] to logits [B, V], which are as peaked as a language model's."""
     torch.manual_seed(seed)
     policy = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, VOCAB))
     with torch.no_grad():
@@ -144,7 +145,7 @@ def loss(way: str, logits_TV: Tensor, targets_T: Tensor, sets: CandidateSets, ad
 
 
 def gradient(value: Tensor, policy: nn.Module) -> Tensor:
-    """Return the gradient of `value` in all parameters, as one vector."""
+    """Return the gradient of `value` with respect to all parameters, as one vector."""
     parts = torch.autograd.grad(value, list(policy.parameters()))
     return torch.cat([part.flatten() for part in parts])
 
@@ -152,10 +153,11 @@ def gradient(value: Tensor, policy: nn.Module) -> Tensor:
 def gradient_cosines(
     task: Task, policy: nn.Module, top_p: float, num: int, generator: torch.Generator
 ) -> dict[str, dict[str, float]]:
-    """Return the cosine of each way's gradient with two exact gradients, from the same `num` trajectories.
+    """Return the cosines between each way's gradient, from `num` trajectories, and two exact gradients.
 
-    `sampled` is the gradient of the sampler's expected reward, with its current candidate sets fixed.
-    `policy` is the gradient of the expected reward at top-p 1, over the whole distribution.
+    All ways use the same trajectories. `sampled` is the gradient of the sampler's expected reward, with the
+    current candidate sets fixed. `policy` is the gradient of the expected reward at top-p 1, over the whole
+    distribution.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)
@@ -200,7 +202,7 @@ def measure(task: Task, policy: nn.Module, first_VV: Tensor, top_p: float) -> di
 def train(
     way: str, top_p: float, seed: int, *, steps: int, trajectories: int
 ) -> Iterator[tuple[nn.Module, dict[str, float]]]:
-    """Yield the policy and its measures before each training step, and after the last step."""
+    """Yield the policy and its measurements before each training step, and after the last step."""
     task, policy = Task(seed), make_policy(seed)
     first_VV = all_logits(policy).detach()
     generator = torch.Generator().manual_seed(seed)
@@ -225,7 +227,7 @@ def train(
 def run(
     top_ps: Sequence[float], seeds: Sequence[int], *, steps: int, trajectories: int, estimates: int
 ) -> dict[str, Any]:
-    """Train in every way. Return the training curves, and gradient cosines at four steps of replay."""
+    """Train in every way. Return the training curves, and the gradient cosines at four steps with replay."""
     curves: list[dict[str, Any]] = []
     cosines: list[dict[str, Any]] = []
     for top_p in top_ps:

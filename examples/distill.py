@@ -4,8 +4,8 @@ Both models are small and random, and are created when the example starts. In ea
 samples rollouts, and the teacher's engine returns the teacher's top-p set at every sampled token. The student
 takes one optimizer step towards these sets, and its new weights are pushed to its engine.
 
-The example reports the KL over the whole vocabulary, which falls. Only this report needs a forward pass of
-the teacher. The training does not.
+The example reports the KL over the whole vocabulary, which falls. This report needs a forward pass of the
+teacher, but the training does not.
 
     python examples/distill.py                          # two minutes to start both engines, seconds per step
     python examples/distill.py --outside renormalized   # compare within the teacher's sets only
@@ -47,11 +47,11 @@ def distill(
     direction: Literal["forward", "reverse"] = "forward",
     outside: Literal["tail", "renormalized"] = "tail",
 ) -> list[dict[str, float]]:
-    """Distill the teacher into the student, and return the loss and distances of each step before its update.
+    """Distill the teacher into the student, and return each step's loss and KLs, measured before its update.
 
-    `loss` is the training loss. `forward_kl` and `reverse_kl` are over the whole vocabulary. All three are
-    means over the tokens of the student's rollouts, in nats. At the end, the student's engine has the weights
-    of the last step.
+    `loss` is the training loss. `forward_kl` and `reverse_kl` are computed over the whole vocabulary. All
+    three are means over the student's rollout tokens, in nats. At the end, the student's engine has the last
+    step's weights.
     """
     student = AutoModelForCausalLM.from_pretrained(student_path, dtype=torch.float32)
     teacher_model = AutoModelForCausalLM.from_pretrained(teacher_path, dtype=torch.float32).eval()

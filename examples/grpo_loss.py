@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
 
 def group_advantages(rewards_BG: Tensor) -> Tensor:
-    """Center and scale the rewards [B, G] of G samples per prompt within each prompt's group."""
+    """Center and scale rewards [B, G] within each prompt's group of G samples."""
     centered = rewards_BG - rewards_BG.mean(dim=1, keepdim=True)
     return centered / (rewards_BG.std(dim=1, keepdim=True) + 1e-6)
 
@@ -62,10 +62,10 @@ def grpo_loss(
 
     The loss of a token is `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`.
 
-    `hidden` holds this rank's last hidden states, and `weight` is the LM head. `attention_mask` is the mask
-    of the forward pass; only `Layout("bshd")` needs it. `advantages` has one number per sample, and
+    `hidden` holds this rank's final hidden states, and `weight` is the LM head. `attention_mask` is the
+    forward pass's mask; only `Layout("bshd")` needs it. `advantages` has one number per sample, and
     `loss_mask` has one entry per response token. Without a loss mask, every token with a candidate set
-    counts. Tokens of tools have none, so they do not count. The metrics cover this rank's tokens.
+    counts. Tool tokens have no candidate set, so they do not count. The metrics cover this rank's tokens.
     """
     lengths = [len(sample.output_ids) for sample in samples]
     recorded = [sample.candidates for sample in samples]
@@ -123,7 +123,7 @@ def reward(samples: Sequence[Sample]) -> Tensor:
 
 
 def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, float]]:
-    """Train the toy policy's head, and return the mean reward and metrics of each step before its update."""
+    """Train the toy policy's head, and return each step's mean reward and metrics before its update."""
     torch_rng, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     hidden = torch.randn(PROMPTS, 1, PROMPT + RESPONSE, WIDTH, generator=torch_rng).expand(-1, GROUP, -1, -1)
     hidden = hidden.reshape(PROMPTS * GROUP, PROMPT + RESPONSE, WIDTH)

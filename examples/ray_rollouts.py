@@ -3,7 +3,7 @@
 Ray places the actors and moves the rollouts. The client balances the load over the engines, and moves samples
 away from an engine that dies. The driver keeps one entry per prompt. If a prompt's actor or result is lost
 with a node, the driver rolls out the prompt again, and no prompt counts twice. The trainer receives object
-references, and reads the sets from the shared memory of its node without a copy.
+references, and reads the candidate sets from its node's shared memory without a copy.
 
     python examples/ray_rollouts.py                                  # starts Ray and an engine here
     python examples/ray_rollouts.py --address auto --model-path MODEL --gpus-per-engine 1 -- --tp-size 1
@@ -86,13 +86,13 @@ class RolloutWorker:
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """An actor that scores rollouts over their sets. It has the engines' weights, so each ratio is 1."""
+    """An actor that scores rollouts over their sets. With the engines' weights, importance ratios are 1."""
 
     def __init__(self, model_path: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def score(self, references: Sequence[ray.ObjectRef]) -> dict[str, float]:
-        """Return the metrics of the referenced rollouts, which are in the shared memory of this node."""
+        """Return the metrics over the referenced rollouts, which are in this node's shared memory."""
         rollouts = [rollout for each in ray.get(list(references)) for rollout in each]
         batch = collate_rollouts(rollouts, np.zeros(len(rollouts)), pad_token_id=0)
         _, metrics = loss_sum(self.model, batch, replay=True)
@@ -111,7 +111,7 @@ def roll_out(
 
     Raises:
         RuntimeError: every worker has died.
-        ray.exceptions.RayTaskError: a rollout failed for another reason than a lost node.
+        ray.exceptions.RayTaskError: a rollout failed, but not because a node was lost.
     """
     alive = list(workers)
     waiting = deque(range(len(prompts)))
@@ -129,8 +129,8 @@ def roll_out(
         (reference, *_), _ = ray.wait(list(running))
         index, worker = running.pop(reference)
         try:
-            # `get` brings the object into this node's memory, and the arrays that view it keep it there. The
-            # rollouts then survive a loss of the node that made them.
+            # `get` copies the object into this node's memory, and the rollouts' arrays keep the object there.
+            # The rollouts then survive the loss of the node that made them.
             rollouts = ray.get(reference)
         except (RayActorError, ObjectLostError) as error:
             print(f"prompt {index} again: {type(error).__name__}", flush=True)
@@ -181,7 +181,8 @@ def main() -> int:
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         trainer = Trainer.options(scheduling_strategy=here).remote(model_path)
-        # Ray does not resolve references inside a list. So it sends 28 bytes for each, and not the sets.
+        # Ray does not resolve references inside a list, so this call sends 28 bytes per reference instead of
+        # the rollouts.
         metrics = ray.get(trainer.score.remote([finished[index][0] for index in range(len(prompts))]))
         rollouts = [rollout for index in range(len(prompts)) for rollout in finished[index][1]]
         if args.output is not None:

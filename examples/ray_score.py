@@ -1,9 +1,9 @@
 """Score saved rollouts with a teacher on a Ray cluster: one output file for each part file of a directory.
 
-Ray Data gives each part to an actor, and repeats the parts of a node that dies. An output file gets its
-part's name only once it is complete, so a restarted run skips it. An actor holds one row group of its part
-and some scored rollouts in memory, however large the part is. An output has the part's rollouts in order,
-with the teacher's log-probs and candidate sets in place of the student's.
+Ray Data gives each part to an actor, and repeats a part if its node dies. An output file gets its part's name
+only once the file is complete, so a restarted run skips finished parts. An actor holds one row group of its
+part and some scored rollouts in memory, however large the part is. An output file has its part's rollouts in
+order, with the teacher's log-probs and candidate sets in place of the student's.
 
     sglang-topp serve --model-path TEACHER                    # on one machine or on several
     python examples/ray_score.py ROLLOUTS SCORES --url http://teacher:30010

@@ -30,7 +30,7 @@ from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
 OFF = 0.1  # a ratio counts as off if its distance from 1 is larger than this
-TOLERANCE = 1e-3  # for float32 rounding, because two implementations compute the same model
+TOLERANCE = 1e-3  # allows for float32 rounding, because two implementations compute the model
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
         trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         scores = [score(trainer, rollout) for rollout in rollouts]
 
-    # The rollout's log-probs over the renormalized sets, from which the sampler drew.
+    # These are the rollout's log-probs over the renormalized sets from which the sampler drew.
     behavior = np.concatenate([rollout.masked_logprobs for rollout in rollouts])
     without = np.exp(np.concatenate([full for full, _ in scores]) - behavior)
     replayed = np.exp(np.concatenate([masked for _, masked in scores]) - behavior)
@@ -115,7 +115,7 @@ def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndar
     logprobs = torch.log_softmax(logits, dim=-1)
     sampled = logprobs.gather(1, ids[len(rollout.prompt_ids) :, None])[:, 0]
 
-    # One entry per candidate: its position, and its log-prob under the trainer's policy.
+    # These tensors hold each candidate's position, and its log-prob under the trainer's policy.
     sets = candidates.to_torch(logprobs.device)
     positions = torch.repeat_interleave(sets.offsets.diff())
     kept = logprobs[positions, sets.token_ids]
@@ -124,7 +124,7 @@ def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndar
 
 
 def show_positions(rollout: Rollout, count: int) -> None:
-    """Print the candidates at the first positions with their probabilities, the sampled token in brackets."""
+    """Print the first positions' candidates with their probabilities. The sampled token is in brackets."""
     assert rollout.candidates is not None
     print("position  kept mass  candidates")
     for t in range(min(count, len(rollout.output_ids))):
@@ -142,7 +142,7 @@ def show_positions(rollout: Rollout, count: int) -> None:
 
 
 def show_sizes(rollouts: list[Rollout]) -> None:
-    """Print set sizes, and the bytes of the rollouts as the sidecar sends them."""
+    """Print set sizes, and how many bytes the rollouts take when the sidecar sends them."""
     sets = [rollout.candidates for rollout in rollouts if rollout.candidates is not None]
     sizes = np.concatenate([each.sizes for each in sets])
     num_bytes = sum(len(rollout_to_bytes(rollout)) for rollout in rollouts)

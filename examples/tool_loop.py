@@ -66,14 +66,14 @@ def tool(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def changes_when_retokenized(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> bool:
-    """Return whether tokenizing the response's text gives other tokens than were generated."""
+    """Return whether tokenizing the response's text gives different tokens than the generated ones."""
     ids = rollout.output_ids.tolist()
     again: list[int] = tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False)
     return again != ids
 
 
 def show(rollout: Rollout) -> None:
-    """Print a response turn by turn: its author, its number of tokens, and the first tokens."""
+    """Print each turn of a response: its author, its number of tokens, and its first tokens."""
     mask = rollout.loss_mask
     starts = np.flatnonzero(np.diff(mask, prepend=-1))
     for start, end in zip(starts, [*starts[1:], len(mask)], strict=True):

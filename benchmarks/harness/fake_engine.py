@@ -1,7 +1,7 @@
 """A fake engine for benchmarks: it answers like a patched SGLang, with candidate sets, but runs no model.
 
-The engine builds each answer once and sends it many times, so that a benchmark measures the client or the
-sidecar in front of it.
+The engine builds each answer once and sends it many times, so that a benchmark measures only the client or
+sidecar in front of the engine.
 
     python -m benchmarks.harness.fake_engine [--token-s SECONDS] [--max-running N]
 
@@ -105,7 +105,7 @@ def _row(rng: np.random.Generator, size: int) -> np.ndarray[Any, np.dtype[np.flo
 
 
 class _Pace:
-    """Runs at most `max_running` samples at once, each for `token_s` per token, and queues the others."""
+    """Runs at most `max_running` samples at once, each for `token_s` per token. Further samples queue."""
 
     def __init__(self, token_s: float, max_running: int) -> None:
         self._token_s = token_s
@@ -130,7 +130,7 @@ class _Pace:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. It understands only the part of HTTP that this project's clients use."""
+    """One connection. It supports only the part of HTTP that this project's clients use."""
 
     def __init__(self, pace: _Pace) -> None:
         self._pace = pace

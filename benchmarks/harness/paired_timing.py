@@ -1,7 +1,7 @@
-"""Paired timings: contenders take turns within one run, so that a machine that slows down affects them all.
+"""Paired timings: contenders take turns in one run, so that a slowdown of the machine affects them all.
 
-The benchmark's result is the ratio of times within a round, with its spread over the rounds. Absolute times
-only give the order of magnitude. Every table is printed, and recorded for the benchmark's result file.
+A benchmark's result is the ratio of times within a round, with the ratio's spread over the rounds. Absolute
+times only give the order of magnitude. Every table is printed, and recorded for the benchmark's result file.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def compare(
     clock: Callable[[Callable[[], object]], float] = wall_s,
     picture: str | None = None,
 ) -> Table:
-    """Time `contenders` in turn and print how many times faster each is than the first.
+    """Time `contenders` in turn, and print each contender's speedup over the first.
 
     Args:
         title: The heading of the printed table.
-        contenders: Label to callable. The first is the baseline.
+        contenders: The functions to time, by label. The first is the baseline.
         rounds: Number of measured rounds. Every contender runs once per round.
-        warmup: Number of rounds that run first and are not measured.
+        warmup: Number of unmeasured rounds that run first.
         target: The ratio that the last contender should reach, printed below the table.
-        clock: Runs a contender and returns its seconds.
-        picture: Name of the PNG that shows the table. Tables with the same name share one PNG.
+        clock: Runs a contender and returns the seconds that it took.
+        picture: Name of the PNG that shows the table. Tables with the same `picture` share one PNG.
     """
     ms: dict[str, list[float]] = {label: [] for label in contenders}
     for round_number in range(warmup + rounds):
@@ -63,9 +63,9 @@ def compare_counts(
     target: float | None = None,
     picture: str | None = None,
 ) -> Table:
-    """Print how many times smaller each count is than the first.
+    """Print how many times smaller each count is than the first count.
 
-    A count, such as bytes, is the same in every round, so it is taken once.
+    Counts, such as bytes, are the same in every round, so each is measured only once.
     """
     values = {label: [float(count)] for label, count in counts.items()}
     return _print_and_record(

@@ -18,15 +18,15 @@ Work = Callable[[], list[Any]]
 
 
 def peak_bytes(prepare: Callable[..., Work], *args: object, warmup: tuple[object, ...]) -> int:
-    """Return the growth of the resident set at its peak, less the bytes of the results.
+    """Return how far the resident set grows at its peak, minus the bytes that the results take.
 
     Args:
-        prepare: A function that builds the inputs and returns the work, a callable without arguments. Both
-            run in a fresh process, so `prepare` must be defined at module level. The work returns its
-            results as a list of tensors, such as gradients.
+        prepare: A function that builds the inputs and returns another function, the work to measure. Both run
+            in a fresh process, so `prepare` must be defined at module level. The work takes no arguments, and
+            returns its results as a list of tensors, such as gradients.
         args: Arguments of `prepare`.
-        warmup: Arguments of `prepare` for tiny inputs. They run first, so that libraries are loaded and
-            their threads are started.
+        warmup: Arguments of `prepare` for tiny inputs. An unmeasured first run uses tiny inputs, so that
+            libraries are loaded and their threads are started.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -48,10 +48,10 @@ def compare_peaks(
     target: float | None = None,
     picture: str | None = None,
 ) -> Table:
-    """Measure the peak of each contender and print how many times smaller it is than that of the first.
+    """Measure each contender's peak, and print how many times less memory it needs than the first contender.
 
-    A contender is `(prepare, args)`. Peaks below 1 MiB count as 1 MiB, because the kernel's counters are not
-    exact enough there.
+    A contender is `(prepare, args)`. Peaks below 1 MiB count as 1 MiB, because the kernel's counters are too
+    coarse below that.
     """
     peaks = {
         label: max(1.0, peak_bytes(prepare, *args, warmup=warmup) / 2**20)

@@ -1,7 +1,7 @@
 """Draw bar charts of the result files; `python -m benchmarks.harness.plots` redraws all of them.
 
-A bar shows the median ratio of a row: how many times faster, or smaller, the row is than the first row. The
-whisker goes from the smallest to the largest ratio of a round. A dotted line shows the target.
+Each bar shows a row's median ratio: how many times faster or smaller the row is than the table's first row.
+The whisker spans the smallest to the largest ratio over all rounds. A dotted line shows the target.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from benchmarks.harness.result_files import FOLDER
 __all__ = ["draw"]
 
 _BASELINE, _BAR, _WHISKER, _TARGET = "#b8b8b8", "#2f6f9f", "#222222", "#b5442e"
-# Beyond this ratio a linear scale would make the other bars of the panel invisible.
+# Beyond this ratio a linear scale would make the panel's other bars invisible.
 _MAX_LINEAR_RATIO = 20
 _TITLE_CHARS = 115
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw the pictures that the tables of a result file name, and return their paths.
+    """Draw every picture that a result file asks for, and return the pictures' paths.
 
-    The pictures are written beside the file. Needs matplotlib.
+    The pictures are written beside the result file. Drawing needs matplotlib.
     """
     result = json.loads(path.read_text())
     panels: dict[str, list[dict[str, Any]]] = {}
@@ -35,7 +35,7 @@ def draw(path: Path) -> list[Path]:
 
 
 def _draw(path: Path, result: dict[str, Any], tables: list[dict[str, Any]]) -> Path:
-    # Imported here because only `make bench` installs matplotlib. `Figure` needs neither pyplot's global
+    # Import matplotlib here, because only `make bench` installs it. `Figure` needs neither pyplot's global
     # state nor a screen.
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def _draw(path: Path, result: dict[str, Any], tables: list[dict[str, Any]]) -> P
     for each, table in zip(axes.flat, tables, strict=True):
         _panel(each, table)
     figure.supxlabel(_measured_on(result), fontsize=7, color="#555555")
-    # Leave the version of matplotlib out, so that the same tables always give the same file.
+    # Leave matplotlib's version out of the file, so that the same tables always give the same file.
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return path
 

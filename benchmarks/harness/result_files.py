@@ -1,4 +1,4 @@
-"""Result files: the tables of a benchmark, with the machine and the versions that it ran on.
+"""Result files: a benchmark's tables, with the machine and the software versions that it ran on.
 
 Each benchmark has one JSON file in `benchmarks/results/`:
 
@@ -6,8 +6,9 @@ Each benchmark has one JSON file in `benchmarks/results/`:
      "tables": [{"title", "unit", "better", "rounds", "target", "picture",
                  "rows": [{"label", "figure": {"median", "min", "max"}, "ratio": {"median", "min", "max"}}]}]}
 
-The `ratio` of a row is how many times `better` ("faster" or "less") the row is than the first row. `target`
-is the ratio that the last row should reach, or null. `picture` names the PNG of the table, or is null.
+A row's `ratio` says how many times faster the row is than the first row, or how many times less it needs.
+`better` is "faster" or "less". `target` is the ratio that the last row should reach, or null. `picture` names
+the table's PNG, or is null.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FOLDER = Path(__file__).parents[1] / "results"
 
 @dataclass(frozen=True)
 class Spread:
-    """The median, smallest, and largest value of a figure over all rounds."""
+    """The median, smallest, and largest value of one measurement over all rounds."""
 
     median: float
     min: float
@@ -66,7 +67,7 @@ class Table:
 
     @classmethod
     def from_rounds(cls, values: dict[str, list[float]], **fields: Any) -> Table:
-        """Build a table from the measured values of each label. Entry i of every list belongs to round i."""
+        """Build a table from each label's measured values. Entry i of every list belongs to round i."""
         first = next(iter(values.values()))
         rows = (
             Row(
@@ -83,7 +84,7 @@ _recorded: list[Table] = []
 
 
 def record(table: Table) -> None:
-    """Add a table to the tables of the running benchmark."""
+    """Add a table to the running benchmark's tables."""
     _recorded.append(table)
 
 
@@ -95,7 +96,7 @@ def collect_tables() -> Iterator[list[Table]]:
 
 
 def write(benchmark: str, tables: Sequence[Table], folder: Path = FOLDER) -> Path:
-    """Write a benchmark's result file, which replaces the file of its last run, and return the path."""
+    """Write a benchmark's result file over the last run's file, and return the path."""
     result = {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -110,15 +111,15 @@ def write(benchmark: str, tables: Sequence[Table], folder: Path = FOLDER) -> Pat
 
 
 def _machine() -> dict[str, Any]:
-    """Describe the hardware and the OS, without anything that identifies this very machine."""
+    """Describe the hardware and the OS, without anything that identifies this particular machine."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": _gib(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         "gpu": _gpu(),
         "os": platform.freedesktop_os_release()["PRETTY_NAME"],
-        # Load average over the last minute, including the benchmark itself. A load far above the number of
-        # the benchmark's threads means that other processes competed with it.
+        # Load average over the last minute, including the benchmark itself. A load far above the benchmark's
+        # own number of threads means that other processes competed for the cores.
         "load": round(os.getloadavg()[0], 2),
     }
 
@@ -144,7 +145,7 @@ def _gib(num_bytes: int) -> float:
 
 def _versions() -> dict[str, str | None]:
     packages = {name: _version(name) for name in ("numpy", "sglang", "sglang-topp")}
-    # torch's own version string also tells whether it was built for CUDA, or only for the CPU.
+    # torch's own version string also tells whether torch was built for CUDA or only for the CPU.
     torch_version = {"torch": str(torch.__version__)}
     return {"python": platform.python_version(), **torch_version, **packages, "commit": _commit()}
 
@@ -159,7 +160,7 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """Return the short hash of HEAD, or None outside a repository.
 
-    A `+` follows the hash if tracked or untracked files differ from HEAD.
+    A `+` follows the hash if the working tree differs from HEAD, untracked files included.
     """
 
     def git(*arguments: str) -> str:

@@ -7,8 +7,8 @@
 
     trainer = Trainer(model=path, rollout_func=SGLangRollouts(client), ...)
 
-Shape legend: B is the rows of a batch, C the width of the padded completions, and T the scored completion
-tokens.
+Shape legend: B is the number of rows in a batch, C the width of the padded completions, and T the number of
+scored completion tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"]
 SUPPORTED_TRL = ("1.16.0",)
 """The TRL releases that the tests cover. `ReplayMixin` overrides private methods, which may change."""
 
-# These parameters end a sample or forbid tokens, and the candidate sets reflect that. Other parameters would
-# change log-probs in ways that a rollout does not record.
+# These parameters only end a sample or forbid tokens, and the candidate sets reflect both. Other parameters
+# would change log-probs in ways that a rollout does not record.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
 
@@ -64,14 +64,14 @@ def rollout_fields(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
 class SGLangRollouts:
     """TRL's `rollout_func`: push the policy's weights to every engine, and sample from the engines.
 
-    The sampling parameters are those of `GRPOConfig`: `temperature`, `top_p`, `top_k`, `min_p`, and
+    The sampling parameters come from `GRPOConfig`: `temperature`, `top_p`, `top_k`, `min_p`, and
     `max_completion_length`. TRL's tokenizer renders the prompts. The main process pushes the weights before
     each generation, and every process samples its own prompts.
 
     Args:
         client: a client whose `engine_url` names every engine behind its `base_url`.
-        sampling_params: further sampling parameters of SGLang. Accepted are `ignore_eos`, `min_new_tokens`,
-            `stop`, `stop_regex`, and the grammars `json_schema`, `regex`, and `ebnf`.
+        sampling_params: further SGLang sampling parameters: `ignore_eos`, `min_new_tokens`, `stop`,
+            `stop_regex`, and the grammars `json_schema`, `regex`, and `ebnf`. Others are refused.
 
     Raises:
         InvalidInputError: a sampling parameter belongs to `GRPOConfig`, or cannot be replayed.
@@ -92,8 +92,8 @@ class SGLangRollouts:
         """Return one sample for each prompt, in order.
 
         Raises:
-            InvalidInputError: a prompt has an image.
-            WireError: an engine sampled with other weights than those of the last push.
+            InvalidInputError: a prompt contains an image.
+            WireError: an engine sampled with weights other than the last pushed ones.
             SglangToppError: the push or the client's `generate` failed.
         """
         version = self._push_weights(trainer)
@@ -138,9 +138,9 @@ class SGLangRollouts:
     def _push_weights(self, trainer: Any) -> str:
         """Push the weights from the main process, and return their version on every process."""
         accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
-        # The batches of an evaluation share one push, because the step stays the same. In training, every
-        # generation pushes: each call of `train` counts steps from 0 again, so equal steps do not mean equal
-        # weights.
+        # An evaluation's batches share one push, because the step does not change between the batches. In
+        # training, every generation pushes: each call of `train` counts steps from 0 again, so equal steps do
+        # not mean equal weights.
         if accelerator.is_main_process and (trainer.model.training or step != self._pushed_step):
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
@@ -148,7 +148,7 @@ class SGLangRollouts:
                 self.client.push_weights(accelerator.unwrap_model(trainer.model), version=self._version)
                 self._pushed_step = step
             except Exception as error:
-                failure = error  # raise it after the broadcast, for which the other processes wait
+                failure = error  # raise it after the broadcast, because other processes wait for that
         failure, self._version = broadcast_object_list([failure, self._version])
         if failure is not None:
             raise failure
@@ -159,9 +159,10 @@ _Next: Any = object  # stands for GRPOTrainer; `Any` lets the type checker accep
 
 
 class ReplayMixin(_Next):  # type: ignore[misc]
-    """A mixin that lets GRPO score over candidate sets. Name it before `trl.GRPOTrainer` in the bases.
+    """A mixin that lets GRPO score over candidate sets. List it before `trl.GRPOTrainer` in the bases.
 
-    - The policy and the reference are scored over the sets of the rollout: log-probs, entropy, and KL.
+    - The policy's and the reference's log-probs, the entropy, and the KL are taken over the rollout's
+      candidate sets.
     - The old log-probs are the rollout's (`Rollout.masked_logprobs`), so importance ratios compare the
       trainer with the engine from the first step on.
     - The trainer logs `replay/ratio_mean` and the other metrics of `sglang_topp.replay.ReplayMetrics`.
@@ -170,7 +171,7 @@ class ReplayMixin(_Next):  # type: ignore[misc]
 
     Raises:
         InvalidInputError: TRL's release is not in `SUPPORTED_TRL`, or an option is refused. The message names
-            the option and the reason. The constructor raises it before anything is generated.
+            the option and the reason. The constructor raises the error before anything is generated.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -202,7 +203,7 @@ class ReplayMixin(_Next):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._rows = None  # so that the reference is scored over `self._sets`, the sets of all rows
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        # TRL shuffles and splits a list in step with the rows of its tensors.
+        # TRL shuffles and splits lists together with tensor rows, so each row keeps its candidate sets.
         output["candidate_sets"] = self._sets
         output["old_per_token_logps"] = output["sampling_per_token_logps"]
         return output
@@ -226,9 +227,9 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Score completions over their sets. Return log-probs [B, C], entropies [B, C] or None, and None."""
+        """Score completions over their sets. Return (log-probs [B, C], entropies [B, C] or None, None)."""
         if model is self.model and not compute_entropy:
-            return None, None, None  # TRL asks for old log-probs; the rollout's replace them
+            return None, None, None  # TRL asks for old log-probs, which the rollout already has
         step = batch_size or len(input_ids)
         scores = []
         for start in range(0, len(input_ids), step):
@@ -257,23 +258,24 @@ class ReplayMixin(_Next):  # type: ignore[misc]
 
 
 class _ScoredRows:
-    """The completion tokens of a batch that are scored, and their candidate sets.
+    """A batch's scored completion tokens, and their candidate sets.
 
-    The class is not a dataclass, because FSDP rebuilds dataclass arguments field by field before a forward.
+    The class is not a dataclass, because FSDP rebuilds dataclass arguments field by field before a forward
+    pass.
     """
 
     def __init__(
         self, sets: Sequence[CandidateSets], completion_ids: Tensor, completion_mask: Tensor
     ) -> None:
         self.is_scored = completion_mask.bool()
-        """bool [B, C]: all tokens of a completion, or none if TRL masks it because it is truncated."""
+        """bool [B, C]: true at completion tokens, except in completions that TRL masks as truncated."""
         self.targets = completion_ids[self.is_scored]
         """int64 [T]: the scored token ids."""
         kept = self.is_scored.any(1).tolist()
         self.sets = CandidateSets.concat([each for each, is_kept in zip(sets, kept, strict=True) if is_kept])
-        # Raises if a set belongs to another token than its target.
+        # This call raises an error if a set was made for a token other than its target.
         self.old_logprobs = replayed_old_logprobs(self.sets, output_ids=self.targets)
-        """float32 [T] on the CPU: the rollout's log-probs of the targets over their sets."""
+        """float32 [T] on the CPU: the rollout's log-probs for the targets, over their candidate sets."""
         self.tensors = self.sets.to_torch(completion_ids.device)
 
 
@@ -326,7 +328,7 @@ def _whole(parameter: Any) -> Any:
 
 
 def _logit_scale(config: Any) -> float:
-    """Return the factor by which a transformers model multiplies its logits, before a soft cap."""
+    """Return the factor by which a transformers model multiplies its logits, before any soft cap."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if (scale := getattr(config, name, None)) is not None:
             return float(scale)
@@ -338,10 +340,10 @@ def _logit_scale(config: Any) -> float:
 def _checked_sets(
     sets: Any, completion_ids: Sequence[Sequence[int]], env_mask: Sequence[Sequence[int]] | None
 ) -> list[CandidateSets]:
-    """Check the sets of a `rollout_func`'s answer, and return one CandidateSets per completion.
+    """Check the candidate sets that a `rollout_func` returned, and return one CandidateSets per completion.
 
     Raises:
-        MissingCandidateSetsError: the answer has no sets.
+        MissingCandidateSetsError: the `rollout_func` returned no sets.
         InvalidInputError: the sets do not belong to the completions, or a token with a loss has an empty set.
     """
     if sets is None or any(each is None for each in sets):

@@ -1,4 +1,4 @@
-"""Map exceptions to HTTP errors: a status, and the body ``{"error": {"type", "message", ...}}``.
+"""Map exceptions to HTTP error responses: a status and the body ``{"error": {"type", "message", ...}}``.
 
 `type` is the exception's class in `sglang_topp.errors`, so that the client can raise the same class. The
 message states the cause. If the engine refused the request, the message quotes the engine.
@@ -42,12 +42,13 @@ from sglang_topp_client.codecs.error_json import error_to_json
 
 __all__ = ["as_sglang_topp_error", "error_body", "error_headers", "from_engine_error", "http_status"]
 
-# Statuses that blame the request. None is the status of an error that the engine reports inside its stream.
+# If the engine's error has one of these statuses, the caller's request is at fault. None stands for an error
+# that the engine reports inside a stream, which has no status.
 _ABOUT_THE_REQUEST = (None, 400, 413, 422)
 
 
 def from_engine_error(error: SglangToppError) -> SglangToppError:
-    """Return the error that the sidecar's caller gets for an error of the engine."""
+    """Translate an engine's error into the error that the sidecar's caller gets."""
     if isinstance(error, AuthenticationError):
         message = f"the engine refused the sidecar's own key (SGLANG_TOPP_ENGINE_API_KEY): {error}"
     elif isinstance(error, BadRequestError) and error.status in _ABOUT_THE_REQUEST:
@@ -108,7 +109,7 @@ def error_headers(error: SglangToppError) -> dict[str, str]:
 
 
 def error_body(error: SglangToppError) -> dict[str, Any]:
-    """Return the body of an error response, or an error message in a stream, with the HTTP status."""
+    """Return the JSON object that reports an error, in an error response or as a message in a stream."""
     answer = error_to_json(error)
     answer["error"]["status"] = http_status(error)
     return answer

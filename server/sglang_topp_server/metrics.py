@@ -21,9 +21,9 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 
 
 class SizeHistogram(Collector):
-    """A histogram that observes whole arrays.
+    """A Prometheus histogram that can observe a whole array in one call.
 
-    A rollout has one observation per token, and prometheus_client's histogram takes one observation per call.
+    A rollout yields one observation per token, but prometheus_client's own histogram takes only one per call.
 
     Args:
         name: the metric's name.
@@ -41,7 +41,7 @@ class SizeHistogram(Collector):
         registry.register(self)
 
     def observe(self, values: NDArray[np.int64]) -> None:
-        """Count each value in the first bucket whose bound it does not exceed."""
+        """Count each value in the first bucket whose upper bound is not below the value."""
         buckets = np.searchsorted(self._bounds, values, side="left")
         self._counts += np.bincount(buckets, minlength=len(self._counts))
         self._sum += int(values.sum())
@@ -63,8 +63,8 @@ class Metrics:
             `rejected` (never sent to the engine), `aborted` (the caller disconnected, or left its answer
             unread for `max_stall_s`), `slow` (a body below the minimum rate: 408).
         errors: number of error responses and of error messages in streams, by `type` and `status`.
-        in_flight: number of requests between the last byte of their body and the last byte of their answer.
-        held_bytes: bytes of finished samples that wait for their callers.
+        in_flight: number of requests whose body was read and whose answer is not complete yet.
+        held_bytes: bytes of finished samples that are not sent yet.
         request_seconds: seconds from a request's headers to the last byte of its answer. Requests that get a
             401 or a 429 are not counted.
         samples: number of finished samples.
@@ -72,7 +72,7 @@ class Metrics:
         tokens: number of tokens of samples and scores, by kind: `prompt` (for a score, the whole sequence),
             `cached` and `scored` (parts of `prompt`), `completion`.
         candidates: sizes of candidate sets, one per generated or scored token.
-        engine_ready: 1 while the engine answers and is patched.
+        engine_ready: 1 while the engine answers and its patch set is active, otherwise 0.
     """
 
     def __init__(self) -> None:
@@ -124,6 +124,6 @@ class Metrics:
         self.errors.labels(type(error).__name__, str(http_status(error))).inc()
 
     def count_refusal(self, error: SglangToppError) -> None:
-        """Count one request that is refused without reading its body."""
+        """Count one request that was refused before its body was read."""
         self.requests.labels("rejected").inc()
         self.count_error(error)

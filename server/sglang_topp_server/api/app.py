@@ -49,11 +49,12 @@ def create_app(
     """Return the sidecar's app for one engine.
 
     Args:
-        engine: the engine's client. The app watches and closes it, within the event loop that serves the app.
+        engine: the engine's client. The app polls the engine and closes this client, both within the event
+            loop that serves the app.
         limits: the request limits; None uses the defaults.
         api_key: the bearer key that callers must send (except on `/healthz` and `/readyz`); None requires no
             key.
-        view: how many of the last rollouts `GET /view` shows; 0 turns the route off.
+        view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
     limits = limits or Limits()
     metrics = Metrics()
@@ -84,9 +85,9 @@ def create_app(
     async def rollouts() -> Response:
         """Generate samples with their candidate sets.
 
-        The answer is one JSON object. With `stream`, it is one message per sample, sent as the sample
-        finishes, and a last message `{"done": true, "rollouts": N}`. Messages are lines of JSON, or frames if
-        `Accept` names their media type. Disconnecting aborts the samples.
+        Without `stream`, the answer is one JSON object. With `stream`, it is one message per sample, sent as
+        the sample finishes, then the last message `{"done": true, "rollouts": N}`. Messages are lines of
+        JSON, or binary frames if `Accept` names the media type of frames. Disconnecting aborts the samples.
         """
         return SampleEndpoint(ROLLOUTS, engine, limits, bodies, concurrency, memory, metrics, recent)
 
@@ -99,17 +100,18 @@ def create_app(
     async def scores() -> Response:
         """Return the log-probs and candidate sets of given sequences.
 
-        The answer is one JSON object. With `stream`, it is one message per sequence, as for rollouts, and a
-        last message `{"done": true, "scores": N}`. Disconnecting aborts the request.
+        Without `stream`, the answer is one JSON object. With `stream`, it is one message per sequence,
+        encoded as in `POST /rollouts`, then the last message `{"done": true, "scores": N}`. Disconnecting
+        aborts the request.
         """
         return SampleEndpoint(SCORES, engine, limits, bodies, concurrency, memory, metrics)
 
     @app.post("/abort", openapi_extra=_body(AbortBody))
     async def abort(request: Request) -> AbortAnswer:
-        """Abort a request of `POST /rollouts`, or all requests in the engine.
+        """Abort a request to `POST /rollouts`, or all requests in the engine.
 
-        The `on_abort` of each request says how its samples are treated. The answer is sent after the requests
-        have stopped.
+        Each request's own `on_abort` decides what its caller receives. The abort is answered after the
+        requests have stopped.
         """
         try:
             async with bodies.read(request.headers, request.receive) as body:
@@ -128,14 +130,15 @@ def create_app(
 def _lifespan(
     engine: EngineClient, concurrency: ConcurrencyLimit
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return the app's lifespan: watch the engine, and at shutdown wait for aborts and close the client."""
+    """Return the app's lifespan: poll the engine; at shutdown, wait for aborts and close the client."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         watch = asyncio.create_task(engine.watch())
         yield
         watch.cancel()
-        # After its grace period, uvicorn cancels requests without waiting, so wait here for their aborts.
+        # After its shutdown grace period, uvicorn cancels requests but does not wait for them. Wait here
+        # until the engine has aborted them.
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORTS_TIMEOUT_S):
                 while len(concurrency):
@@ -150,12 +153,12 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """Return 200 while the process lives."""
+        """Return 200 as long as the sidecar's process runs."""
         return {"status": "ok"}
 
     @app.get("/readyz")
     async def readyz() -> dict[str, str]:
-        """Return 200 while the engine answers and is patched."""
+        """Return 200 while the engine answers and the sglang-topp patch set is active in it."""
         status = engine.status
         if status.phase != "ready":
             raise ServerError(status.reason, status=503)
@@ -163,7 +166,7 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
 
     @app.get("/info")
     async def info() -> Info:
-        """Return the engine, the patch set, and the limits of this sidecar."""
+        """Describe the engine, its patch set, and this sidecar's limits."""
         status = engine.status
         return Info(
             version=app.version,
@@ -186,14 +189,14 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
 
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
-        """Return the metrics in the text format of Prometheus."""
+        """Return the metrics in Prometheus's text format."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_view(app: FastAPI, recent: RecentRollouts) -> None:
     @app.get("/view", response_class=HTMLResponse)
     async def show_recent() -> Response:
-        """Return an HTML page of the last rollouts, like the one that `sglang-topp view` writes."""
+        """Return an HTML page of recent rollouts, like the page that `sglang-topp view` writes."""
         if not len(recent):
             raise BadRequestError("GET /view: no rollout was served yet", status=404)
         headers = {"content-security-policy": content_security_policy(), "cache-control": "no-store"}
@@ -201,7 +204,7 @@ def _add_view(app: FastAPI, recent: RecentRollouts) -> None:
 
 
 def _streams(spec: EndpointSpec, record: str) -> dict[str, Any]:
-    """Return the media types of a stream, for the OpenAPI page."""
+    """Describe the media types of a streamed answer, for the OpenAPI page."""
     return {
         NDJSON: {"schema": {"type": "string", "description": f"With stream: a {record} on each line."}},
         spec.media_type: {"schema": {"type": "string", "format": "binary"}},
@@ -215,7 +218,7 @@ def _body(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer an error that Starlette raised: an unknown path or method."""
+    """Answer an HTTPException from Starlette, such as an unknown path or method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     known = BadRequestError(message, status=error.status_code)

@@ -1,7 +1,7 @@
 """API-key middleware: check the bearer key before any byte of the body is read.
 
-The middleware is plain ASGI. Starlette's `BaseHTTPMiddleware` would run the route in a task of its own, and
-the route would not notice when the caller disconnects.
+The middleware is plain ASGI. Starlette's `BaseHTTPMiddleware` would run the route in a separate task, where
+the route would not notice that the caller disconnects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware"]
 
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
-"""Paths that need no key, because load balancers often cannot send one."""
+"""Paths that need no key, because load balancers often cannot send a key."""
 
 
 class ApiKeyMiddleware:
@@ -37,11 +37,11 @@ class ApiKeyMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check one request, and pass it to the app. This is the ASGI entry point."""
+        """Check a request's key, then pass the request to the app. This is the ASGI entry point."""
         if scope["type"] != "http" or self._key is None or scope["path"] in PUBLIC_PATHS:
             return await self._app(scope, receive, send)
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Starlette decodes headers as latin-1, so encoding restores the original bytes.
+        # Starlette decodes headers as latin-1, so encoding them as latin-1 restores the original bytes.
         sent = token.strip().encode("latin-1")
         if scheme.lower() == "bearer" and hmac.compare_digest(sent, self._key):
             return await self._app(scope, receive, send)

@@ -1,7 +1,7 @@
-"""Encode samples as JSON in chunks of bounded size, while the chunks are sent.
+"""Encode samples as JSON in chunks of bounded size, each encoded only when it is about to be sent.
 
-The candidate sets of a sample are encoded chunk by chunk. The text of an answer is therefore never in memory
-as a whole, and at most one chunk per connection waits for the reader.
+Candidate sets are large, so an answer's whole JSON text is never in memory at once. At most one encoded chunk
+per connection waits for the caller to read it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _RAW_BYTES = CHUNK_BYTES // 4 * 3
 
 
 class SampleJson:
-    """The JSON of one finished sample or score, in chunks. It has the format of the client's codecs.
+    """The JSON of one finished sample or score, in chunks. The client's codecs can decode it.
 
-    The length is known before the candidate sets are encoded.
+    `len()` returns the JSON's length before the candidate sets are encoded.
 
     Args:
-        sample: the sample. Its candidate sets are kept until they are encoded.
+        sample: the sample or score. This object keeps the sample's candidate sets in memory.
     """
 
     def __init__(self, sample: Rollout | Score) -> None:
@@ -66,7 +66,7 @@ class SampleJson:
 
 
 def rechunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in chunks of exactly `CHUNK_BYTES`, except for a shorter last chunk."""
+    """Yield the same bytes in chunks of exactly `CHUNK_BYTES`, except that the last chunk may be shorter."""
     pending: list[bytes] = []
     size = 0
     for chunk in chunks:

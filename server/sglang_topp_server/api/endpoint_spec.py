@@ -1,4 +1,4 @@
-"""EndpointSpec: the parsers, checks, and names in which `POST /rollouts` and `POST /scores` differ."""
+"""EndpointSpec: the parsers, checks, and names that differ between `POST /rollouts` and `POST /scores`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class EndpointSpec:
     """The parsers, checks, and names of one route.
 
     Attributes:
-        name: the field with the results in a JSON answer, and with their number in a stream's last message.
+        name: the field that holds the results in a JSON answer, and their number in a stream's last message.
         result_noun: the singular noun for a result, in error messages.
-        index_field: the field with the index of the failed prompt, in a stream's error messages.
-        media_type: the media type of a stream of frames.
+        index_field: the field that holds the failed prompt's index in a stream's error messages.
+        media_type: the media type of a stream that consists of binary frames.
         parse: parses a body.
-        check: raises if the engine would not survive the request. Its last argument says whether the engine
-            survives grammars that leave no token to draw.
+        check: raises an error if the request would crash or block the engine. Its last argument says whether
+            the engine survives grammars that leave no token to draw.
     """
 
     name: str
@@ -61,7 +61,7 @@ SCORES = EndpointSpec(
 
 
 def place_of(sample: Rollout | Score) -> tuple[int, int]:
-    """Return the prompt index and the sample index of a sample within its request."""
+    """Return a sample's prompt index and sample index within its request."""
     if isinstance(sample, Score):
         return sample.sequence_index, 0
     return sample.prompt_index, sample.sample_index

@@ -15,7 +15,7 @@ _MAX_BYTES = 2**28
 
 
 class RecentRollouts:
-    """Keeps the last rollouts, up to a count and up to 256 MiB.
+    """Keeps the most recent rollouts, at most `count` of them and at most 256 MiB.
 
     Args:
         count: the maximum number of rollouts to keep.
@@ -31,7 +31,7 @@ class RecentRollouts:
         return len(self._rollouts)
 
     def add(self, sample: Rollout | Score) -> None:
-        """Keep a rollout, and drop the oldest ones that no longer fit. A score is ignored."""
+        """Keep a rollout, and drop the oldest rollouts that no longer fit. A score is ignored."""
         if not isinstance(sample, Rollout):
             return
         self._rollouts.append(sample)
@@ -40,10 +40,10 @@ class RecentRollouts:
             self._num_bytes -= num_bytes_of(self._rollouts.popleft())
 
     async def page(self) -> bytes:
-        """Return an HTML page of the rollouts that are kept now.
+        """Return an HTML page that shows the kept rollouts.
 
         Raises:
-            InvalidInputError: no rollout is kept yet.
+            InvalidInputError: no rollout has been added yet.
         """
         async with self._one_page_at_a_time:
             return await asyncio.to_thread(self._page, list(self._rollouts))

@@ -1,8 +1,8 @@
-"""SampleEndpoint: serve one `POST /rollouts` or `POST /scores`, from its headers to the end of its answer.
+"""SampleEndpoint: serve one `POST /rollouts` or `POST /scores` request, from headers to end of answer.
 
-`SampleEndpoint` is the route's response object. It reads the body and sends the answer itself, so it knows
-exactly how long the request is in flight, and notices a disconnect at any moment. Starlette's
-StreamingResponse would leave the generator of a broken stream to the garbage collector.
+`SampleEndpoint` is the route's response object. It reads the body and sends the answer, so it knows exactly
+how long the request is in flight, and notices a disconnect at any moment. With Starlette's StreamingResponse,
+a broken stream's generator would stay open until it is garbage-collected.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from sglang_topp_server.schemas.field_types import SampleBody
 
 __all__ = ["SampleEndpoint"]
 
-# From this size on, parsing a body or encoding a sample takes milliseconds. Such work runs in a thread, so
-# that the event loop can serve other connections.
+# Parsing a body or encoding a sample of this many bytes takes milliseconds. Bodies and samples of this size
+# or more are processed in a thread, so that the event loop can serve other connections.
 _OFF_LOOP_BYTES = 1 << 18
 _LAST_MESSAGE_TIMEOUT_S = 1.0
 
@@ -54,12 +54,12 @@ class SampleEndpoint(Response):
     """The handler of one request.
 
     Args:
-        spec: the route's specification.
+        spec: the route's parsers, checks, and names.
         engine: generates the samples.
         limits: the request limits.
         bodies: reads the body.
         concurrency: limits the requests in flight.
-        memory: limits the bytes of samples that wait for their callers.
+        memory: limits the memory of finished samples that are not sent yet.
         metrics: counts the request.
         recent: keeps the rollouts for `GET /view`; None if that route is off.
     """
@@ -94,12 +94,12 @@ class SampleEndpoint(Response):
         is_admitted = False
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                # Check the limit before the body is read. The `with` below checks it again.
+                # Refuse early, before the body is read. The `with` below enforces the limit.
                 self._concurrency.require_place()
                 request = await self._read(Headers(scope=scope), receive)
                 with self._concurrency:
                     model = await self._engine.require_ready()
-                    # In a thread, because checking millions of ids takes milliseconds.
+                    # Check in a thread, because checking millions of ids takes milliseconds.
                     survives_grammars = self._engine.status.survives_grammars
                     await asyncio.to_thread(self._spec.check, request, model, survives_grammars)
                     is_admitted = True
@@ -155,7 +155,7 @@ class SampleEndpoint(Response):
                     task.exception()
 
     async def _answer_whole(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
-        """Send all samples as one JSON object, in the order of the request, or raise."""
+        """Send all samples as one JSON object, in the request's order. Raise if a prompt fails."""
         records: dict[tuple[int, int], SampleJson] = {}
         async with self._own_time_limit(request):
             async with aclosing(self._engine.samples(request, share)) as samples:
@@ -165,7 +165,8 @@ class SampleEndpoint(Response):
                     records[place_of(sample)] = SampleJson(sample)
                     self._count(sample)
                     del sample
-                    # Let other tasks run. Many samples that finish together would block the event loop.
+                    # Let other tasks run. Many samples that finish together would otherwise block the event
+                    # loop.
                     await asyncio.sleep(0)
             expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
             if sorted(records) != expected:
@@ -180,8 +181,8 @@ class SampleEndpoint(Response):
     async def _answer_stream(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
-        The HTTP status is sent with the first sample. If no prompt succeeds, the status is that of the first
-        failure. Otherwise, each failure is a message of the stream.
+        The HTTP status is sent with the first sample. If no prompt succeeds, the first failure determines the
+        status. Otherwise, each failure is sent as a message in the stream.
         """
         failures: list[FailedPrompt] = []
         num_sent = 0
@@ -239,7 +240,8 @@ class SampleEndpoint(Response):
         """Send the bytes in chunks. At most one chunk waits for a slow reader."""
         for chunk in rechunk(chunks):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            # Let other tasks run. With a fast reader, `send` returns at once, and this loop would block them.
+            # Let other tasks run. With a fast reader, `send` returns at once, and this loop would block the
+            # event loop.
             await asyncio.sleep(0)
 
     async def _send_message(self, send: Send, answer: dict[str, Any]) -> None:
@@ -254,12 +256,12 @@ class SampleEndpoint(Response):
     async def _send_error(self, send: Send, error: SglangToppError) -> None:
         """Send the error as the response, or as the last message of a stream.
 
-        Clients reject a stream without its last message. A JSON response that has begun can no longer report
-        an error, so it stays incomplete, and uvicorn closes the connection.
+        Clients reject a stream that lacks its last message. A JSON response that has begun can no longer
+        report an error. It stays incomplete, and uvicorn closes the connection.
         """
         if self._is_started:
             if self._is_stream:
-                # With a time limit, because a slow reader may not read this message either.
+                # Limit the time, because a slow reader may not read this message either.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LAST_MESSAGE_TIMEOUT_S):
                         await self._send_message(send, error_body(error))
@@ -281,7 +283,7 @@ class SampleEndpoint(Response):
 def _whole(
     opening: bytes, records: dict[tuple[int, int], SampleJson], order: Iterable[tuple[int, int]]
 ) -> Iterable[bytes]:
-    """Yield the JSON of all records in `order`, and free each one once it is sent."""
+    """Yield the JSON of all records in `order`. Free each record once it is sent."""
     for at in order:
         yield opening
         yield from records.pop(at)

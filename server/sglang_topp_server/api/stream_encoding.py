@@ -1,4 +1,4 @@
-"""Encode the messages of a stream: as JSON lines, or as frames if the request's `Accept` names them."""
+"""Encode a stream's messages as JSON lines, or as binary frames if the request's `Accept` names those."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NDJSON = "application/x-ndjson"
 
 
 class Encoding(Protocol):
-    """One encoding of a stream of messages."""
+    """The interface for encoding a stream's messages."""
 
     media_type: str
 
@@ -29,7 +29,7 @@ class Encoding(Protocol):
         """Encode a finished sample, or a score, in chunks."""
 
     def message(self, answer: dict[str, Any]) -> bytes:
-        """Encode another message: an error, or the last message."""
+        """Encode a message that is not a sample: an error, or the stream's last message."""
 
 
 class JsonLines:
@@ -42,15 +42,15 @@ class JsonLines:
         return chain(SampleJson(sample), [b"\n"])
 
     def message(self, answer: dict[str, Any]) -> bytes:
-        """Encode another message as one line of JSON."""
+        """Encode an error, or the stream's last message, as one line of JSON."""
         return encode(answer) + b"\n"
 
 
 class Frames:
-    """One frame per message: its length, then its bytes. Samples use the binary codec.
+    """One frame per message: the message's length, then its bytes. Samples use the binary codec.
 
     Args:
-        media_type: the media type of a stream of frames.
+        media_type: the media type of the response.
     """
 
     def __init__(self, media_type: str) -> None:
@@ -62,13 +62,13 @@ class Frames:
         return [frame_head(len(raw)), raw]
 
     def message(self, answer: dict[str, Any]) -> bytes:
-        """Encode another message as one frame of JSON."""
+        """Encode an error, or the stream's last message, as one frame that holds JSON."""
         raw = encode(answer)
         return frame_head(len(raw)) + raw
 
 
 def accepted_encoding(headers: Headers, framed: str) -> Encoding:
-    """Return frames if `Accept` names their media type `framed`, unless it prefers JSON lines."""
+    """Return `Frames` if `Accept` names the media type `framed` and does not prefer JSON lines."""
     qualities = {NDJSON: 0.0, framed: 0.0}
     for media_type, quality in _accepted(",".join(headers.getlist("accept"))):
         if media_type in qualities:
@@ -90,5 +90,5 @@ def _accepted(header: str) -> Iterator[tuple[str, float]]:
 
 
 def encode(answer: dict[str, Any]) -> bytes:
-    """Return the JSON of a message other than a sample."""
+    """Return the JSON of an error or of the stream's last message."""
     return json.dumps(answer, separators=(",", ":")).encode()

@@ -8,7 +8,8 @@ from typing import Any
 
 __all__ = ["completes_paths", "count", "json_object", "port", "seconds"]
 
-# A copy of `shtab.FILE` for the shells that `sglang-topp completion` supports. The CLI works without shtab.
+# This copies `shtab.FILE` for the shells that `sglang-topp completion` supports, because the CLI must also
+# work if shtab is not installed.
 _PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 
 

@@ -10,7 +10,7 @@ from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE as ENGIN
 __all__ = ["ENGINE_KEY", "SIDECAR_KEY", "read_key"]
 
 SIDECAR_KEY = "SGLANG_TOPP_API_KEY"
-"""The environment variable with the key that callers must send to the sidecar."""
+"""The name of the environment variable with the key that callers must send to the sidecar."""
 
 
 def read_key(name: str) -> str | None:

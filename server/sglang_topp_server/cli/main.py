@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status; see `_EPILOG`.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    # Split at the `--` here, because argparse would drop it and parse SGLang's options.
+    # Split the arguments at `--` here, because argparse would drop the `--` and parse SGLang's options.
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
     args = parser.parse_args(given[:split])
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The process that reads the output has stopped, as `head` does. Without this, Python would report an
-        # error when it flushes stdout at exit.
+        # The process that reads the output has exited, as `head` does. Redirect stdout, because Python would
+        # otherwise report an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:

@@ -19,12 +19,12 @@ __all__ = ["print_rollouts", "server_token_texts", "token_texts"]
 
 _MAX_SHOWN = 6
 _SAMPLED, _HEADING, _FAINT = "bold cyan", "bold", "dim"
-# The console width for output to a file or a pipe, so that rows are not wrapped.
+# This console width keeps rows unwrapped in files and pipes.
 _UNLIMITED = 1 << 16
 
 
 def token_texts(path: str | None) -> TokenTexts | None:
-    """Return the token texts of the tokenizer at `path`, or None if `path` is None.
+    """Load the texts of the tokens from the tokenizer at `path`, or return None if `path` is None.
 
     Raises:
         InvalidInputError: there is no tokenizer at `path`.
@@ -37,11 +37,12 @@ def server_token_texts(info: Mapping[str, Any], rollouts: Sequence[Rollout]) -> 
     """Return the token texts of the server's model, if this machine has the model's tokenizer.
 
     Args:
-        info: the answer of `RolloutClient.server_info` from a sidecar or an engine.
-        rollouts: rollouts of the server. Their texts show whether the local tokenizer is the same.
+        info: the result of `RolloutClient.server_info` for a sidecar or an engine.
+        rollouts: rollouts that the server generated. Their texts show whether the local tokenizer is the same
+            as the server's.
 
     Returns:
-        The token texts. None if this machine has no such tokenizer, the tokenizer decodes other texts, or
+        The token texts. None if the tokenizer is not on this machine or decodes other texts, or if
         `tokenizers` is not installed.
     """
     engine = info.get("engine")

@@ -19,7 +19,7 @@ __all__ = ["KEYS_NOTE", "add_sidecar_options", "raise_file_limit", "settings_of"
 KEYS_NOTE = (
     f"Keys come from the environment: callers must send {SIDECAR_KEY}, and {ENGINE_KEY} is the engine's key."
 )
-"""A note on API keys, for the help of commands with the sidecar's options."""
+"""A note on API keys, for the help texts of `serve` and `sidecar`."""
 
 _MAX_FILES = 1 << 16
 
@@ -86,7 +86,7 @@ def settings_of(args: argparse.Namespace, engine_url: str, **others: float) -> S
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files, because every request in flight holds two sockets."""
+    """Raise the soft limit on open files, because every request in flight holds two sockets."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, _MAX_FILES):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MAX_FILES), hard))

@@ -1,4 +1,4 @@
-"""EngineClient: watch the status of the sidecar's engine, and generate, score, and abort samples there."""
+"""EngineClient: poll the engine's status, and make the engine generate, score, and abort samples."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ from sglang_topp_server.schemas.rollouts import RolloutsBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 
-# Every vocabulary has token 0. Its meaning does not matter.
+# The prompt of the probe request. Every vocabulary has token 0, and its meaning does not matter here.
 _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
-# The client reads and decodes at most this many long messages at once. Finished samples do not count here,
-# because `MemoryLimit` limits them.
+# The client reads and decodes at most this many long messages at once. `MemoryLimit` limits finished samples.
 _MAX_LONG_MESSAGES = 4
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
@@ -42,7 +41,7 @@ _POLL_OTHERWISE_S = 0.5
 
 @dataclass(frozen=True)
 class FailedPrompt:
-    """A prompt that failed: no more of its samples will come."""
+    """A prompt that failed and yields no further samples."""
 
     prompt_index: int
     error: SglangToppError
@@ -62,8 +61,8 @@ class EngineClient:
         self._has_been_ready = False
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
-        # One retry covers an idle connection that the engine closed. The caller decides how to wait out a
-        # longer outage, because retries on both sides would multiply.
+        # One retry covers an idle connection that the engine closed. The sidecar leaves further retries to
+        # its caller, because retries on both sides would multiply.
         self._runner = RequestRunner(
             [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
             kind="sglang",
@@ -75,7 +74,7 @@ class EngineClient:
     # -- status ------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Probe the engine periodically, and at once after a request failed; never returns."""
+        """Probe the engine periodically, and soon after a failed request. Run until canceled."""
         while True:
             has_failed_request = self._probe_now.is_set()
             self._probe_now.clear()
@@ -92,12 +91,12 @@ class EngineClient:
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise if the engine cannot take requests.
 
-        An engine that was ready before and does not answer probes now may only be busy. The sidecar still
-        sends requests to it.
+        An engine that was ready before, but does not answer the current probe, may only be busy. Requests to
+        such an engine are still allowed.
 
         Raises:
             PatchError: the engine is not patched.
-            ServerError: 503, the engine has not been ready yet.
+            ServerError: the engine has not been ready yet (503).
         """
         await self._has_probed.wait()
         if self.status.phase == "unpatched":
@@ -117,10 +116,10 @@ class EngineClient:
     async def samples(
         self, request: SampleBody, share: MemoryShare
     ) -> AsyncGenerator[Rollout | Score | FailedPrompt, None]:
-        """Yield each sample or score as it finishes, and add it to `share`.
+        """Yield each sample or score as it finishes, and count its memory in `share`.
 
-        If a prompt fails, yield a FailedPrompt and continue with the others. Closing the iterator aborts the
-        unfinished samples in the engine, and waits for the aborts.
+        If a prompt fails, yield a FailedPrompt and continue with the other prompts. Closing the iterator
+        aborts the unfinished samples in the engine, and waits for the aborts.
         """
         finished: asyncio.Queue[Rollout | Score | FailedPrompt | None] = asyncio.Queue()
 
@@ -135,7 +134,7 @@ class EngineClient:
         try:
             for wanted in request.wanted:
                 tasks.append(asyncio.create_task(one(wanted)))
-                # Encoding a prompt takes a millisecond. A thousand at once would block the event loop.
+                # Encoding a prompt takes a millisecond, so a thousand in a row would block the event loop.
                 await asyncio.sleep(0)
             running = len(tasks)
             while running:
@@ -195,7 +194,7 @@ class EngineClient:
         """Abort one request, or all requests in the engine. A request's `on_abort` says what its caller gets.
 
         Args:
-            request_id: the caller's name for a request of this sidecar, or the engine's id; None aborts all
+            request_id: the id that a caller gave to its request, or the engine's own id; None aborts all
                 requests.
 
         Raises:

@@ -1,9 +1,9 @@
 """EngineProbe: find out whether the engine, or a gateway in front of several engines, is ready and patched.
 
-A probe requests `/server_info`, where the patch set reports on itself. A gateway has no such route. It passes
-the older `/get_server_info` to one worker, lists all workers at `/workers`, and answers `/health` itself. The
-probe therefore asks each listed worker directly. The first probe ends with a request for one token and its
-candidate set, which detects a gateway that silently drops our request fields.
+A probe requests `/server_info`, where the patch set reports its state. A gateway lacks this route. It
+forwards the older `/get_server_info` to one worker, lists all workers at `/workers`, and answers `/health` on
+its own. The probe therefore asks each listed worker directly. The first probe ends with a request for one
+token and its candidate set. This request fails if a gateway silently drops sglang-topp's request fields.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sglang_topp.errors import AuthenticationError, BadRequestError, SglangToppE
 __all__ = ["EngineProbe", "EngineStatus", "Phase"]
 
 Phase: TypeAlias = Literal["unreachable", "starting", "unpatched", "ready"]
-"""The phases of an engine. `EngineStatus.phase` explains each of them."""
+"""An engine's phases, which `EngineStatus.phase` explains."""
 
-# Longer than the 20 s for which SGLang's /health waits for the token that it generates.
+# SGLang's /health generates a token and waits up to 20 s for it, so this timeout must be longer.
 _TIMEOUT_S = 30.0
-# Shorter, because a gateway's list may name workers that this machine cannot reach.
+# This timeout is short, because a gateway may list workers that this machine cannot reach.
 _WORKER_TIMEOUT_S = 10.0
 _INFO, _GATEWAYS_INFO = "/server_info", "/get_server_info"
 
@@ -37,11 +37,13 @@ class EngineStatus:
 
     Attributes:
         phase: `unreachable`: no answer, or an error; `starting`: the engine answers but does not serve yet;
-            `unpatched`: the engine answers but returns no candidate sets; `ready`.
-        reason: a sentence that says why `phase` is not `ready`; empty if it is.
-        model_path, sglang_version, weight_version: reported by the engine, or by one worker of a gateway.
-        patch: the patch set's report on itself; empty if the engine sent none.
-        model: the sizes against which requests are checked; None if they were never reported.
+            `unpatched`: the engine answers but returns no candidate sets; `ready`: the engine returns
+            candidate sets.
+        reason: a sentence that says why the engine is not `ready`; empty if it is ready.
+        model_path, sglang_version, weight_version: the values that the engine, or one of a gateway's workers,
+            reported.
+        patch: the patch set's report of its state; empty if the engine sent no report.
+        model: the model's sizes, which limit requests; None if the engine never reported them.
     """
 
     phase: Phase
@@ -59,12 +61,12 @@ class EngineStatus:
 
     @property
     def survives_grammars(self) -> bool:
-        """Whether the engine's last report says that it survives a grammar that leaves no token to draw."""
+        """Whether, by its last report, the engine survives a grammar that leaves no token to draw."""
         return self.patch.get("sanitizes_logits") is True
 
     @property
     def problems(self) -> list[str]:
-        """The patch set's own reasons why it is not active."""
+        """The reasons that the patch set gives for being inactive."""
         problems = self.patch.get("problems")
         return [str(problem) for problem in problems] if isinstance(problems, list) else []
 
@@ -74,7 +76,7 @@ class EngineProbe:
 
     Args:
         base_url: the address of the engine or gateway.
-        api_key: its key, or None.
+        api_key: the server's API key, or None.
         generate_one: generates one token with its candidate set within the given seconds, or raises an error.
     """
 
@@ -88,7 +90,7 @@ class EngineProbe:
         self._http = httpx.AsyncClient(
             base_url=base_url,
             timeout=_TIMEOUT_S,
-            # The engine is near the sidecar, so a proxy from the environment is not used.
+            # Ignore proxies from the environment, because the engine is near the sidecar.
             trust_env=False,
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
         )
@@ -98,16 +100,16 @@ class EngineProbe:
 
         Args:
             known: the previous status. Its values are kept if the engine gives no usable answer.
-            is_healthy: whether to skip `/health`, which makes the engine generate a token.
+            is_healthy: true skips `/health`, because it makes the engine generate a token.
         """
         if known.phase in ("unreachable", "unpatched"):
-            # Another engine may have taken the address, so it must return a first set again.
+            # Another engine may now have this address, so test again that it returns candidate sets.
             self._has_given_sets = False
         try:
             return await self._look(known, is_healthy=is_healthy)
         except Exception as error:
-            # The engine may not answer, may send invalid JSON, or its host may be unknown. The next probe may
-            # succeed.
+            # Every failure counts as no answer: a refused connection, invalid JSON, or an unknown host. The
+            # next probe may succeed.
             return self._silent(known, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
@@ -144,7 +146,7 @@ class EngineProbe:
         return status if self._has_given_sets else await self._first_sets(known, status)
 
     async def _get_info(self) -> httpx.Response:
-        """Request the info route that worked last, and the other route if the engine answers 404."""
+        """Request the info route that last worked. If the engine answers 404, request the other route."""
         first = await self._http.get(self._info_path)
         if first.status_code != 404:
             return first
@@ -156,9 +158,9 @@ class EngineProbe:
         return second
 
     async def _workers(self) -> list[tuple[str, EngineStatus]]:
-        """Return the address and status of every worker in the gateway's list that answers.
+        """Return the address and status of every worker that the gateway lists and that answers.
 
-        A worker that does not answer is ignored: perhaps only the gateway can reach it or has its key.
+        Workers that do not answer are ignored: perhaps only the gateway can reach them or has their keys.
         """
         answer = await self._http.get("/workers")
         listed: Any = answer.json() if answer.status_code == 200 else None
@@ -174,7 +176,7 @@ class EngineProbe:
         return [(url, status) for url, status in zip(urls, found, strict=True) if status is not None]
 
     async def _worker(self, url: str) -> EngineStatus | None:
-        # The gateway lists a worker of several ranks once for each rank, as http://host:port@rank.
+        # The gateway lists a worker with several ranks once per rank, as http://host:port@rank.
         with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
             answer = await self._http.get(url.partition("@")[0] + _INFO, timeout=_WORKER_TIMEOUT_S)
             if answer.status_code == 200 and isinstance(info := answer.json(), dict):
@@ -182,7 +184,7 @@ class EngineProbe:
         return None
 
     async def _first_sets(self, known: EngineStatus, status: EngineStatus) -> EngineStatus:
-        """Generate one token with its candidate set, and return the status that follows from the answer."""
+        """Request one token with its candidate set, and return the status that the answer implies."""
         try:
             await self._generate_one(_TIMEOUT_S)
         except AuthenticationError:
@@ -210,7 +212,7 @@ class EngineProbe:
 
 
 def _status_of(info: dict[str, Any]) -> EngineStatus:
-    """Return the status that follows from `/server_info` alone, with phase `ready`."""
+    """Build a status with phase `ready` from the `/server_info` answer. Later checks may change the phase."""
     patch = info.get("sglang_topp")
     patch = patch if isinstance(patch, dict) else {}
     return EngineStatus(

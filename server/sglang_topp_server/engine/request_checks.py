@@ -1,4 +1,4 @@
-"""Refuse requests that would crash or block the engine, given the sizes of its model."""
+"""Refuse requests that would crash or block the engine, based on its model's sizes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ __all__ = ["check_rollout_request", "check_score_request"]
 
 
 def check_rollout_request(request: RolloutsBody, model: Model, *, survives_grammars: bool) -> None:
-    """Check a request that `parse_rollouts` returned against the engine's model.
+    """Check that a parsed rollout request would not crash or block the engine.
 
     Args:
-        request: the request.
+        request: the request, as `parse_rollouts` returns it.
         model: the sizes of the engine's model.
-        survives_grammars: whether the engine survives a grammar that leaves no token to draw. If it does not,
+        survives_grammars: whether the engine survives a grammar that leaves no token to draw. If it is false,
             every grammar is refused, because such grammars cannot be recognized in advance.
 
     Raises:
-        InvalidInputError: 400; the sentence names the field, the value, and the accepted values.
-        BadRequestError: 413; a text is too long: other requests would wait while the engine tokenizes it.
+        InvalidInputError: a value would crash the engine (400). The message names the field, the value, and
+            the accepted values.
+        BadRequestError: a text is so long that other requests would wait while the engine tokenizes it (413).
     """
     for i, rollout in request.given.items():
         check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
@@ -54,17 +55,18 @@ def check_rollout_request(request: RolloutsBody, model: Model, *, survives_gramm
 
 
 def check_score_request(request: ScoresBody, model: Model) -> None:
-    """Check a request that `parse_scores` returned against the engine's model.
+    """Check that a parsed score request would not crash or block the engine.
 
     Raises:
-        InvalidInputError: 400; the sentence names the field, the value, and the accepted values.
-        BadRequestError: 413; a text is too long: other requests would wait while the engine tokenizes it.
+        InvalidInputError: a value would crash the engine (400). The message names the field, the value, and
+            the accepted values.
+        BadRequestError: a text is so long that other requests would wait while the engine tokenizes it (413).
     """
     _check_prompts("sequences", request.sequences, request.wanted, model)
 
 
 def _check_prompts(name: str, given: Any, wanted: Sequence[SampleRequest], model: Model) -> None:
-    """Check each prompt. Errors quote the field's `name`, and `given` is the field's value."""
+    """Check each prompt. `name` and `given` are the field's name and value."""
     is_list = len(wanted) > 1 or _holds_prompts(given)
     for one in wanted:
         at = f"{name}[{one.prompt_index}]" if is_list else name
@@ -77,7 +79,7 @@ def _check_prompts(name: str, given: Any, wanted: Sequence[SampleRequest], model
 
 
 def _holds_prompts(prompts: Any) -> bool:
-    """Return whether the field is a list of prompts, rather than one prompt."""
+    """Return whether the field's value is a list of prompts rather than one prompt."""
     return isinstance(prompts, list) and not isinstance(prompts[0], int | dict)
 
 

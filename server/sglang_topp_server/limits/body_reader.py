@@ -1,4 +1,4 @@
-"""Read request bodies (`BodyReader`), and limit their size, their rate, and their total memory."""
+"""BodyReader: read request bodies, and limit their size, their arrival rate, and their total memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sglang_topp_server.limits.settings import MIN_BYTES_PER_S, Limits
 
 __all__ = ["BodyReader", "DisconnectedError"]
 
-# Bodies up to this size are not counted, because uvicorn buffers this much of every request anyway.
+# Bodies up to this size reserve no memory, because uvicorn buffers this much of every request anyway.
 _UNCOUNTED_BYTES = 1 << 16
-# All bodies together may hold this many times `max_body_bytes`.
+# All bodies together may use this many times `max_body_bytes` of memory.
 _MAX_LARGEST_BODIES = 4
 
 
@@ -28,9 +28,9 @@ class DisconnectedError(Exception):
 class BodyReader:
     """Reads all request bodies of one server. All bodies together may use four times `max_body_bytes`.
 
-    A body of more than 64 KiB must reserve memory: its `Content-Length` before it is read, or
-    `max_body_bytes` after its first 64 KiB if it has no length. If too little memory is left, the rest of the
-    body stays unread until other bodies release theirs.
+    A body of more than 64 KiB must reserve memory. With a `Content-Length`, it reserves that many bytes
+    before it is read. Without one, it reserves `max_body_bytes` after its first 64 KiB. If too little memory
+    is free, the rest of the body stays unread until other bodies release memory.
 
     Args:
         limits: the maximum size and the minimum rate of a body.
@@ -46,7 +46,7 @@ class BodyReader:
         """Yield the whole body. Its memory stays reserved until the context ends.
 
         Raises:
-            BadRequestError: 413, the body exceeds `max_body_bytes`; 408, it arrives too slowly.
+            BadRequestError: the body exceeds `max_body_bytes` (413) or arrives too slowly (408).
             OverloadedError: no memory was free within `max_stall_s`.
             DisconnectedError: the caller disconnected.
         """
@@ -54,7 +54,7 @@ class BodyReader:
         if content_length is not None and content_length > self._limits.max_body_bytes:
             raise self._too_long(str(content_length))
         body = bytearray()
-        # The time left to wait for the caller. Every MIN_BYTES_PER_S bytes that arrive add a second.
+        # Seconds left to wait for the caller. Every MIN_BYTES_PER_S received bytes add a second.
         left_s = self._limits.max_stall_s
         async with AsyncExitStack() as reservation:
             is_counted = False
@@ -75,7 +75,7 @@ class BodyReader:
     async def _next(
         self, receive: Receive, left_s: float, num_bytes: int, content_length: int | None
     ) -> tuple[bytes, bool, float]:
-        """Return the next part of the body, whether it is the last, and the seconds spent waiting for it."""
+        """Return the body's next part, whether that is the last part, and the seconds that it took."""
         clock = asyncio.get_running_loop().time
         start_s = clock()
         try:
@@ -94,7 +94,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def _reserve(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserve memory until the context ends, in order of arrival, so that a long body is not starved."""
+        """Reserve memory until the context ends, in order of arrival, so that no large body is starved."""
         if self._waiting or num_bytes > self._free_bytes:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((num_bytes, turn))

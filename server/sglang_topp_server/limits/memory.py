@@ -1,4 +1,4 @@
-"""MemoryLimit: limit the memory of finished samples that wait to be sent, over all requests.
+"""MemoryLimit: limit the total memory of finished samples that are not sent yet.
 
 The engine never waits for a slow caller, because GPU memory is more expensive than the sidecar's memory. So
 finished samples wait in the sidecar. A request without `stream` holds all of its samples until the last one
@@ -19,12 +19,12 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["MemoryLimit", "MemoryShare", "num_bytes_of"]
 
 _BYTES_PER_CANDIDATE = 8
-# Per token: its id as text in the JSON of an answer, and its log-prob.
+# A token needs memory for its id, as text in the answer's JSON, and for its log-prob.
 _BYTES_PER_TOKEN = 12
 
 
 def num_bytes_of(sample: Rollout | Score) -> int:
-    """Return the bytes of memory of a sample or score, to within a few percent."""
+    """Estimate how many bytes of memory a sample or score takes, to within a few percent."""
     if isinstance(sample, Score):
         num_tokens, num_chars = len(sample.token_ids), 0
     else:
@@ -34,12 +34,12 @@ def num_bytes_of(sample: Rollout | Score) -> int:
 
 
 class MemoryShare:
-    """The memory that one request holds. Create the share inside an event loop.
+    """The memory that one request holds. Create a share inside an event loop.
 
     Attributes:
         num_bytes: the bytes that the request holds.
-        excess: a future for the error that ends this request. The error is set if all requests together
-            exceed the limit and this request holds the most bytes.
+        excess: a future that receives the error that ends this request, when all requests together exceed
+            the limit and this request holds the most bytes.
     """
 
     def __init__(self, limit: MemoryLimit) -> None:
@@ -52,7 +52,7 @@ class MemoryShare:
         self._limit.change(self, num_bytes_of(sample))
 
     def remove(self, num_bytes: int) -> None:
-        """Remove bytes that were sent to the caller."""
+        """Remove bytes that the request no longer holds."""
         self._limit.change(self, -num_bytes)
 
 
@@ -72,7 +72,7 @@ class MemoryLimit:
 
     @contextmanager
     def share(self) -> Iterator[MemoryShare]:
-        """Yield the share of a new request; release it at the end of the context."""
+        """Yield a new request's share, and release the share when the context ends."""
         share = MemoryShare(self)
         self._shares.add(share)
         try:
@@ -83,7 +83,7 @@ class MemoryLimit:
             share.excess.cancel()
 
     def change(self, share: MemoryShare, num_bytes: int) -> None:
-        """Change the size of a share, and end the largest request if the limit is exceeded."""
+        """Add `num_bytes` to a share. If the total exceeds the limit, end the request with the most bytes."""
         share.num_bytes += num_bytes
         self._num_bytes += num_bytes
         self._metrics.held_bytes.set(self._num_bytes)

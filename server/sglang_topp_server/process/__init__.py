@@ -1,1 +1,1 @@
-"""Start, supervise, and stop the processes: uvicorn with the sidecar, and the engine's process tree."""
+"""Start, supervise, and stop the sidecar's uvicorn server and the engine's process tree."""

@@ -2,14 +2,14 @@
 
     python -m sglang_topp_server.process.engine_supervisor <grace_s> <command> ...
 
-SGLang runs as a tree of processes, and a `serve` that was killed with SIGKILL cannot stop them. So the engine
-is the child of this small supervisor process, which outlives `serve` by design. The supervisor reads a pipe
-whose write end only `serve` holds. A byte on the pipe means stop. End-of-file without a byte means that
+SGLang runs as a tree of processes, and `serve` cannot stop them if SIGKILL ends `serve`. So the engine is the
+child of this small supervisor process, which outlives `serve` by design. The supervisor reads a pipe, and
+only `serve` holds the pipe's write end. A byte on the pipe means stop. End-of-file without a byte means that
 `serve` was killed.
 
-To stop the engine, the supervisor sends SIGTERM to the engine's first process, and SGLang drains and ends its
-children. After `grace_s` seconds, or once the first process has ended, the supervisor kills every process
-that is left. If `serve` was killed, the grace period is at most one second. A SIGTERM to the supervisor skips
+To stop the engine, the supervisor sends SIGTERM to the engine's first process, which drains requests and ends
+its children. After `grace_s` seconds, or once the first process has ended, the supervisor kills all remaining
+processes. If `serve` was killed, the grace period is at most one second. A SIGTERM to the supervisor skips
 the grace period. The supervisor exits with the engine's status, after all of the engine's processes have
 ended.
 """
@@ -36,7 +36,7 @@ _HURRY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command until it ends, and stop it if standard input delivers a byte or ends.
+    """Run the command until it ends. Stop it when standard input delivers a byte or is closed.
 
     Args:
         argv: the grace period in seconds, then the command; None uses the process's own arguments.
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            # If the supervisor is killed, the kernel also kills the engine's first process. SGLang's children
-            # set the same option.
+            # With this option, the kernel kills the engine's first process if the supervisor is killed.
+            # SGLang's child processes set the same option.
             preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
     except OSError as error:
@@ -75,8 +75,8 @@ def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
     """Return when the engine's first process has ended, or its grace period is over."""
     watched = [pipe, woken]
     deadline = None
-    # WNOWAIT keeps the ended process as a zombie, so that the kernel does not reuse the number of its process
-    # group before the group is killed.
+    # WNOWAIT keeps the ended process as a zombie, so that the kernel does not reuse its process group's id
+    # before the group is killed.
     while os.waitid(os.P_PID, engine_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
@@ -94,8 +94,8 @@ def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
 def _end_orphans() -> None:
     """Kill and reap all processes that the engine left behind, in any session (Linux only).
 
-    The supervisor is their subreaper, so it has become their parent. On other systems, only the engine's
-    process group is killed.
+    The supervisor is a subreaper, so the kernel has made it the parent of these processes. On other systems,
+    only the engine's process group is killed.
     """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while children.exists() and (pids := children.read_text().split()):

@@ -20,15 +20,15 @@ __all__ = ["check_free", "engine_command", "engine_environment", "listen", "run"
 
 _POLL_S = 0.1
 _ENGINE_PORT_RANGE = range(10_000, 22_000)
-# Seconds beyond the grace period, in which the supervisor kills and reaps the engine's processes, and exits.
+# After the grace period, the supervisor has this many seconds to kill and reap the engine's processes.
 _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
 _ENGINE_ENV_DEFAULTS = {
-    # Without this, a grammar that leaves no token to draw ends SGLang's scheduler. With it, only the answer
-    # to that request ends.
+    # Without this setting, a grammar that leaves no token to draw crashes SGLang's scheduler. With this
+    # setting, only that request's answer ends.
     "SGLANG_SANITIZE_NAN_LOGITS": "1",
-    # SGLang's crash diagnostics delay its exit, and its callers wait as long. After one of its processes has
-    # died, SGLang sleeps for 5 s to collect them, and for another minute if other processes still run.
+    # SGLang's crash diagnostics delay its exit, while its callers wait. After a process has died, SGLang
+    # sleeps for 5 s to collect diagnostics, and for another minute if other processes still run.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
@@ -37,8 +37,8 @@ _ENGINE_ENV_DEFAULTS = {
 def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
     """Return the command that starts SGLang.
 
-    SGLang itself loads the patch set, which is installed as a plugin. `sglang_with_env_key` reads the
-    engine's key from the environment.
+    SGLang loads the patch set on its own, because the patch set is installed as a plugin.
+    `sglang_with_env_key` reads the engine's key from the environment.
 
     Args:
         model_path: the model: a path or a name that SGLang accepts.
@@ -59,7 +59,7 @@ def engine_environment(environment: Mapping[str, str], api_key: str | None) -> d
     """Return the engine's environment.
 
     The engine's key is set, or removed if `api_key` is None. SGLang's check for NaN logits is turned on and
-    its crash diagnostics are turned off, unless `environment` sets them.
+    its crash diagnostics are turned off, unless `environment` already sets these variables.
 
     Args:
         environment: this process's environment.
@@ -71,21 +71,21 @@ def engine_environment(environment: Mapping[str, str], api_key: str | None) -> d
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL at which this machine reaches a server that listens on this address."""
+    """Return the URL at which this machine reaches a server that listens on `host` and `port`."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
 
 def check_free(host: str, port: int) -> int:
-    """Return `port` if no process listens there; for port 0, return a free port.
+    """Return `port` if no process listens on it; for port 0, return a free port.
 
-    For port 0, the result is below 22,000. SGLang may also use the port 10,000 above the result. Both ports
-    must stay free for half a minute, until the engine listens. Linux assigns ports from 32,768 on to outgoing
-    connections, so it takes neither of them.
+    For port 0, the result is below 22,000, and SGLang may also use the port that is 10,000 higher. Both ports
+    must stay free for half a minute, until the engine listens. Outgoing connections take neither port,
+    because Linux assigns them ports from 32,768 on.
 
     Raises:
-        InvalidInputError: a process listens there. An engine started on that port would fail, and the sidecar
-            would talk to the wrong server.
+        InvalidInputError: a process listens on the port. An engine started on that port would fail, and the
+            sidecar would talk to the wrong server.
     """
     candidates = [port] if port else random.sample(_ENGINE_PORT_RANGE, 100)
     for candidate in candidates[:-1]:
@@ -106,8 +106,8 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
 
     Args:
         settings: the sidecar's settings.
-        command: the command that starts the engine, which then also stops with the sidecar. None if the
-            engine runs elsewhere.
+        command: the command that starts the engine; the engine then stops together with the sidecar. None if
+            the engine runs elsewhere.
 
     Raises:
         InvalidInputError: the sidecar's port is taken.
@@ -190,10 +190,10 @@ async def _start_supervisor(command: Sequence[str], settings: Settings) -> Proce
         *command,
         env=engine_environment(os.environ, settings.engine_api_key),
         stdin=PIPE,
-        # Standard output carries only the line with the servers' addresses.
+        # The engine writes to stderr, because stdout carries only the line with the servers' addresses.
         stdout=_STDERR,
-        # With a session of its own, the engine gets no Ctrl-C from the terminal. Only this process gets it,
-        # and stops the engine in order.
+        # In a separate session, the engine gets no Ctrl-C from the terminal. Only this process gets the
+        # Ctrl-C, and then stops the engine in an orderly way.
         start_new_session=True,
     )
 
@@ -213,8 +213,8 @@ def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> so
 
     Args:
         host, port: the address; port 0 takes a free port.
-        reader_timeout_s: seconds after which the kernel resets a connection whose peer does not read waiting
-            data (Linux). None waits as long as the peer lives.
+        reader_timeout_s: seconds after which the kernel resets a connection whose peer does not read the data
+            sent to it (Linux); None waits as long as the peer lives.
 
     Raises:
         InvalidInputError: another process listens there, or the host is not an address of this machine.
@@ -226,7 +226,8 @@ def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> so
     except OSError as error:
         raise InvalidInputError(f"cannot listen on {host} port {port}: {error}") from None
     if reader_timeout_s is not None and sys.platform == "linux":
-        # Accepted connections inherit the option. uvicorn would wait forever for a peer that does not read.
+        # Accepted connections inherit this socket option. Without it, uvicorn would wait forever for a peer
+        # that does not read.
         milliseconds = round(reader_timeout_s * 1000)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener

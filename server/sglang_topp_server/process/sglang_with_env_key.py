@@ -2,9 +2,9 @@
 
     python -m sglang_topp_server.process.sglang_with_env_key ARGUMENTS
 
-SGLang takes its key as an argument, and every user of a machine can list the arguments of all processes. Only
-the owner can read a process's environment. This module reads the key from the environment, and adds it to the
-arguments once the process runs.
+SGLang takes its API key as a command-line argument, which every user of the machine can see in the process
+list. Only a process's owner can read its environment. So this module reads the key from the environment, and
+adds it to `sys.argv` once the process runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MODULE = "sglang.launch_server"
 
 
 def main() -> None:
-    """Run SGLang in this process, like `python -m sglang.launch_server`. Return when it ends."""
+    """Run SGLang in this process, like `python -m sglang.launch_server`. Return when SGLang ends."""
     if key := os.environ.get(KEY_VARIABLE):
         sys.argv += ["--api-key", key]
         _keep_out_of_the_log(key)

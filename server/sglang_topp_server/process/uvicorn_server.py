@@ -15,7 +15,7 @@ from sglang_topp_server.limits.settings import Limits
 
 __all__ = ["Server", "Settings"]
 
-# Longer than clients and load balancers keep idle connections, so that they close connections first.
+# Keep idle connections longer than clients and load balancers do, so that the other side closes first.
 _KEEP_ALIVE_S = 75
 
 
@@ -27,12 +27,12 @@ class Settings:
         host, port: the sidecar's address; port 0 takes a free port.
         engine_url: the engine's address.
         api_key: the key that callers of the sidecar must send; None requires no key.
-        engine_api_key: the key of the engine, or None.
+        engine_api_key: the engine's key; None sends no key.
         limits: the sidecar's limits.
         ready_timeout_s: seconds until an engine that `serve` starts must be ready.
-        grace_s: seconds that requests in flight may continue after a signal. The engine then has the same
-            time again to end.
-        view: how many of the last rollouts `GET /view` shows; 0 turns the route off.
+        grace_s: seconds that requests in flight may continue after a signal. The engine then has as many
+            seconds to end.
+        view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
 
     host: str
@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Replace uvicorn's signal handlers by none, because `launch.run` handles signals."""
+        """Install none of uvicorn's signal handlers, because `launch.run` handles signals."""
         yield
 
     def stop(self) -> None:

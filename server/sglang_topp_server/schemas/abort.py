@@ -27,8 +27,8 @@ def parse_abort(body: bytes | bytearray) -> AbortBody:
     """Parse and check the body of `POST /abort`.
 
     Raises:
-        BadRequestError, InvalidInputError: 400; the sentence names the field, the value, and the accepted
-            values.
+        BadRequestError, InvalidInputError: the body is invalid (400). The message names the field, the
+            value, and the accepted values.
     """
     order = read_body(body, AbortBody)
     if (order.request_id is None) != order.all:
@@ -41,6 +41,6 @@ def parse_abort(body: bytes | bytearray) -> AbortBody:
 
 
 class AbortAnswer(BaseModel):
-    """The answer of `POST /abort`: the requests have stopped, or no request has this id."""
+    """The answer to `POST /abort`, once the requests have stopped, or if no request has the given id."""
 
     status: str = "ok"

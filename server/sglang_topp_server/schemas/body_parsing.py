@@ -24,7 +24,8 @@ def read_body(body: bytes | bytearray, kind: type[_Body]) -> _Body:
     """Parse a JSON body into a model, which checks the fields' types.
 
     Raises:
-        BadRequestError: 400; the sentence names the field, the value, and the accepted values.
+        BadRequestError: the body is invalid (400). The message names the field, the value, and the accepted
+            values.
     """
     try:
         return kind.model_validate(_with_few_unknown(pydantic_core.from_json(body), kind))
@@ -44,13 +45,13 @@ def _with_few_unknown(given: Any, kind: type[BaseModel]) -> Any:
 
 
 def num_prompts(prompts: Any) -> int:
-    """Return the number of prompts in the value of a field that has not been checked yet."""
+    """Return the number of prompts in a field's value, which may be invalid."""
     is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int | dict))
     return 1 if is_one else len(prompts)
 
 
 def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
-    """Return all validation errors as one sentence each, with the field's name first."""
+    """Return one sentence per validation error, joined into one string. Each starts with the field's name."""
     sentences = []
     for problem in error.errors(include_url=False):
         field = ".".join(truncate(str(part), _MAX_NAME_CHARS) for part in problem["loc"])

@@ -8,7 +8,7 @@ __all__ = ["ErrorAnswer"]
 
 
 class ErrorDetail(BaseModel):
-    """The error; `type` is for programs, `message` for people."""
+    """The error. Programs read its `type`, and people read its `message`."""
 
     type: str
     message: str

@@ -1,4 +1,4 @@
-"""Pydantic models of the answer of `GET /info`: engine, patch set, and limits."""
+"""Pydantic models of the answer to `GET /info`: engine, patch set, and limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["EngineInfo", "Info", "LimitsInfo", "ModelInfo", "PatchInfo"]
 
 
 class ModelInfo(BaseModel):
-    """The sizes of the engine's model, and the text limit that follows from them."""
+    """The engine's vocabulary and context sizes, and the resulting limit on the length of a text prompt."""
 
     vocab_size: int
     context_length: int
@@ -47,7 +47,7 @@ class PatchInfo(BaseModel):
 
 
 class LimitsInfo(BaseModel):
-    """The sidecar's limits; `Limits` documents each of them."""
+    """The sidecar's limits, which `sglang_topp_server.limits.settings.Limits` documents."""
 
     max_in_flight: int
     max_samples: int
@@ -63,7 +63,7 @@ class LimitsInfo(BaseModel):
 
 
 class Info(BaseModel):
-    """The answer of `/info`."""
+    """The answer to `GET /info`."""
 
     service: str = SERVICE
     version: str

@@ -19,7 +19,7 @@ def read_rollouts(records: Any) -> list[Rollout]:
     """Decode JSON records of rollouts.
 
     Raises:
-        InvalidInputError: a record is not a valid rollout; the error names its index and field.
+        InvalidInputError: a record is not a valid rollout; the error names the record's index and field.
     """
     if not isinstance(records, list):
         raise InvalidInputError(f"rollouts: got {type(records).__name__}, expected a list of records")
@@ -38,7 +38,7 @@ def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[Sam
     """Return the requests in `wanted` with their `resumed_tokens` set.
 
     Args:
-        given: the field's value: one number for all requests, or a list with one number for each.
+        given: the value of `resumed_tokens`: one number for all requests, or a list with one number for each.
         wanted: the requests.
 
     Raises:

@@ -43,7 +43,7 @@ class RolloutsBody(BaseModel):
         description="Replaces prompts: records of an earlier answer to continue. The answer's prompt_index is"
         " the index in this list.",
     )
-    # Fail fast, because millions of entries may be wrong.
+    # Stop at the first bad entry: the list may hold millions.
     sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None,
         description="SGLang's names, including `n`; one object for all prompts, or one per prompt.",
@@ -80,12 +80,12 @@ class RolloutsBody(BaseModel):
 
     @property
     def wanted(self) -> list[SampleRequest]:
-        """The requested samples, one entry per prompt; `parse_rollouts` fills it."""
+        """The requested samples, one entry per prompt. `parse_rollouts` fills this list."""
         return self._wanted
 
     @property
     def given(self) -> dict[int, Rollout]:
-        """The rollouts to resume, by prompt index; `parse_rollouts` fills it."""
+        """The rollouts to resume, by prompt index. `parse_rollouts` fills this dict."""
         return self._given
 
 
@@ -93,8 +93,8 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> RolloutsBody:
     """Parse and check the body of `POST /rollouts`.
 
     Raises:
-        BadRequestError, InvalidInputError: 400; the sentence names the field, the value, and the accepted
-            values. 413 for more samples than `limits.max_samples`.
+        BadRequestError, InvalidInputError: the body is invalid (400), or has more samples than
+            `limits.max_samples` (413). The message names the field, the value, and the accepted values.
     """
     request = read_body(body, RolloutsBody)
     if request.rollouts is not None and request.prompts is not None:
@@ -135,7 +135,7 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> RolloutsBody:
 
 
 def _num_samples(request: RolloutsBody) -> int:
-    """Return the sum of `n` over the prompts, at least 1 for each."""
+    """Return the number of requested samples: the sum of `n` over the prompts, with at least 1 for each."""
     params = request.sampling_params
     if request.rollouts is not None:
         return len(request.rollouts) if isinstance(request.rollouts, list) else 1
@@ -150,7 +150,7 @@ class Timing(BaseModel):
 
 
 class WeightSpan(BaseModel):
-    """The weight version of the tokens from `start` to before `end`."""
+    """The weight version that generated the tokens from `start` up to, but not including, `end`."""
 
     version: str
     start: int

@@ -15,7 +15,7 @@ __all__ = ["ScoreRecord", "ScoresAnswer", "ScoresBody", "parse_scores"]
 
 
 class ScoresBody(BaseModel):
-    """The body of `POST /scores`. It has no `top_logprobs_source`, because no sampler drew these tokens."""
+    """The body of `POST /scores`. It has no `top_logprobs_source`, because no sampler drew the tokens."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,7 @@ class ScoresBody(BaseModel):
 
     @property
     def wanted(self) -> list[ScoreRequest]:
-        """The requested scores, one entry per sequence; `parse_scores` fills it."""
+        """The requested scores, one entry per sequence. `parse_scores` fills this list."""
         return self._wanted
 
 
@@ -45,11 +45,11 @@ def parse_scores(body: bytes | bytearray, limits: Limits) -> ScoresBody:
     """Parse and check the body of `POST /scores`.
 
     Raises:
-        BadRequestError, InvalidInputError: 400; the sentence names the field, the value, and the accepted
-            values. 413 for more sequences than `limits.max_samples`.
+        BadRequestError, InvalidInputError: the body is invalid (400), or has more sequences than
+            `limits.max_samples` (413). The message names the field, the value, and the accepted values.
     """
     request = read_body(body, ScoresBody)
-    # Count before `plan_scores` creates the requests.
+    # Count before `plan_scores` creates the requests, because there may be millions.
     if (count := num_prompts(request.sequences)) > limits.max_samples:
         raise BadRequestError(
             f"sequences: got {count}, expected at most {limits.max_samples}; send them in several requests",
@@ -80,6 +80,6 @@ class ScoreRecord(BaseModel):
 
 
 class ScoresAnswer(BaseModel):
-    """The answer without `stream`: all scores, in the order of the request."""
+    """The answer without `stream`: all scores, in the request's order."""
 
     scores: list[ScoreRecord]

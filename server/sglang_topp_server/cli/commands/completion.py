@@ -10,7 +10,7 @@ __all__ = ["add_parser"]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command. It completes the parser of all commands, which `main` stores in `args.root`."""
+    """Add the command. The script covers all commands, whose parser `main` stores in `args.root`."""
     parser = add_command(
         commands,
         "completion",

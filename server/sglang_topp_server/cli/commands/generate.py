@@ -106,7 +106,8 @@ def _run(args: argparse.Namespace) -> int:
                 save_rollouts(args.out, counted)
                 print(f"{args.out}: {counted.num_rollouts:,} rollouts, {counted.num_tokens:,} tokens")
             return 0
-        # Load the tokenizer before any request, so that a missing extra or a wrong path costs no samples.
+        # Load the tokenizer before any request, so that a missing extra or a wrong path fails before samples
+        # are generated.
         from sglang_topp_server.cli import rollout_table
 
         texts = rollout_table.token_texts(args.tokenizer)
@@ -130,7 +131,7 @@ def _sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _record(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout's JSON record, with lists instead of base64. Log-probs of minus infinity are null."""
+    """Return a rollout's JSON record, with lists instead of base64. Log-probs of -inf become null."""
     from sglang_topp_client.codecs.rollout_json import rollout_to_json
 
     candidates = None
@@ -148,7 +149,7 @@ def _finite(logprobs: NDArray[np.float32]) -> list[float | None]:
 
 
 class _Counted:
-    """Yields rollouts, and counts them and their tokens."""
+    """Yields rollouts, and counts the rollouts and their tokens."""
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         self._rollouts = rollouts

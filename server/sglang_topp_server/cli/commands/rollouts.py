@@ -1,7 +1,7 @@
 """`sglang-topp rollouts PATH`: print statistics of the rollouts in a file or a directory.
 
-The command reads one row group of a file at a time. It keeps only counters, such as the number of candidate
-sets of each size.
+The command reads one Parquet row group at a time. It keeps only counters, such as how many candidate sets
+have each size.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _print_summary(path: str) -> None:
-    """Print the summary. If a file was cut or altered, print a summary of the rollouts before the fault.
+    """Print the summary. If a file was cut or altered, summarize only the rollouts before the damage.
 
     Raises:
-        WireError: a file was cut or altered; the error names it.
+        WireError: a file was cut or altered; the error names the file.
         OSError: the path cannot be read.
     """
     from sglang_topp_client import load_rollouts
@@ -76,7 +76,7 @@ def _num_bytes(path: str) -> int:
 
 
 class _Summary:
-    """Counts over rollouts, and the lines of the printed summary."""
+    """Counters over rollouts, and the lines of the summary that the command prints."""
 
     def __init__(self) -> None:
         self.num_rollouts = 0
@@ -142,13 +142,13 @@ class _Summary:
         return [f"{name:16}{what}" for name, what in rows]
 
     def _quantile(self, q: float) -> int:
-        """Return the smallest size that a share `q` of the sets does not exceed."""
+        """Return the `q`-quantile of the set sizes, without interpolation."""
         seen = np.cumsum(self._sizes)
         return int(np.searchsorted(seen, q * seen[-1]))
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """Return the most frequent names with their counts, and the number of other names."""
+    """Format the most frequent names with their counts, and the number of other names."""
     ranked = sorted(counts.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name or repr(name)} {count:,}" for name, count in ranked[:_MAX_NAMES])
     more = len(ranked) - _MAX_NAMES

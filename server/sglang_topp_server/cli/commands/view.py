@@ -59,14 +59,14 @@ def _write_page(path: str, target: str | None, *, max_detailed: int, tokenizer: 
     """Write the page, and print its path and size.
 
     Args:
-        path: a file of `save_rollouts`, or a directory of `RolloutWriter`.
-        target: the page's file, which is replaced if it exists; None names it after `path`.
-        max_detailed: the number of rollouts that the page shows token by token.
+        path: a file written by `save_rollouts`, or a directory written by `RolloutWriter`.
+        target: the HTML file, which is replaced if it exists; None derives its name from `path`.
+        max_detailed: how many rollouts the page shows token by token.
         tokenizer: a `tokenizer.json`, or a directory that holds one.
 
     Raises:
         InvalidInputError: there are no rollouts, or the tokenizer cannot be read.
-        WireError: a file was cut or altered; the error names it.
+        WireError: a file was cut or altered; the error names the file.
         OSError: a file cannot be read or written.
     """
     from sglang_topp_client.view.build_page import page_of_file
