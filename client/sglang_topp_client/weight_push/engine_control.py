@@ -79,8 +79,8 @@ class EngineControl:
         """Free the KV cache of a paused engine.
 
         Raises:
-            BadRequestError: requests still hold the cache. SGLang before 0.5.21 also refuses a flush while
-                retracted requests wait.
+            BadRequestError: requests still hold the cache. SGLang before 0.5.21, and SGLang with --pp-size,
+                also refuse a flush while retracted requests wait.
         """
         # A paused scheduler never checks a flush's timeout. Only the mode "abort" leaves the scheduler
         # running.
@@ -90,7 +90,8 @@ class EngineControl:
         except BadRequestError as error:
             raise BadRequestError(
                 f"pause: got {mode!r}, but {self.base_url} cannot flush its KV cache, because requests"
-                " still hold or wait for it; SGLang before 0.5.21 flushes only without them. Push between the"
+                " still hold or wait for it; SGLang before 0.5.21, and SGLang with --pp-size, flush only"
+                " without requests. Push between the"
                 ' rollouts, or use pause="abort" and generate with on_abort="resume"',
                 status=error.status,
                 body=error.body,

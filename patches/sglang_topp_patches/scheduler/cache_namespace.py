@@ -16,6 +16,7 @@ older SGLang's scheduler does not receive the version.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,8 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.pushes = 0
+        # A caller who guessed a namespace could fill it with KV of the old weights before a push.
+        self._secret = secrets.token_hex(16)
         self.has_only_current_weights = True
 
     def note_push(self, updater: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,8 +94,9 @@ class PrefixCache:
         """BEFORE hook on `Req.init_next_round_input`: choose the cache namespace of a scored prompt.
 
         SGLang passes `tree_cache` whenever it tries to admit a waiting or retracted request, and then looks
-        up a cached prefix in the namespace. For a prompt's next chunk, SGLang omits `tree_cache`. All ranks
-        must choose the same namespace, because their caches mirror each other.
+        up a cached prefix in the namespace. For a prompt's next chunk, SGLang omits `tree_cache`. The caches
+        of all ranks mirror each other: every rank changes namespaces at the same pushes, although each
+        process has a secret of its own.
         """
         if tree_cache is None or not scores_prompt(req):
             return
@@ -101,7 +105,7 @@ class PrefixCache:
             setattr(req, _EXTRA_KEY, req.extra_key)
         given = getattr(req, _EXTRA_KEY)
         req.extra_key = (
-            given if self.has_only_current_weights else f"{given or ''}|sglang_topp weights {self.pushes}"
+            given if self.has_only_current_weights else f"{given or ''}|{self._secret} {self.pushes}"
         )
 
 

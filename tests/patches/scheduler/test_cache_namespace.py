@@ -48,6 +48,15 @@ def test_each_push_that_flushes_nothing_begins_a_namespace(cache: PrefixCache) -
     assert admitted(cache).extra_key not in (None, first.extra_key)
 
 
+def test_no_caller_can_guess_a_namespace(cache: PrefixCache) -> None:
+    """An ordinary request in a later namespace would leave KV of the old weights there."""
+    keys = set()
+    for each in (cache, PrefixCache()):
+        each.note_push(None)
+        keys.add(admitted(each).extra_key)
+    assert len(keys) == 2
+
+
 def test_a_callers_own_key_stays(cache: PrefixCache) -> None:
     cache.note_push(None)
     assert len({admitted(cache, extra_key=key).extra_key for key in ("mine", "other", None)}) == 3
