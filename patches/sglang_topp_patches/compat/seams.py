@@ -333,9 +333,6 @@ def _verification(logprobs: str) -> tuple[Seam, ...]:
 VERIFICATION = _verification(f"{_LOGPROBS}.compute_spec_logprobs")
 """The seams of speculative verification since 0.5.18."""
 
-VERIFICATION_BEFORE_0_5_18 = _verification(f"{_LOGPROBS}.compute_spec_v2_logprobs")
-"""The seams of speculative verification in 0.5.16 and 0.5.17."""
-
 VERIFICATION_BEFORE_0_5_16 = _verification("sglang.srt.layers.utils.logprob.compute_spec_v2_logprobs")
 """The seams of speculative verification up to 0.5.15.post1."""
 
