@@ -14,7 +14,7 @@ from sglang_topp_client.view.percentile_bands import ENTROPY_GRID, MASS_GRID, SI
 from sglang_topp_client.view.ratio_summary import OFF, RatioSummary
 from sglang_topp_client.view.rollout_table import RolloutTable
 from sglang_topp_client.view.token_metrics import TokenMetrics, token_metrics
-from sglang_topp_client.view.worst_tokens import TokenPlace, WorstTokens
+from sglang_topp_client.view.top_tokens import TokenPlace, TopTokens
 
 __all__ = ["NUM_WORST", "RunSummary"]
 
@@ -49,8 +49,8 @@ class RunSummary:
         self._reasons: Counter[str] = Counter()
         self._versions: Counter[str] = Counter()
         self._sources: Counter[str] = Counter()
-        self._worst = {name: WorstTokens(NUM_WORST) for name in ("size", "mass", "ratio")}
-        self._extremes = {name: WorstTokens(max_detailed, per_rollout=1) for name in self._worst}
+        self._worst = {name: TopTokens(NUM_WORST) for name in ("size", "mass", "ratio")}
+        self._extremes = {name: TopTokens(max_detailed, per_rollout=1) for name in self._worst}
 
     def add(self, scored: ScoredRollout) -> None:
         """Add the next rollout."""

@@ -10,12 +10,12 @@ from importlib.metadata import version
 
 from sglang_topp.errors import SglangToppError
 from sglang_topp_server.cli.commands import (
-    completion,
     demo,
     doctor,
     generate,
     rollouts,
     serve,
+    shell_completion,
     sidecar,
     view,
 )
@@ -23,7 +23,7 @@ from sglang_topp_server.cli.exit_status import FAILED, INTERRUPTED, USAGE, fail
 
 __all__ = ["main"]
 
-_COMMANDS = (serve, sidecar, generate, rollouts, view, doctor, demo, completion)
+_COMMANDS = (serve, sidecar, generate, rollouts, view, doctor, demo, shell_completion)
 _EXTRAS = {
     **dict.fromkeys(
         ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core"), "server"

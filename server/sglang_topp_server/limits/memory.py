@@ -2,7 +2,7 @@
 
 The engine never waits for a slow caller, because GPU memory is more expensive than the sidecar's memory. So
 finished samples wait in the sidecar. A request without `stream` holds all of its samples until the last one
-has finished.
+has finished. Beyond the limit, the request that holds the most memory ends with an error.
 """
 
 from __future__ import annotations

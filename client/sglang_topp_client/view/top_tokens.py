@@ -1,4 +1,7 @@
-"""Keep the worst tokens, which have the highest metric values, while rollouts are added one by one."""
+"""Keep the tokens with the highest values of a metric, while rollouts are added one by one.
+
+The page calls them the worst tokens. If small values are the worst, the caller negates them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TokenPlace", "WorstTokens"]
+__all__ = ["TokenPlace", "TopTokens"]
 
 
 class TokenPlace(NamedTuple):
@@ -17,7 +20,7 @@ class TokenPlace(NamedTuple):
     position: int
 
 
-class WorstTokens:
+class TopTokens:
     """The `count` tokens with the highest values. Among equal values, the earliest tokens are kept.
 
     Args:
