@@ -1,4 +1,4 @@
-"""Read a batch dict or TensorDict: its entries by name, selected rows of an entry, and raw bit patterns.
+"""Read a batch dict or TensorDict: list its entries, take rows of an entry, and view values as raw bits.
 
 Shape legend: B rows, W columns, and `rest` for any further dimensions.
 """

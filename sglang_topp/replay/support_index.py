@@ -1,4 +1,4 @@
-"""`SupportIndex`: tensors that tell replay which candidates of each position one vocabulary shard holds.
+"""`SupportIndex`: for one vocabulary shard, tensors that list the candidates it holds at each position.
 
 Shape legend: T positions, n candidates in all, A positions with a choice (two candidates or more), m
 candidates of those positions that this shard holds.

@@ -54,8 +54,8 @@ async def push_to_fleet(
     if any(outcomes):
         count = outcomes.count(None)
         raise _push_error(
-            f"version {version!r} reached {count} of {len(engines)} engines. {_PAUSED}: restart those that"
-            " failed, or exclude them, and push again",
+            f"version {version!r} reached {count} of {len(engines)} engines. {_PAUSED}. Push again after"
+            " fixing the cause. If an engine fails again, restart it, or exclude it",
             engines,
             [version if error is None else None for error in outcomes],
             outcomes,

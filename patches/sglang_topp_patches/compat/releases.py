@@ -159,7 +159,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
             Sglang0521(), (*_SGLANG_0_5_22, *seams.FEW_STATUSES), _BEFORE_0_5_23 | _OTHER_REJECTION
         ),
         "0.5.21": Release(
-            Sglang0521(), (*_SGLANG_0_5_20, *seams.WEIGHT_UPDATE_SESSIONS), _BEFORE_0_5_23 | _UNTESTED
+            Sglang0521(), (*_SGLANG_0_5_20, *seams.WEIGHT_UPDATE_SESSIONS), _BEFORE_0_5_23 | _OTHER_REJECTION
         ),
         "0.5.20": Release(Sglang0520(), _SGLANG_0_5_20, _BEFORE_0_5_23 | _OTHER_REJECTION),
         "0.5.19": Release(

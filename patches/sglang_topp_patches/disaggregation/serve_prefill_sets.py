@@ -3,7 +3,7 @@
 The decode server answers the client, but the prefill server draws the first token. So while a request runs,
 the decode server's HTTP process asks the prefill server's HTTP process for the sets, through SGLang's
 bootstrap server. A decode server without the patch set would not ask, and would answer without sets. So the
-prefill server passes a request for sets to its scheduler only after a decode server has asked for these sets.
+prefill server holds a request for sets back from its scheduler until a decode server asks for its sets.
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ class PrefillServer:
         """Wait until the decode server asks for the sets of a request.
 
         Raises:
-            CallEndedError: no decode server asked in time.
+            CallEndedError: no decode server asked in time, and the answer is streamed.
+            HTTPException: no decode server asked in time, and the answer is not streamed.
         """
+        from fastapi import HTTPException
+
         if (room := getattr(obj, "bootstrap_room", None)) is None:
             return
         self._loop = asyncio.get_running_loop()
@@ -80,12 +83,15 @@ class PrefillServer:
         if not field:
             self.sets.note_request_without_sets(room)
         elif not await self.sets.wait_for_question(room, _SKEW_S):
-            raise CallEndedError(
+            problem = (
                 f"{field}: no decode server asked for the first token's set of this bootstrap room within"
                 f" {_SKEW_S:g} s; expected sglang-topp on both servers, and the request to both at the same"
-                " time",
-                HTTPStatus.SERVICE_UNAVAILABLE,
+                " time"
             )
+            if getattr(obj, "stream", False):
+                raise CallEndedError(problem, HTTPStatus.SERVICE_UNAVAILABLE)
+            # SGLang before 0.5.18 answers a ValueError with 400, whatever its `status_code`.
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, problem)
 
     def keep(
         self,

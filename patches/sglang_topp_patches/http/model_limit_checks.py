@@ -212,7 +212,7 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
             if not isinstance(one, int):
                 continue
             if name == "logprob_start_len" and one < -1:
-                # For the scheduler, a negative position is not a distance from the prompt's end.
+                # The scheduler does not count negative positions from the prompt's end, as Python does.
                 raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
             if name == "top_logprobs_num" and one > limits.max_top_logprobs:
                 is_all = limits.max_top_logprobs == limits.model.vocab_size

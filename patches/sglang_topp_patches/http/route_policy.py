@@ -1,8 +1,8 @@
 """List SGLang's HTTP routes that serve candidate sets, and refuse requests for sets on all other routes.
 
 SGLang ignores fields that it does not know, so most routes would answer without the sets. `Guard` runs before
-the routes, and refuses a request for sets on a route that cannot return them. `Guard` also keeps each served
-call's budget account open until the answer has been sent.
+the routes, and refuses a request for sets on a route that cannot return them. `Guard` also counts
+each served call's candidates against the in-flight budget until the answer has been sent.
 """
 
 from __future__ import annotations

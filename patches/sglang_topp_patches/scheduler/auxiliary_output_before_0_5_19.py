@@ -3,8 +3,8 @@
 Since 0.5.19, SGLang itself does this for every auxiliary output of a pass. In older releases, the hooks keep
 the sets in an attribute of the pass's result. They start the copies right before SGLang's own copies, so that
 one event covers both. After SGLang has appended the tokens to the requests, and before it sends the tokens,
-the hooks add the sets. By then SGLang has resolved overlap, retraction, and stops, so only visible tokens get
-a set.
+the hooks add the sets. By then, SGLang has dropped the tokens that a stop
+condition, a retraction, or overlap scheduling made invalid. So only tokens that the caller sees get a set.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ def add_to_stage_output(
         flat.append(tensor)
         return len(flat) - 1
 
-    # Complete the sets here. If a set did not fit into its staging area, only this stage can take it again.
+    # Complete the sets here: a set that did not fit into its staging area can be extracted again only by this
+    # stage.
     ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
     if not ours:
         return

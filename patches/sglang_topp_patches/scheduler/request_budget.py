@@ -77,7 +77,7 @@ def close_account(req: Any) -> None:
 
 
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
-    """Close the accounts of waiting requests that are aborted: BEFORE hook on `Scheduler.abort_request`.
+    """Stop counting waiting requests that are aborted: BEFORE hook on `Scheduler.abort_request`.
 
     SGLang drops these requests without output, but may refer to them until two more passes have run.
     """

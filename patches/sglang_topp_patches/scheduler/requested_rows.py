@@ -1,8 +1,8 @@
 """Note which rows of a forward pass ask for candidate sets, when SGLang builds the pass.
 
-SGLang copies a `ForwardBatch` field by field on its way to the model. So the note is an attribute of one
-field, the list `top_logprobs_nums`, which also reaches the code that scores the prompt. If SGLang rebuilds
-that list, the note is lost, no sets are taken, and the requests end as errors.
+SGLang copies a `ForwardBatch` field by field on its way to the model. So the note is stored as an
+attribute of the list `top_logprobs_nums`, which also reaches the code that scores the prompt. If SGLang
+rebuilds that list, the note is lost, no sets are taken, and the requests end as errors.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ class Limits:
         max_in_flight: maximum number of requests in flight. Further requests get a 429. A request is in
             flight from the last byte of its body to the last byte of its answer.
         max_samples: maximum number of samples per request: prompts times `n`.
-        max_body_bytes: maximum size of one request body. All bodies above 64 KiB together may use four times
-            this size; further bodies wait.
+        max_body_bytes: maximum size of one request body. Bodies larger than 64 KiB share a budget of
+            four times this size. A body that does not fit waits.
         timeout_s: maximum seconds from a request's headers to the last byte of its answer.
         max_stall_s: seconds that a request body may lag behind a rate of 64 KiB/s before the request gets a
             408. On Linux, it is also how long a caller may leave its answer unread before the kernel resets

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fastapi import HTTPException
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from sglang_topp_patches.compat.releases import Feature
@@ -309,10 +310,12 @@ async def test_a_prefill_server_waits_for_the_question(prefill: PrefillServer, p
 
 
 async def test_a_decode_server_that_does_not_ask_is_an_error(prefill: PrefillServer) -> None:
-    """The decode server would answer without sets."""
-    with pytest.raises(CallEndedError, match="top_logprobs_p: no decode server asked") as caught:
-        await tokenize(prefill)
-    assert caught.value.status_code == 503
+    """The decode server would answer without sets. SGLang before 0.5.18 answers a ValueError with 400."""
+    for error, stream in ((HTTPException, False), (CallEndedError, True)):
+        with pytest.raises(error) as caught:
+            await tokenize(prefill, stream=stream)
+        assert "top_logprobs_p: no decode server asked" in str(caught.value)
+        assert caught.value.status_code == 503
     for change in ({"top_logprobs_p": None}, {"bootstrap_room": None}):
         assert await tokenize(prefill, **change) == "tokenized"
 

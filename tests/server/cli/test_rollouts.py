@@ -116,3 +116,9 @@ def test_a_missing_extra_is_named(path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert "pip install 'sglang-topp[data]'" in done.stderr
+
+
+def test_a_directory_of_something_else_is_an_error(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert main.main(["rollouts", str(tmp_path)]) == 1
+    assert "a directory without Parquet files" in capsys.readouterr().err

@@ -16,9 +16,11 @@ function sentence(facts) {
     return ["bad", `${count(facts.missing, "generated token")} without a candidate set. Do not train on them.`];
   }
   if (facts.off === null) return ["neutral", "Every generated token has its set. The kept mass is unknown."];
-  const share = `${percent(facts.off)} of the ratios are off by more than 10 %`;
+  const mean = facts.mean_mass === null ? "" : `the mean kept mass is ${fixed(facts.mean_mass)}, and `;
+  const share = `${mean}${percent(facts.off)} of the ratios are off by more than 10 %`;
   const given = facts.ratios_known ? "" : " for a trainer with the same weights";
-  if (facts.off < 0.01) return ["good", `Every generated token has its set. Without replay, ${share}${given}.`];
+  const needsReplay = facts.off >= 0.01 || (facts.mean_mass !== null && facts.mean_mass < 0.99);
+  if (!needsReplay) return ["good", `Every generated token has its set. Without replay, ${share}${given}.`];
   return ["warn", `Every generated token has its set. Without replay, ${share}${given}: replay the sets.`];
 }
 

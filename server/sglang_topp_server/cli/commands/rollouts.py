@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_topp import CandidateSets
-from sglang_topp.errors import WireError
+from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_server.cli.argument_types import completes_paths
 from sglang_topp_server.cli.command_parser import add_command
 
@@ -50,11 +50,17 @@ def _print_summary(path: str) -> None:
     """Print the summary. If a file was cut or altered, summarize only the rollouts before the damage.
 
     Raises:
+        InvalidInputError: a directory has no Parquet files.
         WireError: a file was cut or altered; the error names the file.
         OSError: the path cannot be read.
     """
     from sglang_topp_client import load_rollouts
 
+    if os.path.isdir(path) and not _parquet_files(path):
+        raise InvalidInputError(
+            f"path: got {path!r}, a directory without Parquet files; expected a directory that RolloutWriter"
+            " wrote, or a file of save_rollouts"
+        )
     summary = _Summary()
     fault = None
     try:
@@ -71,8 +77,12 @@ def _print_summary(path: str) -> None:
 def _num_bytes(path: str) -> int:
     if not os.path.isdir(path):
         return os.path.getsize(path)
+    return sum(entry.stat().st_size for entry in _parquet_files(path))
+
+
+def _parquet_files(path: str) -> list[os.DirEntry[str]]:
     with os.scandir(path) as entries:
-        return sum(entry.stat().st_size for entry in entries if entry.name.endswith(".parquet"))
+        return [entry for entry in entries if entry.name.endswith(".parquet")]
 
 
 class _Summary:
