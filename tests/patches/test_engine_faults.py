@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sglang_topp import formats
+from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
 from sglang_topp_patches.compat.releases import Feature, internals
 from sglang_topp_patches.http import route_policy, tokenizer_manager
 from sglang_topp_patches.memory.budget import Budget, InFlight
@@ -170,6 +171,16 @@ def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tenso
     req.is_retracted = False
     sets.consume(SimpleNamespace(reqs=[req]), [None])
     assert len(rows_of(req)) == 3
+
+
+def test_a_request_without_sets_is_retracted_from_a_mixed_batch() -> None:
+    """SGLang before 0.5.15 gives every request of such a batch the lists that one of them has."""
+    asks, other = Req("a"), Req("b")
+    asks.customized_info, other.customized_info = {KEY: [], PROMPT_KEY: []}, None
+    Sglang0514().align([asks, other])
+    assert other.customized_info is not None
+    forget_rows(None, other)
+    assert not is_refused(other)
 
 
 def test_embeddings_that_were_retracted_are_told_to_come_back(logprobs: torch.Tensor) -> None:

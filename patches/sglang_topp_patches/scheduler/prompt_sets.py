@@ -266,7 +266,8 @@ def forget_rows(result: None, self: Any) -> None:
         return
     if not self.customized_info.get(KEY):
         rows = list(self.customized_info.pop(PROMPT_KEY, ()))[1:]
-        charge(self, -_num_candidates(rows), -len(rows))
+        if rows:  # before 0.5.15, a request without sets in a mixed batch has empty lists and no account
+            charge(self, -_num_candidates(rows), -len(rows))
     elif self.input_embeds is not None:
         refuse(
             self,
