@@ -177,6 +177,7 @@ def test_a_request_without_sets_is_retracted_from_a_mixed_batch() -> None:
     """SGLang before 0.5.15 gives every request of such a batch the lists that one of them has."""
     asks, other = Req("a"), Req("b")
     asks.customized_info, other.customized_info = {KEY: [], PROMPT_KEY: []}, None
+    del other.sglang_topp_in_flight  # `admit` runs for requests with sets alone
     Sglang0514().align([asks, other])
     assert other.customized_info is not None
     forget_rows(None, other)
