@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         details="It prints one line for each seam. The exit status is 0 if all hold, and 1 otherwise.",
         examples=[
             "sglang-topp doctor",
-            "SGLANG_PLATFORM=sglang_topp_cpu sglang-topp doctor   # a machine without an accelerator",
+            "SGLANG_PLATFORM=sglang_topp_cpu sglang-topp doctor   # on a CPU, SGLang before 0.5.14",
         ],
     )
     parser.set_defaults(run=_run)

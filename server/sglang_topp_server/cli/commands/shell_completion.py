@@ -17,6 +17,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "print a script with which bash or zsh completes this command",
         examples=[
             "source <(sglang-topp completion bash)                              # this shell",
+            "mkdir -p ~/.local/share/bash-completion/completions",
             "sglang-topp completion bash > ~/.local/share/bash-completion/completions/sglang-topp",
             'sglang-topp completion zsh > "${fpath[1]}/_sglang-topp"',
         ],
