@@ -89,7 +89,7 @@ def test_what_cannot_be_drawn_is_named() -> None:
     with pytest.raises(InvalidInputError, match="rollouts: got no candidate set"):
         plots.set_sizes(rollouts(None, CandidateSets.empty(3)))
     with pytest.raises(InvalidInputError, match="value: got 'mode', expected one of size, mass, entropy"):
-        plots.over_positions(rollouts(sets), value="mode")  # type: ignore[arg-type]
+        plots.over_positions(rollouts(sets), value="mode")
     with pytest.raises(InvalidInputError, match=r"new: got shape \[3\], expected \[2\]"):
         plots.ratios([0, 0, 0], [0, 0], sets)
     with pytest.raises(InvalidInputError, match="these candidate sets have none"):

@@ -176,7 +176,7 @@ def test_a_set_of_another_rollout_is_refused(rollouts: list[Rollout]) -> None:
         collate_rollouts(rollouts, [0, 0, 0], pad_token_id=PAD)
     short = [CandidateSets.empty(2), *(one.candidates for one in rollouts[1:])]
     with pytest.raises(InvalidInputError, match=r"candidates\[0\]: got 2 values, expected 3"):
-        collate_rollouts(rollouts, [0, 0, 0], candidates=short, pad_token_id=PAD)  # type: ignore[arg-type]
+        collate_rollouts(rollouts, [0, 0, 0], candidates=short, pad_token_id=PAD)
 
 
 def test_the_warning_points_to_the_caller(rollouts: list[Rollout]) -> None:

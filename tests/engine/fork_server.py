@@ -218,8 +218,8 @@ def _fork_instead_of_spawn() -> None:
     """Fork SGLang's processes, because each spawned one would import it again."""
     multiprocessing.set_start_method("fork", force=True)
     fork = multiprocessing.get_context("fork")
-    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]
-    multiprocessing.get_context = lambda *args, **kwargs: fork  # type: ignore[assignment]
+    multiprocessing.set_start_method = lambda *args, **kwargs: None
+    multiprocessing.get_context = lambda *args, **kwargs: fork
 
 
 def _end_with_parent() -> None:

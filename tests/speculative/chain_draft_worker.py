@@ -101,7 +101,7 @@ def register() -> None:
     if get_spec(ALGORITHM) is not None:
         return
 
-    class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
+    class Algorithm(CustomSpecAlgo):
         """The methods of `SpeculativeAlgorithm` that `CustomSpecAlgo` lacks."""
 
         def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def _install_kernels() -> None:
     if hasattr(builder, "get_draft_kv_pool"):
         builder.get_draft_kv_pool = lambda **_: None
     # A CPU has no streams, and older releases name one for its tensors.
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, stream: None
     for name in ("sglang.srt.mem_cache.allocation", "sglang.srt.speculative.spec_utils"):
         with contextlib.suppress(ImportError):
             module = importlib.import_module(name)
@@ -213,7 +213,7 @@ def _worker_class() -> type:
     from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
     from sglang.srt.speculative.eagle_utils import eagle_sample
 
-    class Worker(BaseSpecWorker):  # type: ignore[misc]
+    class Worker(BaseSpecWorker):
         """Drafts chains of one to four tokens, and verifies them with SGLang's functions."""
 
         draft_worker = None

@@ -76,7 +76,7 @@ class Quantized:
 
 class Adapted(Quantized):
     hf_quantizer = None
-    peft_config = {"default": 1}  # noqa: RUF012
+    peft_config = {"default": 1}  # noqa: RUF012  # nothing changes it
 
 
 @pytest.mark.parametrize(

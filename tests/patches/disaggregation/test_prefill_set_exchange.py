@@ -65,7 +65,7 @@ def prefill() -> PrefillServer:
 def server_class(prefill: PrefillServer) -> type[Any]:
     """Return SGLang's bootstrap server class, with the hook in place."""
 
-    class Server(CommonKVBootstrapServer):  # type: ignore[misc]  # SGLang ships no types
+    class Server(CommonKVBootstrapServer):
         def _setup_routes(self) -> None:
             super()._setup_routes()
             prefill.add_route(None, self)

@@ -13,7 +13,7 @@ from nixl_cu13._api import nixl_agent_config, nixl_thread_sync_t
 __all__ = ["nixl_agent", "nixl_agent_config", "nixl_thread_sync_t"]
 
 
-class nixl_agent(_nixl_agent):  # type: ignore[misc]  # NIXL ships no types
+class nixl_agent(_nixl_agent):
     """An agent that treats device memory as host memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
