@@ -6,7 +6,6 @@ one CPU and no dashboard.
 
 from __future__ import annotations
 
-import os
 import pickle
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from benchmarks.batch_collate import candidate_sets
 from benchmarks.harness.paired_timing import compare, compare_counts
 from sglang_topp.batch import BatchCandidateSets, pack_loss_mask, unpack_loss_masks
+from tests.local_ray import run_local_ray
 
 __all__ = ["run"]
 
@@ -27,20 +27,8 @@ def _pickled_bytes(value: object) -> int:
 
 
 def run() -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        address="local",
-        num_cpus=1,
-        include_dashboard=False,
-        object_store_memory=512 * 2**20,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    try:
+    with run_local_ray(object_store_bytes=512 * 2**20):
         _compare_in_ray()
-    finally:
-        ray.shutdown()
 
 
 def _compare_in_ray() -> None:

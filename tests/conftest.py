@@ -47,17 +47,7 @@ def local_ray() -> Iterator[ModuleType]:
     """Ray with one CPU on this machine."""
     import ray
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(
-            address="local",
-            num_cpus=1,
-            include_dashboard=False,
-            object_store_memory=100 * 2**20,
-            _node_ip_address="127.0.0.1",
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+    from tests.local_ray import run_local_ray
+
+    with run_local_ray():
         yield ray
-        ray.shutdown()

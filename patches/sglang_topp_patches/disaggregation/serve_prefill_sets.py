@@ -90,7 +90,7 @@ class PrefillServer:
             )
             if getattr(obj, "stream", False):
                 raise CallEndedError(problem, HTTPStatus.SERVICE_UNAVAILABLE)
-            # SGLang before 0.5.18 answers a ValueError with 400, whatever its `status_code`.
+            # On `/generate`, SGLang before 0.5.17 answers a ValueError with 400, whatever its `status_code`.
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, problem)
 
     def keep(

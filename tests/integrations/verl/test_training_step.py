@@ -30,6 +30,7 @@ from sglang_topp_integrations import verl as adapter
 from sglang_topp_integrations.verl import FIELD, ReplayEngine, packed_sets
 from tests.integrations.verl.conftest import Run
 from tests.integrations.verl.local_actors import LocalHandle, LocalWorkerGroup, RecordingServer
+from tests.local_ray import run_local_ray
 
 NUM_PROMPTS, NUM_SAMPLES, TURN = 3, 1, 80
 DP_SIZE = 4  # 6 trajectories need 2 rows of padding
@@ -48,23 +49,14 @@ class CallsAtOnce(ToolParser):
 @pytest.fixture(scope="module")
 def queue(config: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.delenv("VERL_USE_EXTERNAL_MODULES")  # the queue's actors import no verl
-        ray.init(
-            address="local",
-            num_cpus=8,
-            include_dashboard=False,
-            object_store_memory=100 * 2**20,
-            _node_ip_address="127.0.0.1",
-            log_to_driver=False,
-        )
-        config.transfer_queue.backend.SimpleStorage.num_data_storage_units = 1
-        config.transfer_queue.enable = True
-        tq.init(config.transfer_queue)
-    yield
-    tq.close()
-    ray.shutdown()
+        with run_local_ray(num_cpus=8):
+            config.transfer_queue.backend.SimpleStorage.num_data_storage_units = 1
+            config.transfer_queue.enable = True
+            tq.init(config.transfer_queue)
+            patch.undo()  # every other process of the tests loads the adapter
+            yield
+            tq.close()
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +137,10 @@ def trainer(config: Any, worker: Any) -> Any:
 @pytest.fixture(scope="module")
 def balanced(trainer: Any, batch: Any) -> Any:
     """The batch with verl's padding rows, in the order of its balancing."""
-    for key in batch.keys:
+    for i, key in enumerate(batch.keys):
         rewards = tq.kv_batch_get(keys=[key], partition_id="train", select_fields=["response_mask"])
         rm_scores = torch.zeros_like(rewards["response_mask"].values()[None], dtype=torch.float32)
-        rm_scores[0, -1] = hash(key) % 7 / 3
+        rm_scores[0, -1] = i % 7 / 3
         rewards = tu.get_tensordict(
             {"rm_scores": torch.nested.as_nested_tensor(list(rm_scores), layout=torch.jagged)}
         )

@@ -310,7 +310,7 @@ async def test_a_prefill_server_waits_for_the_question(prefill: PrefillServer, p
 
 
 async def test_a_decode_server_that_does_not_ask_is_an_error(prefill: PrefillServer) -> None:
-    """The decode server would answer without sets. SGLang before 0.5.18 answers a ValueError with 400."""
+    """The decode server would answer without sets. SGLang before 0.5.17 answers a ValueError with 400."""
     for error, stream in ((HTTPException, False), (CallEndedError, True)):
         with pytest.raises(error) as caught:
             await tokenize(prefill, stream=stream)
