@@ -51,10 +51,11 @@ SUPPORTED_VERL = ("0.9.1",)
 FIELD = "candidate_sets"
 """The sets' name in `TokenOutput.extra_fields` and TransferQueue: bytes of `sglang_topp.formats.pack`.
 
-In TransferQueue, text takes their place in a trajectory without sets. It says why there are none."""
+If a trajectory has no sets, TransferQueue carries the reason as text instead."""
 
 _MODULES = "VERL_USE_EXTERNAL_MODULES"
-# A request with other parameters is not replayed: they change log-probs in ways that nothing records.
+# A request with any other parameter gets no sets: other parameters change log-probs in ways that are not
+# recorded.
 _SAMPLER = ("temperature", "top_p", "top_k")
 _OTHERS = (
     "ignore_eos",
@@ -73,13 +74,13 @@ _Next: Any = object  # verl's SGLangHttpServer, which only a process that serves
 
 
 class ReplayHttpServer(_Next):  # type: ignore[misc]
-    """Goes before verl's `SGLangHttpServer`: requests with the sampler of the rollout get sets."""
+    """A mixin for verl's `SGLangHttpServer`: requests with the rollout's sampling parameters get sets."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """Launch SGLang, and check with a request that it returns sets.
+        """Launch SGLang, and send one request to check that SGLang returns sets.
 
         Raises:
-            SglangToppError: it does not. No rollout has begun then.
+            SglangToppError: SGLang returned no sets. No rollout has begun then.
         """
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
@@ -111,7 +112,7 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
         output = await super(ReplayHttpServer, call).generate(
             prompt_ids, {**params, "logprobs": True, "custom_params": asked}, request_id, **kwargs
         )
-        sets = CandidateSets.empty(0)  # of a request that was aborted before its first token
+        sets = CandidateSets.empty(0)  # for a request that was aborted before its first token
         if output.token_ids:
             sets = formats.decode_top_p(answers.last["meta_info"], output.token_ids)
             sets.check_kept_mass(self.config.top_p)
@@ -137,7 +138,7 @@ class _AnswerRecorder:
 
 
 class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
-    """verl's FSDP engine, for policy and reference: log-probs and entropies are those over the sets.
+    """verl's FSDP engine for policy and reference, with log-probs and entropies over the sets.
 
     Raises:
         InvalidInputError: an option of the engine or the model cannot be replayed; the message says why.
@@ -162,7 +163,7 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
         Raises:
             MissingCandidateSetsError: a row with a loss has no sets.
-            InvalidInputError: its sets are those of other tokens.
+            InvalidInputError: the sets of a row belong to other tokens.
         """
         offsets = micro_batch["input_ids"].offsets()
         part = slice(0, len(micro_batch["input_ids"].values()))  # `pad_to_length` adds tokens at the end
@@ -186,8 +187,8 @@ def packed_sets(micro_batch: Any) -> CandidateSets:
     Rows without a loss have empty spans: verl's padding rows carry a copy of another row's fields.
 
     Raises:
-        MissingCandidateSetsError: a row with a loss has no sets, or none for a token with a loss.
-        InvalidInputError: its sets are those of other tokens.
+        MissingCandidateSetsError: a row with a loss, or one of its tokens with a loss, has no set.
+        InvalidInputError: the sets of a row belong to other tokens.
     """
     packed = tu.get(micro_batch, FIELD)
     if packed is None:
@@ -230,7 +231,7 @@ def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> 
     return formats.pack(tokens.place(np.zeros_like(places), places, (1, len(is_generated))).sets)
 
 
-# Each function below goes around one of verl's: it gets that function, and its arguments.
+# Each function below wraps the function of verl's that its docstring names, and gets it as `original`.
 
 
 async def _keep_sets(original: Callable[..., Any], client: Any, *args: Any, **kwargs: Any) -> Any:
@@ -369,7 +370,7 @@ def _install() -> None:
     ):
         _wrap(owner, name, around)
     RolloutReplicaRegistry.register("sglang", _load_replica)
-    # An engine of the vendor goes before those of the device.
+    # verl prefers an engine that is registered for a vendor to one that is registered for a device.
     register = EngineRegistry.register("language_model", ["fsdp", "fsdp2"], get_device_name(), get_vendor())
     register(ReplayEngine)
 
