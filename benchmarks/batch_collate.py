@@ -1,8 +1,9 @@
 """Benchmark of batch collation, against a plain Python loop and against copying the collated output.
 
 The batch has 1024 samples, with prompts of 64 to 512 tokens and responses of 16 to 2048. The first two tables
-compare with the loop over lists in `reference_layouts.py`. The last table compares with copying every output
-into fresh memory, because any collation must write at least that many bytes.
+compare `collate_rl` and `collate_sft` with the loops over lists in `reference_layouts.py`. The last table
+compares `collate_rl` with a copy of its output into fresh memory. The copy is a lower bound, because every
+collation must write its whole output.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def candidate_sets(
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rank = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
     chosen = rng.integers(0, np.maximum(sizes, 1))
-    # The stride and the vocabulary size are coprime, so no id occurs twice in a set.
+    # The step of 7919 from id to id and the vocabulary size are coprime, so no id occurs twice in a set.
     ids = (np.repeat(sampled_ids, sizes) + 7919 * (rank - np.repeat(chosen, sizes))) % 150_000
     logprobs = -0.1 - 0.05 * rank
     sampled = np.where(replayed, sampled_ids, NO_TOKEN)

@@ -1,11 +1,11 @@
-"""Benchmark of turning a padded batch into nested tensors and back: bytes and time.
+"""Benchmark of converting a padded batch to nested tensors and back: memory size and time.
 
-The batch has 1024 x 16384 positions, of which 8.4 % hold tokens. It takes 470 MB when dense, so that the
-benchmark runs on a small machine. A trainer's controller would hold eight times as many rows. Two fields are
-int64 (one of these is the mask), and three are float32.
+The batch has 1024 x 16384 positions, of which 8.4 % hold tokens. Two fields are int64, including the mask,
+and three fields are float32. The dense batch takes 470 MB, which fits a small machine. The controller process
+of a real trainer would hold eight times as many rows.
 
 The baseline is a copy with NumPy. On Linux, NumPy uses huge pages, as the nested batches do. `torch.clone`
-would use pages of 4 KiB, and the kernel would then compact memory while the next contender is timed.
+would use pages of 4 KiB. Linux would then compact memory while the next function is timed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["padded_batch", "run"]
 
 
 def padded_batch(rows: int = 1024, width: int = 16384, fill: float = 0.084) -> Mapping[str, torch.Tensor]:
-    """Return left-padded rows of random lengths. About the share `fill` of each field holds tokens."""
+    """Return left-padded rows of random lengths. The fraction of positions with tokens is about `fill`."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(16, int(2 * fill * width) - 16, rows)
-    lengths[0] = width  # one long row sets the width for all others
+    lengths[0] = width  # all other rows are padded to this length
     keep = np.arange(width) >= width - lengths[:, None]
     batch = {"responses": np.zeros(keep.shape, np.int64), "response_mask": keep.astype(np.int64)}
     batch["responses"][keep] = rng.integers(0, 150_000, lengths.sum())

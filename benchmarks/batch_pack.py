@@ -1,11 +1,12 @@
-"""Benchmark of sequence packing against plain loops, and of collating a batch with candidate sets.
+"""Benchmark of sequence packing against Python loops, and of collating a batch with candidate sets.
 
-The samples come from the benchmark `batch_collate`. Packed rows hold up to 16384 tokens, for 8
-data-parallel ranks, and are aligned for 2 tensor-parallel and 2 context-parallel ranks.
+The samples come from the benchmark `batch_collate`. A packed row holds up to 16384 tokens. The rows are
+divided among 8 data-parallel ranks, and samples are aligned for 2 tensor-parallel and 2 context-parallel
+ranks.
 
-Most tables compare with a loop over samples, in `reference_layouts.py`, that joins lists and has no step per
-token. SkyRL measured a 34 x speedup over a loop over tokens (pull request 1808), so one table compares with
-such a loop. That table has fewer samples, because the loop over tokens takes seconds.
+Most tables compare `PackedCollator` with `reference_layouts.py`, which loops over samples and joins lists of
+tokens. One table has a loop over tokens as its baseline, because SkyRL measured a speedup of 34 x over such a
+loop (pull request 1808). That table has fewer samples, because the loop over tokens takes seconds.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def run() -> None:
 def _loop_over_tokens(
     ids: list[list[int]], counts: list[int], masks: list[list[int]], multiples: dict[str, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Pack like `reference_layouts.pack_sft`, but with a step per loss-mask token and no position ids."""
+    """Pack like `reference_layouts.pack_sft`, but loop over loss-mask tokens, and return no position ids."""
     multiple = multiples["sequence_multiple"]
     footprints = [-(-len(row) // multiple) * multiple for row in ids]
     bins = reference_layouts.first_fit_decreasing(footprints, _BUDGET)

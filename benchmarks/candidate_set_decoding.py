@@ -51,7 +51,7 @@ def run() -> None:
 
 
 def loop_decode(meta_info: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
-    """Decode the sets as a client without this package would, and accept any payload."""
+    """Decode the sets with NumPy alone, and validate nothing."""
     logprobs = np.frombuffer(base64.b64decode(meta_info["output_top_p_logprobs_val_base64"]), "<f4")
     token_ids = np.frombuffer(base64.b64decode(meta_info["output_top_p_logprobs_idx_base64"]), "<i4")
     decoded = []
@@ -64,11 +64,11 @@ def loop_decode(meta_info: dict[str, Any]) -> list[tuple[list[int], list[float]]
 
 
 def _sets(rng: np.random.Generator, sizes: NDArray[np.int64]) -> CandidateSets:
-    """Return sets of these sizes with descending log-probs and a random member as the sampled token."""
+    """Return sets of the given sizes. Log-probs descend, and the sampled token is a random member."""
     offsets = np.concatenate([[0], sizes.cumsum()])
     rows = np.repeat(np.arange(len(sizes)), sizes)
     rank = np.arange(len(rows)) - offsets[rows]
-    # The stride and the vocabulary size are coprime, so no id occurs twice in a row.
+    # The step of 60,013 from id to id and the vocabulary size are coprime, so no id occurs twice in a set.
     token_ids = (rng.integers(0, VOCAB, len(sizes))[rows] + rank * 60_013) % VOCAB
     logprobs = (-0.1 - rank / 8).astype(np.float32)
     sampled = token_ids[offsets[:-1] + rng.integers(0, sizes)]

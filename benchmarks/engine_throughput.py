@@ -1,8 +1,8 @@
 """Benchmark of a patched SGLang: throughput and response size, with and without candidate sets.
 
 Each contender sends 32 concurrent requests of 32 tokens each. The vocabulary has 151,936 tokens. One patched
-SGLang on this machine serves all contenders in turn. The time runs from the first request sent to the last
-response read. Sizes are response bytes per generated token.
+SGLang on this machine serves all contenders in turn. Timing starts when the first request is sent, and ends
+when the last response is read. Sizes are response bytes per generated token.
 """
 
 from __future__ import annotations

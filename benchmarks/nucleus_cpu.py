@@ -1,7 +1,7 @@
 """Benchmark of a decode step's candidate sets on the CPU: `nucleus.top_p_candidates` against sort-and-cumsum.
 
-The benchmark runs on one thread, so that the times show computation, and not waits between threads on a
-shared machine. The benchmark `nucleus_gpu` covers GPUs.
+The benchmark runs on one thread. On a shared machine, several threads would also wait for each other, and the
+times would include these waits. The benchmark `nucleus_gpu` covers GPUs.
 """
 
 from __future__ import annotations

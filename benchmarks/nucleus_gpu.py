@@ -1,8 +1,8 @@
-"""Benchmark of candidate sets on a GPU: this project's kernels against sorting, `topk`, torch, and a copy.
+"""Benchmark of top-p extraction on a GPU: this project's kernels against a sort, `topk`, and plain torch.
 
-Each call is timed between two CUDA events, after a sleep kernel has started. A contender that never waits
-for the device queues all of its kernels during the sleep, so its time is device time alone. If a contender
-waits for the device, its time includes the wait.
+Each call is timed between two CUDA events. Before the first event, a sleep kernel keeps the GPU busy. A
+contender that never waits for the GPU queues all of its kernels during the sleep, so its time is GPU time
+alone. If a contender waits for the GPU, its time includes the wait.
 
 Shape legend: B is the number of rows, and V the vocabulary size.
 """
@@ -27,13 +27,13 @@ __all__ = ["contenders", "run"]
 BATCHES = (1, 8, 64, 256, 512)
 VOCABULARIES = (32_000, 128_256, 151_936)
 THRESHOLDS = (0.8, 0.95, 0.999)
-# Each value is the logits' standard deviation: 7 gives set sizes as large as a real model's, and 0.5 keeps
-# most of the vocabulary.
+# Standard deviations of the logits. 7 gives set sizes as large as a real model's, and 0.5 keeps most of the
+# vocabulary.
 ROWS = {"realistic": 7.0, "flat": 0.5}
-# The target speedups apply to this case.
+# The rows, vocabulary, threshold, and kind of logits for which target speedups are set.
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
-# This sleep takes about 10 ms at 2 GHz, which is longer than any contender needs to queue its kernels.
+# The sleep takes about 10 ms at 2 GHz. A contender needs less time to queue its kernels.
 SLEEP_CYCLES = 20_000_000
 
 
@@ -67,7 +67,7 @@ def _cases() -> Iterator[tuple[int, int, float, str]]:
 
 
 def _compare_main_case() -> None:
-    """Print memory traffic, peak memory, and the time that the host waits."""
+    """Compare extraction with one copy of the input, and print peak memory and host time."""
     b, v, p, kind = MAIN_CASE
     for dtype in (torch.float32, torch.bfloat16):
         logprobs = _logprobs(b, v, ROWS[kind]).to(dtype)
@@ -139,7 +139,7 @@ def _import_top_p_renorm_probs() -> Callable[..., Tensor] | None:
         from flashinfer.sampling import top_p_renorm_probs
 
         top_p_renorm_probs(torch.full((1, 8), 1 / 8, device="cuda"), 0.5)
-    except Exception as problem:  # the first call compiles the kernel, which can fail in any way
+    except Exception as problem:  # the first call compiles the kernel, which may raise any exception
         print(f"FlashInfer does not run here: {type(problem).__name__}")
         return None
     return top_p_renorm_probs

@@ -1,4 +1,4 @@
-"""Benchmark of scoring over candidate sets (replay): sparse heads and log-softmax against dense masks.
+"""Benchmark of scoring over candidate sets (replay), against full logits with a dense mask.
 
 Each contender runs a forward and a backward pass. On the CPU, contenders use float32 and one thread. On a
 GPU, if there is one, contenders use bfloat16 and a real trainer's sizes. Random set sizes imitate those at
@@ -32,7 +32,7 @@ TINY = (16, 8, 64)
 
 
 def run() -> None:
-    # Use one thread, so that times show computation, and not waits between threads on a shared machine.
+    # Use one thread. On a shared machine, the times of several threads would include waits for each other.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -110,7 +110,7 @@ def _run_on_cpu() -> None:
 
 
 def make_sets(num_positions: int, vocab_size: int, size: int | None = None) -> CandidateSets:
-    """Return random sets. All have `size` tokens, or a rollout's size distribution if `size` is None."""
+    """Return random sets of `size` tokens each. If `size` is None, the sizes vary as in a rollout."""
     rng = np.random.default_rng(0)
     sizes = np.full(num_positions, size or 1)
     if size is None:
@@ -241,7 +241,7 @@ def full_head(
 
 
 def response_only(t: int, h: int, v: int, n: int, chunk: int) -> Work:
-    """Return a function that scores only a sequence's response: the last t // n of its t + 1 tokens."""
+    """Return a function that scores only the response: the last t // n of a sequence's t + 1 tokens."""
     hidden, weight = _head_inputs(t + 1, h, v, torch.float32, "cpu")
     rows = Layout().select_rows([t + 1 - t // n], [t // n])
     targets = torch.arange(t // n) % v
@@ -279,7 +279,7 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
     rows = torch.tensor(sets.token_ids[entries], dtype=torch.int64, device=device)
 
     def read_once() -> None:
-        # Summing groups of 256 gathered rows reads every row, and writes almost nothing.
+        # `embedding_bag` sums the rows in groups of 256, so it reads every row and writes almost nothing.
         torch.nn.functional.embedding_bag(
             rows, weight.detach(), torch.arange(0, len(rows), 256, device=device)
         )

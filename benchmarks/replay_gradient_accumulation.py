@@ -1,7 +1,8 @@
 """Benchmark of scoring over candidate sets when the LM head's gradient accumulates over micro-batches.
 
-Each micro-batch makes a new gradient of the hidden states, and adds to the head's existing gradient. A dense
-gradient of the head is zeroed, written, and added in full, even if only a few of its rows are non-zero.
+Each micro-batch makes a new gradient of the hidden states, and adds to the head's existing gradient. If the
+micro-batch's head gradient is dense, the whole matrix is zeroed, filled, and added, even if only a few of its
+rows are non-zero.
 
 The benchmark uses torch's default number of threads. If other processes compete for the cores, threads that
 wait for each other spin for whole time slices. Setting `OMP_WAIT_POLICY=passive` or using one thread is then
@@ -146,9 +147,9 @@ def _steps(work: Work, threads: int) -> Callable[[], None]:
 
 @contextmanager
 def _busy_process() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
-    """Start a process that keeps one core busy, and yield a wrapper for functions timed meanwhile.
+    """Start a process that can keep one core busy, and yield a wrapper for timed functions.
 
-    The process is paused while no wrapped function runs.
+    The process runs only while a wrapped function runs, and is paused otherwise.
     """
     process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     process.start()
@@ -165,7 +166,7 @@ def _busy_process() -> Iterator[Callable[[Callable[[], None]], Callable[[], None
         return together
 
     try:
-        time.sleep(5)  # the process imports this module before it spins
+        time.sleep(5)  # the process first needs to import this module
         os.kill(pid, signal.SIGSTOP)
         yield beside
     finally:

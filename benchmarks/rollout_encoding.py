@@ -1,8 +1,8 @@
 """Benchmark of the sidecar's rollout encodings: time, and size compared with the rollouts' entropy.
 
 The rollouts are random. Their distributions are softmaxes over the whole vocabulary, token frequencies follow
-Zipf's law, and the candidate sets are exact top-p sets. The low bits of the float32 log-probs have no pattern
-that an encoding could use.
+Zipf's law, and the candidate sets are exact top-p sets. The low bits of the float32 log-probs look random, so
+no encoding can compress them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["run"]
 POSITIONS, VOCAB, AT_ONCE = 2048, 151_936, 64
 BASE64, LISTS, BINARY = "base64 in JSON", "JSON lists", "binary"
 ZSTD_LEVEL_3, ENTROPY = "binary, Zstandard level 3", "entropy"
-# Each key is a rough mean set size. Its value is the sharpness and the threshold p that give this size.
+# Each key is an approximate mean set size. Each value is the sharpness and threshold p that give this mean.
 SHAPES = {2: (1.5, 0.9), 8: (1.135, 0.95), 64: (0.9, 0.95)}
 TARGET_SHARE = 0.6
 
@@ -89,7 +89,7 @@ def _entropy(sets: CandidateSets) -> float:
     """Return the sets' entropy in bits, as if sizes, ids, log-probs, and sampled tokens were independent.
 
     An id is modeled as a power of two and an offset from it, and a log-prob as an exponent and 23 random
-    bits. A set's order carries no information, because the set's values determine the order.
+    bits. The order within a set carries no information, because sets are sorted by log-prob, then id.
     """
     power = np.floor(np.log2(sets.token_ids + 1.0))
     exponents = sets.logprobs.view(np.uint32) >> 23

@@ -1,8 +1,8 @@
 """Benchmark of the sidecar between a client and a fake engine: throughput and processor time.
 
-The fake engine answers immediately, or at the speed of a GPU. At a GPU's speed, either all samples end
-together, or their lengths differ as in real rollouts. The engine, the sidecars, and the client are processes
-on one machine and share its cores.
+The fake engine answers immediately, or takes 20 ms per token, as a GPU might. At 20 ms per token, one table
+has samples that end together, and another table has samples of different lengths. The engine, the sidecars,
+and the client are processes on one machine and share its cores.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _per_sample(work: Callable[[], object], clock: Callable[[], float]) -> float
 
 
 def _all(urls: Sequence[str], lengths: Sequence[int], in_flight: int) -> Callable[[], object]:
-    """Return a function that generates one sample of each length, and at most `in_flight` samples at once."""
+    """Return a function that generates one sample per entry of `lengths`, `in_flight` samples at a time."""
 
     async def go() -> None:
         is_sidecar = httpx.get(f"{urls[0]}/info").status_code == 200

@@ -1,11 +1,11 @@
 """Benchmark of SGLang's throughput under speculative decoding, with and without candidate sets.
 
 Each contender sends 32 concurrent requests of 32 tokens each. One patched SGLang on this machine serves all
-contenders in turn. The time runs from the first request sent to the last response read.
+contenders in turn. Timing starts when the first request is sent, and ends when the last response is read.
 
 Without a GPU, the test suite's draft worker makes the drafts with the target model, and torch code replaces
-the sampling kernels. So the ratios show the cost of candidate sets during verification, but not the gain from
-speculation.
+the sampling kernels. The ratios therefore show the cost of candidate sets during verification, but not the
+speedup of speculation.
 
 On a GPU, `SPECULATIVE_MODEL` and `SPECULATIVE_DRAFT` name a model and its EAGLE draft model::
 

@@ -1,8 +1,8 @@
 """Benchmark of a GRPOTrainer step in TRL: scoring over candidate sets against TRL's own fused head.
 
 A step is the forward and backward pass of one micro-batch, on the CPU in float32. Both contenders get the
-same batch and the same weights. The time over candidate sets includes checking and indexing the sets, and the
-metrics that `ReplayMixin` logs. The benchmark needs `trl`, which `make setup` installs.
+same batch and the same weights. With candidate sets, the step also checks and indexes the sets, and computes
+the metrics that `ReplayMixin` logs. The benchmark needs `trl`, which `make setup` installs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ReplayTrainer(ReplayMixin, GRPOTrainer):
 
 
 def run() -> None:
-    # Use one thread, so that times show computation, and not waits between threads on a shared machine.
+    # Use one thread. On a shared machine, the times of several threads would include waits for each other.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

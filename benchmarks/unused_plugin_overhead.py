@@ -23,7 +23,7 @@ from tests.engine.start_servers import run_engine
 REQUESTS = 32
 TOKENS = 32
 SAMPLING = {"max_new_tokens": TOKENS, "temperature": 1.0, "top_p": 0.95, "ignore_eos": True}
-# This value loads only the hooks that SGLang 0.5.12 needs on a CPU.
+# Load only the plugin `sglang_topp_cpu`, which SGLang 0.5.12 needs on a CPU.
 WITHOUT_PLUGIN = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
 
 

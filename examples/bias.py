@@ -2,9 +2,11 @@
 
 The policy is a small network that reads the last token and predicts the next one. Its tokens form a Markov
 chain with few states, so dynamic programming gives the exact expected reward and its exact gradient. The
-script compares its estimates with these exact values. Candidate sets and scores come from this project's
-functions. The four ways of training differ only in the tokens over which the importance ratio's new and old
-log-probs are normalized:
+script compares estimated gradients with the exact gradients. Candidate sets and scores come from this
+project's functions.
+
+The script trains the policy in four ways. These ways normalize the log-probs of the importance ratio over
+different tokens:
 
     replay        new and old log-probs over the candidate sets
     without       new log-probs over the vocabulary, old over the sets: the ratio starts at the kept mass
@@ -37,7 +39,7 @@ from sglang_topp.replay import full_logprobs, masked_logprobs, replayed_old_logp
 WAYS = ("replay", "without", "uncorrected", "truncated IS")
 VOCAB, LENGTH = 48, 24
 CLIP, LARGEST_WEIGHT = 0.2, 2.0
-MINI_BATCHES = 4  # optimizer steps per batch of rollouts; each moves the ratios
+MINI_BATCHES = 4  # optimizer steps per batch of rollouts; the ratios change after the first one
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Task:
 
 
 def make_policy(seed: int) -> nn.Module:
-    """Return a network from states [B] to logits [B, V], which are as peaked as a language model's."""
+    """Return a network that maps states [B] to logits [B, V] as peaked as a language model's."""
     torch.manual_seed(seed)
     policy = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, VOCAB))
     with torch.no_grad():
@@ -87,7 +89,7 @@ def make_policy(seed: int) -> nn.Module:
 
 
 def all_logits(policy: nn.Module) -> Tensor:
-    """Return the logits [V, V] after every token."""
+    """Return the logits [V, V] of the next token (column) after each token (row)."""
     return policy(torch.arange(VOCAB))
 
 
@@ -155,9 +157,9 @@ def gradient_cosines(
 ) -> dict[str, dict[str, float]]:
     """Return the cosines between each way's gradient, from `num` trajectories, and two exact gradients.
 
-    All ways use the same trajectories. `sampled` is the gradient of the sampler's expected reward, with the
-    current candidate sets fixed. `policy` is the gradient of the expected reward at top-p 1, over the whole
-    distribution.
+    All ways use the same trajectories. In the result, `sampled` stands for the gradient of the sampler's
+    expected reward, with the current candidate sets fixed. `policy` stands for the gradient of the expected
+    reward at top-p 1, over the whole distribution.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)
@@ -227,7 +229,10 @@ def train(
 def run(
     top_ps: Sequence[float], seeds: Sequence[int], *, steps: int, trajectories: int, estimates: int
 ) -> dict[str, Any]:
-    """Train in every way. Return the training curves, and the gradient cosines at four steps with replay."""
+    """Train the policy in all four ways, and return the training curves and the gradient cosines.
+
+    The cosines are measured at four steps of the training with replay.
+    """
     curves: list[dict[str, Any]] = []
     cosines: list[dict[str, Any]] = []
     for top_p in top_ps:

@@ -2,10 +2,11 @@
 
 Both models are small and random, and are created when the example starts. In each step, the student's engine
 samples rollouts, and the teacher's engine returns the teacher's top-p set at every sampled token. The student
-takes one optimizer step towards these sets, and its new weights are pushed to its engine.
+takes one optimizer step towards the teacher's distribution on these sets. The example then pushes the new
+weights to the student's engine.
 
-The example reports the KL over the whole vocabulary, which falls. This report needs a forward pass of the
-teacher, but the training does not.
+After the last step, the example prints the KL over the whole vocabulary at each step. The KL falls. Computing
+it takes a forward pass of the teacher, which the training itself does not need.
 
     python examples/distill.py                          # two minutes to start both engines, seconds per step
     python examples/distill.py --outside renormalized   # compare within the teacher's sets only
@@ -32,7 +33,7 @@ from sglang_topp_client import RolloutClient
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
-GROUP = 8  # samples of each prompt
+GROUP = 8  # samples per prompt
 
 
 def distill(
@@ -112,7 +113,7 @@ def distances(
 
 
 def main() -> int:
-    """Run the example. Returns 0 if the KL in the trained direction fell over the whole vocabulary."""
+    """Run the example. Return 0 if training lowered the KL over the whole vocabulary, and 1 if not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="training steps (%(default)s)")
     parser.add_argument("--top-p", type=float, default=0.95, help="threshold of the sets (%(default)s)")

@@ -1,7 +1,7 @@
 """A GRPO loss (PPO's clipped ratio, advantages within groups) with and without replay.
 
 `grpo_loss` is the part to copy. Run the file to train a toy policy on tokens that it samples with top-p. With
-replay, the importance ratios of the first step are 1. Without replay, they are biased, because the policy is
+replay, the importance ratios of the first step are 1. Without replay, the ratios are biased: the policy is
 scored over the whole vocabulary, but the sampler drew from the candidate sets.
 """
 
@@ -63,8 +63,8 @@ def grpo_loss(
     The loss of a token is `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`.
 
     `hidden` holds this rank's final hidden states, and `weight` is the LM head. `attention_mask` is the
-    forward pass's mask; only `Layout("bshd")` needs it. `advantages` has one number per sample, and
-    `loss_mask` has one entry per response token. Without a loss mask, every token with a candidate set
+    mask of the forward pass. Only `Layout("bshd")` needs the mask. `advantages` has one number per sample,
+    and `loss_mask` has one entry per response token. Without a loss mask, every token with a candidate set
     counts. Tool tokens have no candidate set, so they do not count. The metrics cover this rank's tokens.
     """
     lengths = [len(sample.output_ids) for sample in samples]
@@ -86,8 +86,8 @@ def grpo_loss(
 
     per_sample = torch.tensor(lengths, device=hidden.device)
     advantage = rows.take(advantages.to(hidden.device).repeat_interleave(per_sample))
-    # A token to which the rollout gave no probability has an infinite ratio. Its gradient would be NaN, even
-    # if PPO's clip replaces the ratio. Clamping the log-ratio stops that gradient.
+    # If the rollout gave a token no probability, the token's ratio is infinite. The gradient would then be
+    # NaN, even where PPO's clip replaces the ratio. Clamping the log-ratio stops that gradient.
     ratio = (new.logprobs - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     per_token = -gain - entropy_bonus * new.entropy
@@ -139,7 +139,7 @@ def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, fl
             samples,
             group_advantages(rewards).flatten(),
             layout=Layout("bshd"),
-            attention_mask=torch.ones(PROMPTS * GROUP, PROMPT + RESPONSE),  # all samples are equally long
+            attention_mask=torch.ones(PROMPTS * GROUP, PROMPT + RESPONSE),  # no padding
             replay=replay,
         )
         optimizer.zero_grad()

@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG = 1
 
 @ray.remote
 class Engine:
-    """An actor that runs `sglang-topp serve`. If the actor's process ends, the kernel kills the server."""
+    """An actor that runs `sglang-topp serve`. If the actor's process ends, Linux kills the server."""
 
     def __init__(self, model_path: str, host: str, engine_args: Sequence[str]) -> None:
         command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", model_path]
@@ -64,7 +64,7 @@ class Engine:
     def urls(self) -> tuple[str, str]:
         """Wait until the server is ready, and return the URLs of the sidecar and of the engine."""
         assert self.process.stdout is not None
-        words = self.process.stdout.readline().split()  # "… is ready: sidecar URL engine URL"
+        words = self.process.stdout.readline().split()  # the line is "… is ready: sidecar URL engine URL"
         if "sidecar" not in words:
             raise RuntimeError(f"{Path(self.log.name).read_text()[-4000:]}\nthe server did not start")
         return words[words.index("sidecar") + 1], words[words.index("engine") + 1]
@@ -72,7 +72,7 @@ class Engine:
 
 @ray.remote(num_cpus=0)
 class RolloutWorker:
-    """An actor that rolls out prompts on all engines. Its calls run concurrently, on its event loop."""
+    """An actor that rolls out prompts on all engines. Its calls run concurrently on one event loop."""
 
     def __init__(self, urls: Sequence[str], sampling: dict[str, Any]) -> None:
         self.client = AsyncRolloutClient(urls)
@@ -92,7 +92,7 @@ class Trainer:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def score(self, references: Sequence[ray.ObjectRef]) -> dict[str, float]:
-        """Return the metrics over the referenced rollouts, which are in this node's shared memory."""
+        """Return the metrics of the referenced rollouts, read from this node's shared memory."""
         rollouts = [rollout for each in ray.get(list(references)) for rollout in each]
         batch = collate_rollouts(rollouts, np.zeros(len(rollouts)), pad_token_id=0)
         _, metrics = loss_sum(self.model, batch, replay=True)
@@ -111,7 +111,7 @@ def roll_out(
 
     Raises:
         RuntimeError: every worker has died.
-        ray.exceptions.RayTaskError: a rollout failed, but not because a node was lost.
+        ray.exceptions.RayTaskError: a rollout failed for a reason other than a lost node.
     """
     alive = list(workers)
     waiting = deque(range(len(prompts)))
@@ -129,8 +129,8 @@ def roll_out(
         (reference, *_), _ = ray.wait(list(running))
         index, worker = running.pop(reference)
         try:
-            # `get` copies the object into this node's memory, and the rollouts' arrays keep the object there.
-            # The rollouts then survive the loss of the node that made them.
+            # `get` copies the object into this node's memory, and the rollouts' arrays keep the copy alive.
+            # So the rollouts survive the loss of the node that made them.
             rollouts = ray.get(reference)
         except (RayActorError, ObjectLostError) as error:
             print(f"prompt {index} again: {type(error).__name__}", flush=True)
@@ -144,7 +144,7 @@ def roll_out(
 
 
 def main() -> int:
-    """Run the example. Returns 0 if every importance ratio is 1."""
+    """Run the example. Return 0 if the mean importance ratio is 1, and 1 if not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--address", help="of a running cluster (default: start Ray on this machine)")
     parser.add_argument("--model-path", help="readable on every node (default: a tiny random model)")
@@ -181,8 +181,8 @@ def main() -> int:
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         trainer = Trainer.options(scheduling_strategy=here).remote(model_path)
-        # Ray does not resolve references inside a list, so this call sends 28 bytes per reference instead of
-        # the rollouts.
+        # Ray does not resolve references inside a list. So this call sends 28 bytes per reference, not the
+        # rollouts.
         metrics = ray.get(trainer.score.remote([finished[index][0] for index in range(len(prompts))]))
         rollouts = [rollout for index in range(len(prompts)) for rollout in finished[index][1]]
         if args.output is not None:

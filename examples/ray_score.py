@@ -3,7 +3,7 @@
 Ray Data gives each part to an actor, and repeats a part if its node dies. An output file gets its part's name
 only once the file is complete, so a restarted run skips finished parts. An actor holds one row group of its
 part and some scored rollouts in memory, however large the part is. An output file has its part's rollouts in
-order, with the teacher's log-probs and candidate sets in place of the student's.
+the same order, but with the teacher's log-probs and candidate sets instead of the student's.
 
     sglang-topp serve --model-path TEACHER                    # on one machine or on several
     python examples/ray_score.py ROLLOUTS SCORES --url http://teacher:30010
@@ -47,7 +47,8 @@ class PartScorer:
         part = Path(row["path"])
         done = self.output / part.name
         if not done.exists():
-            attempt = self.output / f".{part.name}.{uuid.uuid4().hex}"  # two attempts may overlap
+            # Two attempts at one part may overlap, so each attempt has a unique name.
+            attempt = self.output / f".{part.name}.{uuid.uuid4().hex}"
             save_rollouts(attempt, self.score(load_rollouts(part)), row_group_size=self.at_a_time)
             os.replace(attempt, done)
         return {"part": part.name, "node": ray.get_runtime_context().get_node_id()}
@@ -69,7 +70,7 @@ class PartScorer:
 
 
 def main() -> int:
-    """Run the example. Returns 0 once every part has its output."""
+    """Run the example. Return 0 if every part has its output, and 1 if not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rollouts", type=Path, help="a directory that RolloutWriter wrote")
     parser.add_argument("output", type=Path, help="a directory")

@@ -29,7 +29,7 @@ from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
-OFF = 0.1  # a ratio counts as off if its distance from 1 is larger than this
+OFF = 0.1  # a ratio is off if it differs from 1 by more than this value
 TOLERANCE = 1e-3  # allows for float32 rounding, because two implementations compute the model
 
 
@@ -86,10 +86,10 @@ def serve(model_path: Path) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", str(model_path)]
     command += ["--port", "0", "--engine-port", "0"]
     command += ["--", "--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
-    command.append("--sleep-on-idle")  # otherwise the idle engine takes a core from the trainer
+    command.append("--sleep-on-idle")  # without this option, the idle engine takes a core from the trainer
     env = dict(os.environ)
     if not torch.accelerator.is_available():
-        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # without this, SGLang needs an accelerator
+        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # SGLang's default needs an accelerator
     with (model_path / "server.log").open("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
         try:

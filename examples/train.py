@@ -1,8 +1,8 @@
 """Train on the real engine: roll out at top-p, score over the candidate sets, update, and push the weights.
 
 The example runs the whole training cycle with every part of this project. The model is small and random, and
-is created when the example starts. Its reward is the share of even token ids, which a policy can learn. The
-reward rises, and every step starts with importance ratios of 1.
+is created when the example starts. The reward of a sample is the share of even token ids, which a policy can
+learn. The reward rises, and every step starts with importance ratios of 1.
 
     python examples/train.py                    # a minute to start SGLang, seconds per step
     python examples/train.py --without-replay   # score over the whole vocabulary: the ratios are biased
@@ -96,8 +96,8 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.model(batch["sequences"], attention_mask, positions).last_hidden_state
 
-    # The hidden state before a token scores that token. Indexing with a mask puts the rows of responses one
-    # after the other, which is the order of the sets.
+    # The hidden state before a token scores that token. The mask selects the response tokens row by row, and
+    # the sets have the same order.
     scored = batch["response_mask"].bool()
     width = scored.shape[1]
     states, targets = hidden[:, -width - 1 : -1][scored], batch["sequences"][:, -width:][scored]
@@ -108,8 +108,8 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
         new = head_logprobs(states, weight, targets).logprobs
     old = replayed_old_logprobs(sets, output_ids=targets)
 
-    # A token to which the rollout gave no probability has an infinite ratio. Without the clamp, its gradient
-    # would be NaN.
+    # If the rollout gave a token no probability, the token's ratio is infinite. Without the clamp, the
+    # gradient of this ratio would be NaN.
     advantage, ratio = batch["rewards"][scored], (new - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return -gain.sum(), replay_metrics(new, old, sets)

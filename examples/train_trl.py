@@ -1,8 +1,8 @@
 """Train with TRL on the real engine: `GRPOTrainer` samples from SGLang and scores over the candidate sets.
 
-The model is small and random, and is created when the example starts. Its reward is the share of even token
-ids. The example prints the importance ratios and the kept mass of each step. The ratios would start at the
-kept mass if the policy were scored over the whole vocabulary.
+The model is small and random, and is created when the example starts. The reward of a sample is the share of
+even token ids. The example prints the importance ratios and the kept mass of each step. If the trainer scored
+the policy over the whole vocabulary, the ratios would start at the kept mass.
 
     python examples/train_trl.py               # three steps: a minute to start SGLang, seconds per step
     python examples/train_trl.py --steps 20    # the reward rises
@@ -51,7 +51,7 @@ def train(model_path: Path, rollout_url: str, engine_url: str, *, steps: int) ->
                 learning_rate=1e-3,
                 lr_scheduler_type="constant",
                 logging_steps=1,
-                bf16=False,  # the engine computes in float32, too
+                bf16=False,  # train in float32, because the engine serves in float32
                 use_cpu=not has_gpu,
                 dataloader_pin_memory=has_gpu,
                 gradient_checkpointing=False,

@@ -1,8 +1,8 @@
 """Exact top-p candidate sets: the value type, its formats, and the errors.
 
 A candidate set holds the tokens that top-p sampling kept at one generated position, with their log-probs. The
-package needs NumPy and pybase64 only. The subpackages `nucleus`, `replay`, and `batch` need torch, so import
-them by name.
+package itself needs only NumPy and pybase64. The subpackages `nucleus`, `replay`, and `batch` need torch, so
+import them by name.
 """
 
 from sglang_topp.candidates import CandidateSets

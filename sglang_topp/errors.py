@@ -54,7 +54,7 @@ __all__ = [
 
 
 class SglangToppError(Exception):
-    """Base class of every exception that this distribution raises on purpose."""
+    """The base class of every exception that this distribution raises on purpose."""
 
 
 class InvalidInputError(SglangToppError, ValueError):
@@ -138,8 +138,8 @@ class ResponseError(RequestError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status of the error. For an error inside a stream or a 200 answer, this is the status
-            that the error's body names, or None if the body names no status.
+        status: the HTTP status of the error. An error inside a stream or a 200 answer has the status that the
+            error's body names. If the body names no status, `status` is None.
         body: the server's message, truncated to a readable length.
     """
 
@@ -189,11 +189,11 @@ class AbortedError(RolloutError):
 def describe(value: object) -> str:
     """Return an abbreviated `repr` of any value, for an error message."""
     if isinstance(value, int) and value.bit_length() > 200:
-        return f"a number of {value.bit_length()} bits"  # Python refuses to print thousands of digits
+        return f"a number of {value.bit_length()} bits"  # Python does not print thousands of digits
     try:
         return _ABBREVIATED.repr(value)
     except (ValueError, RecursionError):
-        return f"a value of type {type(value).__name__}"  # for huge integers inside, and deep nesting
+        return f"a value of type {type(value).__name__}"  # `repr` fails on huge integers and deep nesting
 
 
 _ABBREVIATED = reprlib.Repr()
@@ -204,7 +204,7 @@ _Error = TypeVar("_Error", bound=SglangToppError)
 
 
 def _rebuild(cls: Callable[[str], _Error], message: str, state: dict[str, object]) -> _Error:
-    """Unpickle an error with its keyword-only attributes, which `Exception.args` does not carry."""
+    """Rebuild a pickled error. `state` holds the attributes that `Exception.args` does not hold."""
     error = cls(message)
     error.__dict__.update(state)
     return error

@@ -1,10 +1,10 @@
 """Return freed memory to the operating system after a process has handled large candidate sets.
 
-glibc keeps freed blocks for later allocations, so a process stays large after it has freed large sets. Two
-measures prevent this, and both are needed:
+glibc keeps freed blocks for later allocations, so a process stays large after it has freed large sets. Such
+a process needs both remedies in this module:
 
 - `return_large_blocks_at_once` (`M_MMAP_THRESHOLD`) bounds the peak memory. A sidecar that streamed 16
-  samples of 200,000 candidates grew by 28 MiB with this setting, and by 55 to 75 MiB without.
+  samples of 200,000 candidates grew by 28 MiB with the threshold, and by 55 to 75 MiB without it.
 - `HeapTrimmer` (`malloc_trim`, in a background thread) returns smaller blocks. After answers of 0.4 MB each,
   a process that started at 33 MiB stayed at 122 MiB with the threshold alone, and at 34 MiB with
   `malloc_trim`.
@@ -20,19 +20,19 @@ import time
 __all__ = ["LARGE_BYTES", "HeapTrimmer", "return_large_blocks_at_once"]
 
 LARGE_BYTES = 1 << 24
-"""A trim pays off only after at least this many bytes of sets have been freed."""
+"""A trim is worth its cost only after the process has freed at least this many bytes of sets."""
 
 _M_MMAP_THRESHOLD = -3
 
-# Trim several times: SGLang's event loops keep their last message alive until the next one arrives.
+# Trim several times: SGLang's event loops keep their last message alive until the next message arrives.
 _DELAYS_S = (1.0, 4.0, 25.0)
 
 
 def return_large_blocks_at_once() -> None:
     """Make glibc return every freed block of 1 MiB or more to the OS at once, in the whole process.
 
-    By default, glibc returns blocks of 128 KiB or more, but raises this limit, up to 32 MiB, each time such a
-    block is freed. Outside of Linux and glibc, this call does nothing.
+    glibc's own threshold starts at 128 KiB. glibc raises the threshold, up to 32 MiB, each time the process
+    frees a larger block. Outside of Linux and glibc, this call does nothing.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -43,12 +43,12 @@ class HeapTrimmer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests = 0  # calls since the thread started; 0 while no thread runs
+        self._requests = 0  # calls of `trim_soon` since the thread started; 0 while no thread runs
 
     def trim_soon(self) -> None:
         """Trim the heap in the background, 1, 5, and 30 seconds from now.
 
-        If this method is called again before the third trim, the thread repeats all three trims afterwards.
+        If the caller calls this method again before the third trim, the thread repeats all three trims.
         Outside of Linux and glibc, nothing is trimmed.
         """
         with self._lock:

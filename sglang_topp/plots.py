@@ -1,6 +1,6 @@
 """Plots of candidate sets for notebooks and papers. Needs matplotlib (`sglang-topp[plot]`).
 
-Each function draws into `ax`, or into the current Axes by default, and returns these Axes. Positions without
+Each function draws into `ax`, or into the current Axes by default, and returns the Axes. Positions without
 a candidate set are left out.
 """
 
@@ -79,9 +79,9 @@ def over_positions(
     *,
     value: Literal["size", "mass", "entropy"] = "size",
 ) -> Axes:
-    """Draw a value's median, and its 10th to 90th percentiles, over the position in the output.
+    """Draw the median and the 10th to 90th percentiles of `value` over the position in the output.
 
-    Positions are grouped into at most 128 stretches of equal length.
+    Positions are grouped into at most 128 intervals of equal length.
 
     Raises:
         InvalidInputError: no rollout has a candidate set, sets have no log-probs, or `value` is unknown.
@@ -119,13 +119,13 @@ def ratios(
 ) -> Axes:
     """Draw the histogram of importance ratios without replay, and with replay if `masked_new` is given.
 
-    Both ratios have the same denominator: `exp(old - sets.logprob_sum)`, the probability with which the
-    sampler drew the token.
+    The denominator of both ratios is `exp(old - sets.logprob_sum)`, the probability with which the sampler
+    drew the token.
 
     Args:
         new: float [T], the trainer's log-probs over the whole vocabulary.
         old: float [T], the rollout's log-probs over the whole vocabulary.
-        sets: the T candidate sets. Tokens of empty sets are left out.
+        sets: the T candidate sets. Tokens with an empty set are left out.
         ax: the Axes to draw into; the current Axes by default.
         masked_new: float [T], the trainer's log-probs over the sets (`replay.masked_logprobs`).
 
@@ -147,7 +147,7 @@ def ratios(
     for name, log, color in logs:
         ratio = np.exp(log)
         label = f"{name}: mean {ratio.mean():.4f}, {np.mean(np.abs(ratio - 1) > 0.1):.1%} off by over 10 %"
-        # The first and the last bar also count the ratios beyond them.
+        # The first and the last bar also count the ratios outside the range of the bars.
         ax.hist(np.clip(ratio, edges[0], edges[-1]), bins=edges.tolist(), color=color, alpha=0.7, label=label)
     ax.set(xscale="log", yscale="log", xlabel="importance ratio", ylabel="tokens")
     ax.minorticks_off()

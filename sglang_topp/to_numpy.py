@@ -1,4 +1,4 @@
-"""Convert lists, arrays, and tensors to NumPy arrays. Shared by `batch` and `replay`."""
+"""Convert lists, arrays, and tensors to NumPy arrays. `batch` and `replay` share this module."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Timing, peak memory, result files, plots, and a fake engine: shared by all benchmarks."""
+"""Tools that all benchmarks share: timing, peak memory, result files, plots, and a fake engine."""

@@ -69,7 +69,8 @@ def run_fake_engine(*, token_s: float = 0.0, max_running: int = 1 << 20) -> Iter
 def _answer(tokens: int) -> tuple[list[bytes], list[bytes]]:
     """Return the two events of a sample: its first token, and the finished sample.
 
-    Each event is a list of parts. The request id and the prompt length go between the parts.
+    Each event is a list of five byte strings. The caller joins them, with the request id after the second
+    string and the prompt length after the third.
     """
     first, whole = (_GAPS.split(json.dumps(_chunk(tokens, count)).encode()) for count in (1, tokens))
     return [b"data: ", *first, b"\n\n"], [b"data: ", *whole, b"\n\ndata: [DONE]\n\n"]
@@ -105,7 +106,7 @@ def _row(rng: np.random.Generator, size: int) -> np.ndarray[Any, np.dtype[np.flo
 
 
 class _Pace:
-    """Runs at most `max_running` samples at once, each for `token_s` per token. Further samples queue."""
+    """A queue that runs at most `max_running` samples at once, each for `token_s` seconds per token."""
 
     def __init__(self, token_s: float, max_running: int) -> None:
         self._token_s = token_s
@@ -113,7 +114,7 @@ class _Pace:
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
     def run(self, tokens: int, then: Callable[[], None]) -> None:
-        """Call `then` once a sample of `tokens` tokens has run."""
+        """Queue a sample of `tokens` tokens, and call `then` when the sample is finished."""
         self._waiting.append((tokens, then))
         self._start()
 
@@ -169,7 +170,7 @@ class _Connection(asyncio.Protocol):
             b"".join([start, a, rid[1], b, num_prompt, c, end]) for start, a, b, c, end in _answer(tokens)
         )
         self._start(b"200 OK", b"text/event-stream", len(first) * (tokens > 1) + len(whole))
-        if tokens > 1:  # a sample of one token has only its last event
+        if tokens > 1:  # a one-token sample has no separate event for its first token
             self._transport.write(first)
         self._pace.run(tokens, lambda: self._transport.write(whole))
 

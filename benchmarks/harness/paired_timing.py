@@ -1,7 +1,8 @@
 """Paired timings: contenders take turns in one run, so that a slowdown of the machine affects them all.
 
-A benchmark's result is the ratio of times within a round, with the ratio's spread over the rounds. Absolute
-times only give the order of magnitude. Every table is printed, and recorded for the benchmark's result file.
+Every contender runs once per round. Its speedup in a round is the first contender's time divided by its own.
+The result is the median speedup over all rounds, with the minimum and maximum. Absolute times are accurate
+only to an order of magnitude. Every table is printed, and recorded for the benchmark's result file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["compare", "compare_counts", "wall_s"]
 
 def wall_s(contender: Callable[[], object]) -> float:
     """Return the elapsed seconds of one call."""
-    gc.collect()  # so that a contender does not pay for the garbage of the previous one
+    gc.collect()  # so that this call does not spend time on collecting earlier garbage
     start = time.perf_counter()
     contender()
     return time.perf_counter() - start

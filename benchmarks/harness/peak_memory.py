@@ -1,4 +1,4 @@
-"""Peak memory of a computation beyond its inputs and results, measured in a fresh process."""
+"""Measure a computation's peak memory, without its inputs and results, in a fresh process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Work = Callable[[], list[Any]]
 
 
 def peak_bytes(prepare: Callable[..., Work], *args: object, warmup: tuple[object, ...]) -> int:
-    """Return how far the resident set grows at its peak, minus the bytes that the results take.
+    """Return the peak growth of the resident set in bytes, minus the size of the results.
 
     Args:
         prepare: A function that builds the inputs and returns another function, the work to measure. Both run
@@ -66,7 +66,7 @@ def _measure(
     prepare(*warmup)()
     work = prepare(*args)
     gc.collect()
-    # Return freed memory to the OS: memory that glibc reuses would not show as growth.
+    # Return freed memory to the OS. If glibc reused this memory, the resident set would not grow.
     ctypes.CDLL(None).malloc_trim(0)
     # Reset the peak of the resident set (VmHWM) to its current size. Linux only.
     Path("/proc/self/clear_refs").write_text("5")

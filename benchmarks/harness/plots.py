@@ -16,13 +16,13 @@ from benchmarks.harness.result_files import FOLDER
 __all__ = ["draw"]
 
 _BASELINE, _BAR, _WHISKER, _TARGET = "#b8b8b8", "#2f6f9f", "#222222", "#b5442e"
-# Beyond this ratio a linear scale would make the panel's other bars invisible.
+# Larger ratios need a logarithmic axis. On a linear axis, the other bars would be too short to see.
 _MAX_LINEAR_RATIO = 20
 _TITLE_CHARS = 115
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw every picture that a result file asks for, and return the pictures' paths.
+    """Draw every picture that a result file names, and return the pictures' paths.
 
     The pictures are written beside the result file. Drawing needs matplotlib.
     """
@@ -36,7 +36,7 @@ def draw(path: Path) -> list[Path]:
 
 def _draw(path: Path, result: dict[str, Any], tables: list[dict[str, Any]]) -> Path:
     # Import matplotlib here, because only `make bench` installs it. `Figure` needs neither pyplot's global
-    # state nor a screen.
+    # state nor a display.
     from matplotlib.figure import Figure
 
     sizes = [len(table["rows"]) for table in tables]

@@ -6,9 +6,9 @@ Each benchmark has one JSON file in `benchmarks/results/`:
      "tables": [{"title", "unit", "better", "rounds", "target", "picture",
                  "rows": [{"label", "figure": {"median", "min", "max"}, "ratio": {"median", "min", "max"}}]}]}
 
-A row's `ratio` says how many times faster the row is than the first row, or how many times less it needs.
-`better` is "faster" or "less". `target` is the ratio that the last row should reach, or null. `picture` names
-the table's PNG, or is null.
+`figure` is the row's measurement in `unit`. `ratio` is the first row's measurement divided by this row's, so
+a larger ratio is better. `better` is "faster" for times, and "less" for counts such as bytes. `target` is the
+ratio that the last row should reach, or null. `picture` names the table's PNG, or is null.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def whole_number(name: str, value: Any, lowest: int) -> int:
     """Return `value` as an `int`. It must be an integer of at least `lowest`, and not a boolean.
 
     Raises:
-        InvalidInputError: `value` is anything else.
+        InvalidInputError: `value` is not an integer, is a boolean, or is below `lowest`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < lowest:
         raise InvalidInputError(f"{name}: got {describe(value)}, expected a whole number of {lowest} or more")
@@ -103,10 +103,10 @@ def whole_number(name: str, value: Any, lowest: int) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return `value` as a float. It must be a finite number above 0, and not a boolean.
+    """Return `value` as a float. `value` must be a finite number above 0, and not a boolean.
 
     Raises:
-        InvalidInputError: `value` is anything else.
+        InvalidInputError: `value` is not a number, is a boolean, or is not finite and above 0.
     """
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
@@ -147,7 +147,7 @@ def as_token_ids(name: str, values: Any) -> list[int]:
     Raises:
         InvalidInputError: `values` is empty, or holds anything other than token ids.
     """
-    # NumPy would silently read booleans as 0 and 1, and the bytes of a buffer as integers.
+    # NumPy would silently convert booleans to 0 and 1, and read the bytes of a buffer as integers.
     if isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values)):
         raise InvalidInputError(f"{name}: got a boolean, expected token ids")
     if isinstance(values, bytes | bytearray | memoryview):
@@ -175,5 +175,5 @@ def as_array(name: str, values: Any) -> NDArray[Any]:
         return np.asarray(values)
     except ValueError:
         raise InvalidInputError(f"{name}: got a ragged nesting, expected token ids") from None
-    except Exception as error:  # for example, NumPy cannot read some tensors
+    except Exception as error:  # for example, NumPy cannot read a tensor on a GPU
         raise InvalidInputError(f"{name}: cannot be read as token ids: {error}") from None

@@ -63,7 +63,7 @@ class AsyncRolloutClient:
         engine_url: the addresses of all engines that `push_weights` updates; `base_url` by default.
             `push_weights` needs this argument if `base_url` names sidecars or gateways, which do not forward
             weights.
-        kind: the kind of server at `base_url`; `"auto"` sends one `GET /info` to find out.
+        kind: the kind of server at `base_url`. With `"auto"`, the client asks the server by one `GET /info`.
         api_key: the key, sent as a bearer token. The client follows no redirects, so no other server gets the
             key.
         engine_api_key: the bearer token for `engine_url`, for example SGLang's `--admin-api-key`. The default
@@ -72,12 +72,12 @@ class AsyncRolloutClient:
         ssl: the TLS settings for `https://` addresses, such as the CA to trust or a client certificate. The
             default trusts the CAs of the system, or the CAs in the file that `SSL_CERT_FILE` names. A client
             with an SSLContext cannot be pickled.
-        max_connections: how many calls may be in flight at once. The limit on open files (`ulimit -n`) may
-            lower this number to the file descriptors that are free when the client starts, minus a reserve of
-            64.
+        max_connections: how many calls may be in flight at once. If the limit on open files (`ulimit -n`) is
+            low, the client allows fewer calls: the number of free file descriptors at its first call, minus a
+            reserve of at most 64.
         max_retries: how many times a call is retried. A retry begins once the call has failed on every ready
-            server. Moving to another server therefore does not count. Only transport errors and the statuses
-            429 and 5xx are retried.
+            server. A move to another server is not a retry. Only transport errors and the statuses 429 and
+            5xx are retried.
         max_message_bytes: the maximum length in bytes of one message in an answer, before and after
             decompression. A message holds at most one sample. 512 MiB is enough for a sample of 32,000 tokens
             with 1,500 candidates each.
@@ -221,8 +221,8 @@ class AsyncRolloutClient:
                 or 0 requests no sets.
             top_logprobs_source: the rule that makes the sets, one for all prompts or one per prompt.
                 `"sampler"` returns the tokens that the engine's sampler could draw under the request's top_k,
-                top_p, and min_p, without a threshold. None or `"distribution"` uses the threshold
-                `top_logprobs_p`.
+                top_p, and min_p. It does not take `top_logprobs_p`. None or `"distribution"` returns the
+                top-p sets of the threshold `top_logprobs_p`.
             on_abort: how to treat a sample that the engine aborts because of `abort`, a pause, or a weight
                 update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`
                 that holds everything generated so far and can be resumed. `"resume"` continues the sample, as
@@ -233,7 +233,7 @@ class AsyncRolloutClient:
             request_id: the name of the request for `abort` and for the server's logs: printable text of at
                 most 512 characters. The default is a random name.
             return_exceptions: whether the other samples continue if one sample fails. The returned list then
-                holds the error in the place of the failed sample, and `isinstance(entry, Rollout)` tells
+                holds the error in the place of the failed sample. `isinstance(entry, Rollout)` distinguishes
                 rollouts from errors. If a prompt fails, all of its unfinished samples get the same error.
                 Samples that are ended by `timeout_s` or `abort` also get errors. Wrong arguments still raise
                 before anything is sent.
@@ -250,7 +250,7 @@ class AsyncRolloutClient:
             TransportError, OverloadedError, ServerError: the call and all of its retries failed. If several
                 servers were tried and none answered, the message names all of them.
             AbortedError: a sample was ended by `abort`, a pause, or a weight update.
-            RolloutError: the engine gave up on a sample.
+            RolloutError: the engine aborted a sample for another reason, or ended it with an error.
             MissingCandidateSetsError: the answer lacks the requested candidate sets.
             SampledTokenMissingError: a set lacks its sampled token.
             WireError: any other part of the answer is missing, is malformed, or contradicts the request.
@@ -345,11 +345,11 @@ class AsyncRolloutClient:
         Args:
             rollouts: one rollout or several, returned by `generate` or loaded from a file.
             sampling_params: the parameters that generated the earlier part; one mapping for all rollouts, or
-                one per rollout. `max_new_tokens` is required. Like `min_new_tokens`, this limit counts all
+                one per rollout. `max_new_tokens` is required. `max_new_tokens` and `min_new_tokens` count all
                 tokens of the turn, not only the new tokens. `n` is ignored, because each rollout is one
                 sample.
-            top_logprobs_p: as for `generate`. Rollouts with candidate sets need the rule and threshold that
-                made these sets. Rollouts without sets need None.
+            top_logprobs_p: as for `generate`. For rollouts with candidate sets, pass the same rule and
+                threshold again. For rollouts without sets, pass None.
             top_logprobs_source: as for `generate`.
             on_abort: as for `generate`.
             timeout_s: as for `generate`.
@@ -371,8 +371,8 @@ class AsyncRolloutClient:
         def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
             return self._stream(requests, parts, on_abort, timeout_s, progress, request_id, on_failure)
 
-        # Rollouts may share indices, so the requests number them by position. Restore the original indices
-        # below.
+        # Several rollouts may have the same indices, so a request's prompt index is its position in the list.
+        # The results get the original indices again.
         resumed = await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
         return [
             replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
@@ -425,9 +425,8 @@ class AsyncRolloutClient:
     ) -> list[Any]:
         """Return the log-probs and candidate sets that the engine's model gives existing sequences.
 
-        The engine generates no token. The distributions are the model's own: at temperature 1, without
-        penalties, bias, or grammar, even if a sequence was sampled with other settings. Errors are raised as
-        in `generate`.
+        The engine generates no token. It scores at temperature 1, without penalties, bias, or grammar, even
+        if a sequence was sampled with other settings. Errors are raised as in `generate`.
 
         Args:
             sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
@@ -486,13 +485,13 @@ class AsyncRolloutClient:
         If the request has `on_abort="return"`, the client keeps the request's connections open while the
         engine aborts the samples, and the caller gets everything that was generated. The client stops waiting
         for an engine that sends nothing for five seconds, or for a sidecar that sends nothing for ten. If
-        nothing of a sample has arrived by then, the sample is returned as a rollout without tokens. If even
-        the prompt's token ids are unknown, because the engine had not yet tokenized the prompt, the caller
-        gets a RolloutError.
+        nothing has arrived for a sample by then, the sample is returned as a rollout without tokens. If the
+        engine had not yet tokenized the prompt, the caller gets a RolloutError, because the prompt's token
+        ids are unknown.
 
         When this method returns, all requests with this name on this event loop have stopped. The method
-        waits up to three seconds for the engine to receive the abort. If this takes longer, the closed
-        connections abort the samples. Cancelling the method does not cancel the aborts.
+        waits up to three seconds for the engine to receive the abort. If the engine does not receive it, the
+        closed connections abort the samples. Cancelling the method does not cancel the aborts.
 
         If this client has no request with this name, the client asks every server to abort `request_id`. In
         that case, `request_id` may be an engine's own id, as in `Rollout.request_id`, or a name that another
@@ -504,9 +503,10 @@ class AsyncRolloutClient:
     async def abort_all(self) -> None:
         """Abort every request in the engines, including requests of other clients.
 
-        The `on_abort` of each request decides what happens to its samples. Pause the engines first;
-        otherwise samples with `"resume"` continue at once. This client's requests with `on_abort="return"`
-        end as after `abort`, and their unsent prompts are never sent.
+        The `on_abort` of each request decides what happens to its samples. Pause the engines first.
+        Otherwise, clients continue samples with `on_abort="resume"` at once. This client's requests with
+        `on_abort="return"` end and return their partial samples, as after `abort`. Their unsent prompts are
+        never sent.
         """
         await self._runner.abort_all()
 
@@ -529,9 +529,8 @@ class AsyncRolloutClient:
 
         Args:
             weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
-                can read. The other transports also accept (name, tensor) pairs with the names and the
-                unsharded tensors of a checkpoint. A background thread reads the pairs, about 128 MiB at a
-                time.
+                can read. The other transports also accept (name, tensor) pairs: the names and unsharded
+                tensors of a checkpoint. A background thread reads the pairs, about 128 MiB at a time.
             version: the name of the weights, such as `"8"`; see `Rollout.weight_versions`.
             via: the transport of the weights. `"disk"`: every engine loads the folder. A model is saved to a
                 temporary folder, which only engines on this machine can read; for other engines, save the
@@ -544,7 +543,7 @@ class AsyncRolloutClient:
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
                 the engine recomputes their KV cache. On SGLang before 0.5.21, this mode fails if requests are
                 in flight. `"abort"`: requests are aborted, and their `on_abort` decides what follows.
-                `"in_place"`: requests continue with the KV cache of the old weights, which is not flushed.
+                `"in_place"`: requests continue with the KV cache of the old weights. No cache is flushed.
             timeout_s: the time limit of each step on an engine, such as pausing it or sending it one bucket
                 of tensors.
 

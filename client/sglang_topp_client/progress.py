@@ -58,7 +58,7 @@ class Progress:
             )
             sys.stderr.flush()
         except Exception:
-            # The terminal may be closed. A failed progress line must not end the batch.
+            # Writing fails if the terminal was closed. The batch must continue without a progress line.
             self._is_on = False
         self._has_written = True
 

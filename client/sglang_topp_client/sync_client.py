@@ -1,8 +1,8 @@
 """RolloutClient: the synchronous client, which runs `AsyncRolloutClient` in a background thread.
 
 The thread has its own event loop (`transport/loop_thread.py`). The client therefore works in any number of
-threads and inside a running loop, such as a notebook's. All retries, aborts, and decoding remain in the
-asynchronous client.
+threads and inside a running loop, such as a notebook's. The asynchronous client does the retries, the aborts,
+and the decoding.
 """
 
 from __future__ import annotations
@@ -310,8 +310,8 @@ class RolloutClient:
             while (result := self._thread.run(following())) is not None:
                 yield result
         finally:
-            # Abort the remaining samples now. If this thread cannot wait, the event loop closes the generator
-            # later: when the generator is garbage-collected, or when the loop ends.
+            # Close the generator, which aborts the remaining samples. If this thread cannot wait for the
+            # loop, the loop closes the generator later: at its garbage collection, or when the loop ends.
             if self._thread.can_wait:
                 self._thread.run(results.aclose())
 
@@ -320,7 +320,10 @@ class RolloutClient:
         self._thread.run(self._client.abort(request_id))
 
     def abort_all(self) -> None:
-        """Abort every request in the engines, from another thread; see `AsyncRolloutClient.abort_all`."""
+        """Abort every request of every client in the engines; see `AsyncRolloutClient.abort_all`.
+
+        Call this method from another thread, because a running `generate` blocks its own.
+        """
         self._thread.run(self._client.abort_all())
 
     def push_weights(

@@ -39,7 +39,7 @@ __all__ = ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"]
 SUPPORTED_TRL = ("1.16.0",)
 """The TRL releases that the tests cover. `ReplayMixin` overrides private methods, which may change."""
 
-# These parameters only end a sample or forbid tokens, and the candidate sets reflect both. Other parameters
+# These parameters only end a sample or forbid tokens, so the candidate sets stay exact. Other parameters
 # would change log-probs in ways that a rollout does not record.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
@@ -139,8 +139,8 @@ class SGLangRollouts:
         """Push the weights from the main process, and return their version on every process."""
         accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
         # An evaluation's batches share one push, because the step does not change between the batches. In
-        # training, every generation pushes: each call of `train` counts steps from 0 again, so equal steps do
-        # not mean equal weights.
+        # training, every generation pushes the weights, even if the step is the same. Each call of `train`
+        # counts steps from 0 again, so one step number can stand for different weights.
         if accelerator.is_main_process and (trainer.model.training or step != self._pushed_step):
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
@@ -148,30 +148,31 @@ class SGLangRollouts:
                 self.client.push_weights(accelerator.unwrap_model(trainer.model), version=self._version)
                 self._pushed_step = step
             except Exception as error:
-                failure = error  # raise it after the broadcast, because other processes wait for that
+                # Raise the error only after the broadcast, because other processes wait for the broadcast.
+                failure = error
         failure, self._version = broadcast_object_list([failure, self._version])
         if failure is not None:
             raise failure
         return self._version
 
 
-_Next: Any = object  # stands for GRPOTrainer; `Any` lets the type checker accept its attributes
+_Next: Any = object  # stands for `GRPOTrainer`; `Any` lets the type checker accept every attribute
 
 
 class ReplayMixin(_Next):  # type: ignore[misc]
-    """A mixin that lets GRPO score over candidate sets. List it before `trl.GRPOTrainer` in the bases.
+    """A mixin that lets GRPO score over candidate sets. List the mixin before `trl.GRPOTrainer`.
 
     - The policy's and the reference's log-probs, the entropy, and the KL are taken over the rollout's
       candidate sets.
-    - The old log-probs are the rollout's (`Rollout.masked_logprobs`), so importance ratios compare the
-      trainer with the engine from the first step on.
+    - The old log-probs are the rollout's (`Rollout.masked_logprobs`). So even in the first step, importance
+      ratios compare the trainer with the engine.
     - The trainer logs `replay/ratio_mean` and the other metrics of `sglang_topp.replay.ReplayMetrics`.
 
     The trainer's `rollout_func` is a `SGLangRollouts`, or a function that returns `rollout_fields(rollouts)`.
 
     Raises:
-        InvalidInputError: TRL's release is not in `SUPPORTED_TRL`, or an option is refused. The message names
-            the option and the reason. The constructor raises the error before anything is generated.
+        InvalidInputError: TRL's release is not in `SUPPORTED_TRL`, or replay does not support an option. The
+            message names the option and the reason. The constructor raises the error before any rollout.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -201,7 +202,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         return prompt_ids, completion_ids, env_mask, completions, old_logprobs, extra_fields, *images
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._rows = None  # so that the reference is scored over `self._sets`, the sets of all rows
+        # With None, the call below scores the reference over `self._sets`, which has the sets of all rows.
+        self._rows = None
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         # TRL shuffles and splits lists together with tensor rows, so each row keeps its candidate sets.
         output["candidate_sets"] = self._sets
@@ -212,7 +214,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         if (rows := inputs.get("candidate_rows")) is None:
             rows = _ScoredRows(inputs["candidate_sets"], inputs["completion_ids"], inputs["completion_mask"])
         if self.num_iterations > 1:
-            inputs["candidate_rows"] = rows  # a cache: TRL scores each micro-batch several times
+            # Keep the rows, because TRL scores each micro-batch again in every iteration.
+            inputs["candidate_rows"] = rows
         self._rows = rows
         loss: Tensor = super()._compute_loss(model, inputs)
         return loss
@@ -229,7 +232,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
     ) -> tuple[Tensor | None, Tensor | None, None]:
         """Score completions over their sets. Return (log-probs [B, C], entropies [B, C] or None, None)."""
         if model is self.model and not compute_entropy:
-            return None, None, None  # TRL asks for old log-probs, which the rollout already has
+            # TRL asks for old log-probs here, but the rollout supplies them.
+            return None, None, None
         step = batch_size or len(input_ids)
         scores = []
         for start in range(0, len(input_ids), step):
@@ -273,7 +277,8 @@ class _ScoredRows:
         """int64 [T]: the scored token ids."""
         kept = self.is_scored.any(1).tolist()
         self.sets = CandidateSets.concat([each for each, is_kept in zip(sets, kept, strict=True) if is_kept])
-        # This call raises an error if a set was made for a token other than its target.
+        # `replayed_old_logprobs` raises an error if a position's set belongs to another token than
+        # the target.
         self.old_logprobs = replayed_old_logprobs(self.sets, output_ids=self.targets)
         """float32 [T] on the CPU: the rollout's log-probs for the targets, over their candidate sets."""
         self.tensors = self.sets.to_torch(completion_ids.device)
@@ -282,7 +287,7 @@ class _ScoredRows:
 def _add_candidate_head(model: Any, temperature: float) -> None:
     """Let `model(..., candidate_rows=rows)` return log-probs and entropies over the sets.
 
-    The new code is a branch of the model's own `forward`, so that the hooks of DDP and FSDP run around it.
+    The new code is a branch of the model's own `forward`, so that the hooks of DDP and FSDP still run.
     """
     other_forward = model.forward
     config = model.config.get_text_config()

@@ -1,7 +1,8 @@
-"""verl: PPO and GRPO on SGLang's rollouts, with the policy scored over their candidate sets.
+"""Adapter for verl: train with PPO or GRPO on SGLang's rollouts, and score the policy over their sets.
 
-Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, and every process that imports verl imports
-this module, which installs the adapter. An error here stops the process. The sets travel as follows::
+Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`. Every process that imports verl then imports
+this module too. The import installs the adapter, and an error in the import stops the process. These
+functions carry the sets from SGLang to the trainer::
 
     ReplayHttpServer.generate     asks SGLang, and packs the sets of a request beside its tokens
     LLMServerClient.generate      keeps the sets of a trajectory's requests: its turns and continuations
@@ -46,16 +47,18 @@ from sglang_topp.replay import masked_logprobs, replayed_old_logprobs
 __all__ = ["FIELD", "SUPPORTED_VERL", "ReplayEngine", "ReplayHttpServer", "packed_sets"]
 
 SUPPORTED_VERL = ("0.9.1",)
-"""The verl releases that the tests run. The functions that the adapter wraps are internal and move."""
+"""The verl releases that the tests run. The adapter wraps internal functions, which may change."""
 
 FIELD = "candidate_sets"
-"""The sets' name in `TokenOutput.extra_fields` and TransferQueue: bytes of `sglang_topp.formats.pack`.
+"""The name of the sets in `TokenOutput.extra_fields` and in TransferQueue.
 
-If a trajectory has no sets, TransferQueue carries the reason as text instead."""
+The value is the bytes that `sglang_topp.formats.pack` returns. If a trajectory has no sets, TransferQueue
+carries the reason as text instead.
+"""
 
 _MODULES = "VERL_USE_EXTERNAL_MODULES"
-# A request with any other parameter gets no sets: other parameters change log-probs in ways that are not
-# recorded.
+# A request with any other parameter gets no sets. Other parameters would change log-probs in ways that a
+# rollout does not record.
 _SAMPLER = ("temperature", "top_p", "top_k")
 _OTHERS = (
     "ignore_eos",
@@ -68,9 +71,10 @@ _OTHERS = (
 )
 
 _turns: ContextVar[list[tuple[list[int], bytes | None]] | None] = ContextVar("turns", default=None)
-"""For each request of the running trajectory, in order: the generated tokens, and their packed sets."""
+"""The requests of the running trajectory, in order. Each entry has the generated tokens and their packed
+sets."""
 
-_Next: Any = object  # verl's SGLangHttpServer, which only a process that serves imports
+_Next: Any = object  # stands for verl's `SGLangHttpServer`, because only serving processes import it
 
 
 class ReplayHttpServer(_Next):  # type: ignore[misc]
@@ -80,7 +84,7 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
         """Launch SGLang, and send one request to check that SGLang returns sets.
 
         Raises:
-            SglangToppError: SGLang returned no sets. No rollout has begun then.
+            SglangToppError: SGLang returned no sets. The server raises the error before the first rollout.
         """
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
@@ -92,10 +96,10 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> Any:
-        """Return verl's `TokenOutput`, whose log-probs are those within the sets.
+        """Return verl's `TokenOutput`, with log-probs that are renormalized over the sets.
 
         Raises:
-            SglangToppError: SGLang's answer has no sets, or wrong ones.
+            SglangToppError: SGLang's answer has no sets, or its sets are invalid.
         """
         params = {name: value for name, value in sampling_params.items() if value is not None}
         is_rollout = all(params.get(name) == getattr(self.config, name) for name in _SAMPLER)
@@ -106,13 +110,14 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
         ):
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         asked = {"top_logprobs_p": self.config.top_p, "return_logprobs_in_base64": True}
-        # verl drops `meta_info`, so this call's tokenizer manager keeps the answer.
+        # verl drops the answer's `meta_info`. So for this call, a recorder replaces the tokenizer manager and
+        # keeps the answer.
         call = copy.copy(self)
         call.tokenizer_manager = answers = _AnswerRecorder(self.tokenizer_manager)
         output = await super(ReplayHttpServer, call).generate(
             prompt_ids, {**params, "logprobs": True, "custom_params": asked}, request_id, **kwargs
         )
-        sets = CandidateSets.empty(0)  # for a request that was aborted before its first token
+        sets = CandidateSets.empty(0)  # a request that was aborted before its first token has no sets
         if output.token_ids:
             sets = formats.decode_top_p(answers.last["meta_info"], output.token_ids)
             sets.check_kept_mass(self.config.top_p)
@@ -122,7 +127,7 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
 
 
 class _AnswerRecorder:
-    """A tokenizer manager that keeps the answer of its one request."""
+    """A tokenizer manager for one request, which keeps the last output of the request."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -159,14 +164,17 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def prepare_model_outputs(
         self, output: Any, output_args: Mapping[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """Return jagged [B, *]: `log_probs`, and `entropy` if the micro-batch asks for it. Prompts have 0.
+        """Return the tensor `log_probs`, and `entropy` if the micro-batch asks for it.
+
+        Both tensors are jagged [B, *], with 0 at prompt positions.
 
         Raises:
             MissingCandidateSetsError: a row with a loss has no sets.
             InvalidInputError: the sets of a row belong to other tokens.
         """
         offsets = micro_batch["input_ids"].offsets()
-        part = slice(0, len(micro_batch["input_ids"].values()))  # `pad_to_length` adds tokens at the end
+        # Leave out the tokens that `pad_to_length` appends.
+        part = slice(0, len(micro_batch["input_ids"].values()))
         wants_entropy = bool(tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False))
         scores = masked_logprobs(
             output.logits.squeeze(0)[part],
@@ -182,12 +190,14 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
 
 def packed_sets(micro_batch: Any) -> CandidateSets:
-    """Return the sets of a micro-batch's T packed tokens, each at the position whose logits score its token.
+    """Return the sets of a micro-batch's T packed tokens.
 
-    Rows without a loss have empty spans: verl's padding rows carry a copy of another row's fields.
+    Each set is at the position whose logits score the token of the set.
+
+    A row without a loss gets empty sets, because verl's padding rows hold copies of another row's fields.
 
     Raises:
-        MissingCandidateSetsError: a row with a loss, or one of its tokens with a loss, has no set.
+        MissingCandidateSetsError: a row with a loss has no sets, or a token with a loss has no set.
         InvalidInputError: the sets of a row belong to other tokens.
     """
     packed = tu.get(micro_batch, FIELD)
@@ -211,19 +221,19 @@ def packed_sets(micro_batch: Any) -> CandidateSets:
             )
         rows.append(sets)
     ends = micro_batch["input_ids"].offsets()[1:].cpu().numpy()
-    starts = ends - [len(ids) + 1 for ids in responses]  # the logits before a token score it
+    starts = ends - [len(ids) + 1 for ids in responses]  # the logits before a token score that token
     batch = BatchCandidateSets.from_rows(rows)
     return batch.place(np.zeros_like(starts), starts, (1, int(ends[-1]))).sets
 
 
 def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> bytes | str:
-    """Join the sets of a trajectory's requests. Tokens that no request generated get empty spans."""
+    """Join the sets of a trajectory's requests. Tokens that no request generated get empty sets."""
     if any(packed is None for _, packed in turns):
         return "a request had none: its sampling parameters were not those of actor_rollout_ref.rollout"
     sets = CandidateSets.concat([formats.unpack(packed) for _, packed in turns if packed is not None])
     is_generated = np.asarray(output.response_mask, bool)
     ids = np.asarray(output.response_ids)[is_generated]
-    # A response that is too long is cut, and so are its sets.
+    # If verl has cut a response that was too long, cut its sets too.
     if len(ids) > len(sets) or not np.array_equal(sets.sampled_ids[: len(ids)], ids):
         return "the agent loop returned other tokens than its requests generated, or in another order"
     tokens = BatchCandidateSets(sets[: len(ids)], np.arange(len(ids) + 1, dtype=np.int64))
@@ -231,7 +241,8 @@ def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> 
     return formats.pack(tokens.place(np.zeros_like(places), places, (1, len(is_generated))).sets)
 
 
-# Each function below wraps the function of verl's that its docstring names, and gets it as `original`.
+# Each function below wraps the verl function that its docstring names. The argument `original` is that
+# verl function.
 
 
 async def _keep_sets(original: Callable[..., Any], client: Any, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +328,7 @@ def _check_engines(worker: Any) -> None:
 
 
 def _is_loaded(worker: Any) -> bool:
-    """Return True. A process that calls this has imported this module, so the adapter is installed there."""
+    """Return True. A process that runs this function has imported this module, which installs the adapter."""
     return True
 
 
@@ -327,7 +338,10 @@ def _refuse_v0(original: Callable[..., None], trainer: Any, *args: Any, **kwargs
 
 
 def _load_replica() -> type[Any]:
-    """Return verl's replica of SGLang, whose servers return sets, unless they serve a reward or a teacher."""
+    """Return verl's replica class for SGLang, with servers that return sets.
+
+    The servers of reward models and teachers stay unchanged.
+    """
     plain: Any = _load_sglang()
     module = importlib.import_module(plain.__module__)
     server_class = type("SGLangHttpServer", (ReplayHttpServer, module.SGLangHttpServer), {})
@@ -360,7 +374,7 @@ def _install() -> None:
     for owner, name, around in (
         (LLMServerClient, "generate", _keep_sets),
         (AgentLoopWorker, "_run_agent_loop", _run_trajectory),
-        # Ray copies inherited methods into an actor's class when it is decorated.
+        # When Ray decorates an actor's class, Ray copies inherited methods, so wrap the copy too.
         (AgentLoopWorkerTQ.__ray_metadata__.modified_class, "_run_agent_loop", _run_trajectory),
         (AgentLoopOutput, "as_dict", _add_sets),
         (PPOTrainer, "__init__", _check_config),
@@ -370,7 +384,7 @@ def _install() -> None:
     ):
         _wrap(owner, name, around)
     RolloutReplicaRegistry.register("sglang", _load_replica)
-    # verl prefers an engine that is registered for a vendor to one that is registered for a device.
+    # verl looks up an engine by vendor before it looks by device, so register this engine for the vendor.
     register = EngineRegistry.register("language_model", ["fsdp", "fsdp2"], get_device_name(), get_vendor())
     register(ReplayEngine)
 

@@ -1,7 +1,7 @@
 """Build the report of `sglang-topp doctor`, which shows whether the patch set fits the installed SGLang.
 
-`report` loads the plugin as SGLang would. The report has an entry for each seam, which is an SGLang function
-that the patch set wraps or calls.
+`report` loads the plugin in the same way as SGLang. The report has an entry for each seam, which is an SGLang
+function that the patch set wraps or calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def report() -> tuple[bool, list[str]]:
 
 
 def _elsewhere(check: SeamCheck) -> tuple[str, ...]:
-    """Return up to three places to which a missing function or class may have moved."""
+    """Return up to three other paths where SGLang defines the name of a missing function or class."""
     if not check.problem:
         return ()
     try:

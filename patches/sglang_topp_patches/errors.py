@@ -8,10 +8,10 @@ __all__ = ["CallEndedError"]
 
 
 class CallEndedError(ValueError):
-    """Raised to end an HTTP call with an error status.
+    """An error that ends an HTTP call with the given status.
 
-    SGLang turns a ValueError into an error response with the exception's `status_code`. In a stream, SGLang
-    sends an error event with that code.
+    SGLang answers a ValueError with an error response that has the exception's `status_code`. In a stream,
+    SGLang sends an error event with that code.
 
     Attributes:
         status_code: the HTTP status.

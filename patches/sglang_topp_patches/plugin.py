@@ -2,7 +2,7 @@
 
 SGLang calls `register` in the launcher and in every process that it starts, before the process serves.
 `register` checks every seam: each SGLang function that the patch set wraps or calls. If a seam is missing or
-changed, only the hooks that refuse requests and report problems are installed.
+changed, `register` registers only the hooks that refuse requests and report problems.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class ProcessState:
     A hook may receive one of these fields as its first argument (`Hook.state` in `compat.seams`).
 
     Attributes:
-        in_flight: counts the candidates that the process holds. `http` and `scheduler` share this count.
+        in_flight: counts the candidates that the process holds. `http` and `scheduler` use the same counter.
         http: the state for the hooks of an HTTP process.
-        prefill_server: keeps sets until decode servers fetch them; a part of `http`.
+        prefill_server: keeps sets until decode servers fetch them; the same object as `http.prefill_server`.
         scheduler: the state for the hooks of a scheduler process.
-        prefix_cache: tracks which weights computed the scheduler's cached KV; a part of `scheduler`.
+        prefix_cache: tracks which weights computed the scheduler's cached KV; the same object as
+            `scheduler.prefix_cache`.
     """
 
     in_flight: InFlight

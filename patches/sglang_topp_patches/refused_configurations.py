@@ -1,8 +1,8 @@
 """Decide whether this server can serve exact candidate sets, and give the reasons if it cannot.
 
 The reasons come from the patch set itself (`compat.seam_check`), the server's arguments, and the environment.
-The HTTP process adds a reason if its routes could ignore a request for sets (`http.process_state`). Some
-reasons depend on the request (`request_problem`).
+The HTTP process adds a reason if it served requests before the plugin could guard its routes
+(`http.process_state`). Some reasons depend on the request (`request_problem`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = [
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
-# For these backends, we have read in SGLang's source how they filter tokens. SGLang itself captures the
-# result, for its own sampling mask.
+# We have read in SGLang's source how these backends filter tokens. SGLang itself records the probabilities
+# after their filters, for its own sampling mask.
 _SAMPLING_BACKENDS = ("flashinfer", "pytorch")
 
 
@@ -43,7 +43,8 @@ def server_problems(server_args: Any) -> tuple[str, ...]:
 def request_problem(temperature: Any) -> str:
     """Return why a request at this temperature cannot have exact sets here, or an empty string.
 
-    The temperature matters only if SGLang reports log-probs from before it applies the temperature.
+    The temperature matters only if SGLang reports log-probs without temperature
+    (`SGLANG_RETURN_ORIGINAL_LOGPROB`).
     """
     if temperature not in (None, 0, 1) and _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return f"temperature: got {temperature!r}, expected 1: {_ORIGINAL_LOGPROB}"
@@ -51,9 +52,9 @@ def request_problem(temperature: Any) -> str:
 
 
 def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
-    """Return why the sampler does not draw from the nucleus of `top_p` alone, or an empty string.
+    """Return why the sampler does not draw from exactly the nucleus of `top_p`, or an empty string.
 
-    A temperature that is not a number gets no reason here: SGLang itself checks it.
+    The function ignores a temperature that is not a number, because SGLang itself checks the type.
     """
     if isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW:
         return f"temperature: got {temperature!r}, expected more than 0: {_NUCLEUS_ONLY}"
@@ -64,8 +65,8 @@ def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
     return ""
 
 
-_GREEDY_BELOW = 1e-6  # below this temperature, SGLang uses a top_k of 1 instead
-_NO_TOP_K = (-1, 1 << 30)  # no top_k: what callers write, and what SGLang stores
+_GREEDY_BELOW = 1e-6  # SGLang replaces a temperature below this value with a top_k of 1
+_NO_TOP_K = (-1, 1 << 30)  # for no top_k, callers write -1, and SGLang stores 1 << 30
 _NUCLEUS_ONLY = f"{NUCLEUS} returns the nucleus of top_p alone"
 
 
@@ -110,8 +111,7 @@ def environment_problems() -> tuple[str, ...]:
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
     # SGLang reads this flag where it computes a prompt's logits (0.5.21 to 0.5.23) and in `eagle_sample`
-    # (0.5.19). With this flag, another CUDA graph may overwrite the logits after the pass, before the sets
-    # are read.
+    # (0.5.19). With this flag, another CUDA graph may overwrite the logits before the hooks extract the sets.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),
@@ -154,7 +154,7 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
 
 
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the possible reasons to refuse speculative decoding, each with whether the reason applies."""
+    """Map each possible reason to refuse speculative decoding to whether the reason applies."""
     algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
     if not algorithm:
         return {}
@@ -212,7 +212,7 @@ def verification_problem(server_args: Any, top_k: int) -> str:
 
 
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the possible reasons to refuse a disaggregated server, each with whether the reason applies."""
+    """Map each possible reason to refuse a disaggregated server to whether the reason applies."""
     role = getattr(server_args, "disaggregation_mode", "null")
     if role in (None, "null"):
         return {}

@@ -1,9 +1,9 @@
-"""Define the messages that carry candidate sets from the scheduler to the HTTP process.
+"""Messages that carry candidate sets from the scheduler to the HTTP process.
 
-The messages travel in SGLang's `customized_info`: one `Entry` per generated token, and one `Span` per scored
-prompt row. A span holds bytes, which pickle fast and do not keep a whole batch in memory. The format may
-change in any version, because both processes run the same version of this package. This module also names the
-request fields that ask for sets.
+SGLang carries the messages in its field `customized_info`. Each generated token has one `Entry`, and each
+scored prompt position has one `Span`. A span holds bytes, because bytes pickle fast and do not keep a whole
+batch in memory. The format may change in any version, because both processes run the same version of this
+package. This module also defines the names of the request fields that ask for sets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ THRESHOLD = "top_logprobs_p"
 SOURCE = "top_logprobs_source"
 BASE64 = "return_logprobs_in_base64"
 NUCLEUS = "return_top_p_token_ids"
-"""slime's request field. It asks for sets at p = `top_p`, in slime's format (`http.slime_fields`)."""
+"""slime's request field, which asks for sets at p = `top_p`, in slime's format (`http.slime_fields`)."""
 
 FIELDS = (THRESHOLD, SOURCE, BASE64, NUCLEUS)
 """The request fields of the patch set. A caller may also put them into `custom_params`."""
@@ -58,7 +58,7 @@ def asking_field(get: Callable[[str], Any]) -> str:
         get: returns a field's value, or None if the request lacks it.
     """
     if get(NUCLEUS):
-        return NUCLEUS  # checked first, because such a request has a threshold too
+        return NUCLEUS  # checked before THRESHOLD, because such a request has a threshold too
     if get(THRESHOLD):
         return THRESHOLD
     return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""
@@ -85,10 +85,10 @@ The list begins with an `Entry` that names the weight version of all rows. One s
 the scheduler refused the request, the list has only entries that give the reason."""
 
 AT_END = "sglang_topp_at_end"
-"""This attribute marks a request, in the HTTP process, whose sets are written only once, at the end."""
+"""The HTTP process sets this attribute on a request whose sets it writes only once, at the end."""
 
 SETS = "sglang_topp_sets"
-"""The `meta_info` key of the sets that are written at the end (`AT_END`), together with their tokens.
+"""The `meta_info` key under which a request with `AT_END` gets its sets and their tokens.
 
 The value is None for a sample that did not ask for sets."""
 
@@ -101,12 +101,13 @@ class Entry:
     """The set of one generated token, or the reason why it is missing.
 
     Attributes:
-        candidates: the set. None if the set is missing, and in the entry that precedes a prompt's rows.
+        candidates: the set. None if the set is missing. Also None in the entry that precedes a prompt's rows.
         problem: why the set is missing.
         status: the HTTP status of the error that a missing set causes. A status other than 500 means that the
-            scheduler refused the request and takes no more sets for it.
+            scheduler refused the request and extracts no more sets for it.
         weight_version: the version of the weights that drew the token.
-        handed_over: whether a prefill server drew the token and still has the token's set (`disaggregation`).
+        handed_over: whether a prefill server generated the token and still holds the token's set
+            (`disaggregation`).
     """
 
     candidates: Span | None
@@ -137,7 +138,7 @@ class Positions:
     Attributes:
         token_ids: int32 [n], position after position.
         logprobs: float32 [n], in the order of `token_ids`.
-        lengths: the size of each position's set; -1 for a position without a distribution.
+        lengths: the size of each position's set; -1 if the position has no distribution.
     """
 
     token_ids: NDArray[np.int32]
@@ -151,7 +152,7 @@ def span(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Span:
 
 
 def join(spans: Iterable[Span | None]) -> Positions:
-    """Return the sets of `spans` in flat arrays. None stands for a position without a distribution."""
+    """Return the sets of `spans` in flat arrays. None stands for a position that has no distribution."""
     spans = list(spans)
     present = [each for each in spans if each is not None]
     return Positions(

@@ -23,7 +23,8 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 class SizeHistogram(Collector):
     """A Prometheus histogram that can observe a whole array in one call.
 
-    A rollout yields one observation per token, but prometheus_client's own histogram takes only one per call.
+    A rollout has one observation per token. The histogram of prometheus_client accepts only one observation
+    per call.
 
     Args:
         name: the metric's name.
@@ -41,7 +42,7 @@ class SizeHistogram(Collector):
         registry.register(self)
 
     def observe(self, values: NDArray[np.int64]) -> None:
-        """Count each value in the first bucket whose upper bound is not below the value."""
+        """Count each value in the first bucket whose upper bound is at least the value."""
         buckets = np.searchsorted(self._bounds, values, side="left")
         self._counts += np.bincount(buckets, minlength=len(self._counts))
         self._sum += int(values.sum())
@@ -56,7 +57,7 @@ class SizeHistogram(Collector):
 
 
 class Metrics:
-    """The sidecar's metrics. In `/metrics`, their names have the prefix `sglang_topp_`.
+    """The sidecar's metrics. The route `/metrics` adds the prefix `sglang_topp_` to their names.
 
     Attributes:
         requests: number of requests by outcome: `ok`, `partial` (a stream with failed prompts), `failed`,
@@ -65,8 +66,8 @@ class Metrics:
         errors: number of error responses and of error messages in streams, by `type` and `status`.
         in_flight: number of requests whose body was read and whose answer is not complete yet.
         held_bytes: bytes of finished samples that are not sent yet.
-        request_seconds: seconds from a request's headers to the last byte of its answer. Requests that get a
-            401 or a 429 are not counted.
+        request_seconds: seconds from a request's headers to the last byte of its answer. A request is not
+            counted if the sidecar refuses it with a 401 or a 429 before it reaches the engine.
         samples: number of finished samples.
         scores: number of scored sequences.
         tokens: number of tokens of samples and scores, by kind: `prompt` (for a score, the whole sequence),

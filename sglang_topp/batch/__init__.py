@@ -1,6 +1,7 @@
 """Build training batches from rollouts: collate, pack, compress, and split into micro-batches.
 
-Needs torch (`pip install sglang-topp[torch]`). No function runs a Python loop per token.
+Needs torch (`pip install sglang-topp[torch]`). All functions process the tokens of a sample at once, without
+a Python loop per token.
 """
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets

@@ -31,7 +31,7 @@ class BatchCandidateSets:
         row_offsets: int64 [B + 1], `row_offsets[0] == 0`, never decreasing, `row_offsets[B] == T`.
 
     Raises:
-        InvalidInputError: `row_offsets` breaks one of these rules.
+        InvalidInputError: `row_offsets` has another dtype or shape, decreases, or does not run from 0 to T.
     """
 
     sets: CandidateSets
@@ -95,7 +95,7 @@ class BatchCandidateSets:
 
     @property
     def nbytes(self) -> int:
-        """The total size of all arrays in bytes: the amount that a transfer to another process sends."""
+        """The total size of all arrays in bytes, as sent to another process."""
         sets = self.sets
         arrays = (*sets._arrays(), self.row_offsets)
         return sum(array.nbytes for array in arrays if array is not None)
@@ -133,7 +133,7 @@ class BatchCandidateSets:
             InvalidInputError: `rows` are not integers, or a row is out of range.
         """
         index, sets = row_index(rows, len(self)), self.sets
-        candidates = sets.offsets[self.row_offsets]  # where each row's candidates begin
+        candidates = sets.offsets[self.row_offsets]  # the index of each row's first candidate
         taken = CandidateSets.unchecked(
             cut(sets.token_ids, candidates, index),
             cut(sets.logprobs, candidates, index) if sets.has_logprobs else None,
@@ -143,21 +143,22 @@ class BatchCandidateSets:
         return BatchCandidateSets(taken, offsets_of(self.lengths[index]))
 
     def place(self, into: ArrayLike, starts: ArrayLike, shape: tuple[int, int]) -> BatchCandidateSets:
-        """Place every row in a [N, W] field, one position per column. Other elements get empty spans.
+        """Place every row in a padded [N, W] field, with one position per column.
 
         Row `i` goes to row `into[i]` of the field, in columns `starts[i]` to `starts[i] + lengths[i] - 1`.
-        The result has N rows of W positions each, so position `row * W + column` of the result's `sets`
-        belongs to element `[row, column]` of the field. Candidates are neither copied nor changed.
+        All other elements of the field get empty spans. The result has N rows of W positions each. Position
+        `row * W + column` of the result's `sets` belongs to element `[row, column]` of the field. Candidates
+        are neither copied nor changed.
 
         Args:
             into: integers [B], the destination row of each row.
-            starts: integers [B], the first column of each row in the field. The rows' places must ascend and
-                must not overlap. Call `take` first to reorder the rows.
+            starts: integers [B], the first column of each row in the field. In row-major order, each row must
+                start after the last position of the previous row. To reorder the rows, call `take` first.
             shape: the field's shape (N, W).
 
         Raises:
-            InvalidInputError: a value is not an integer, or a row does not fit its place, overlaps the
-                previous row, or is out of order.
+            InvalidInputError: a value is not an integer, a row exceeds the field, or a row does not start
+                after the last position of the previous row.
         """
         num_rows, width = shape
         lines, columns = as_integers("into", into, "integers"), as_integers("starts", starts, "integers")
@@ -187,10 +188,10 @@ class BatchCandidateSets:
 
 
 def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
-    """Return `rows` as int64 [k], checked against `num_rows`.
+    """Return `rows` as int64 [k], after checking that each value is from 0 to `num_rows - 1`.
 
     Raises:
-        InvalidInputError: `rows` are not 1-D integers, or an index is outside 0 to num_rows - 1.
+        InvalidInputError: `rows` are not 1-D integers, or a value is out of range.
     """
     index = as_integers("rows", rows, "integers [any]")
     if index.size and (index.min() < 0 or index.max() >= num_rows):

@@ -1,4 +1,6 @@
-"""Read a batch dict or TensorDict: list its entries, take rows of an entry, and view values as raw bits.
+"""List a batch dict's or TensorDict's entries, count and take their rows, and view tensors as bit patterns.
+
+`nested_batch.py` compresses batches with these functions.
 
 Shape legend: B rows, W columns, and `rest` for any further dimensions.
 """
@@ -34,7 +36,8 @@ __all__ = [
     "with_columns",
 ]
 
-# Elements are compared and copied as bit patterns, so -0.0 differs from 0.0, and a NaN equals itself.
+# `nested_batch.py` compares and copies elements as bit patterns. So -0.0 differs from 0.0, and a NaN equals
+# itself.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -73,7 +76,10 @@ def count_rows(entries: Mapping[str, Any]) -> int:
 
 
 def _rows_come_second(entries: Mapping[str, Any], name: str, num_rows: int) -> str:
-    """Return a hint for a tensor whose second dimension counts the rows, such as `position_ids` [3, B, W]."""
+    """Return a hint for the error message if the tensor's second dimension has size `num_rows`.
+
+    An example is `position_ids` [3, B, W]. For any other entry, the hint is empty.
+    """
     value = entries[name]
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == num_rows:
         return f"; if the rows of {name} are dimension 1, pass {name}.transpose(0, 1)"
@@ -81,7 +87,7 @@ def _rows_come_second(entries: Mapping[str, Any], name: str, num_rows: int) -> s
 
 
 def is_jagged(value: Any) -> bool:
-    """Return whether `value` is a jagged tensor: `torch.nested` with `layout=torch.jagged`, on any device."""
+    """Return whether `value` is a `torch.nested` tensor with `layout=torch.jagged`, on any device."""
     return isinstance(value, torch.Tensor) and value.layout == torch.jagged
 
 
@@ -89,7 +95,7 @@ def is_padded(name: str, value: Any) -> bool:
     """Return whether `value` is a padded tensor with rows, on any device.
 
     Raises:
-        InvalidInputError: `value` is a tensor whose layout cannot be cut by rows.
+        InvalidInputError: `value` is a tensor whose layout cannot be sliced by rows, such as a sparse tensor.
     """
     if not isinstance(value, torch.Tensor) or not value.ndim or is_jagged(value):
         return False
@@ -121,7 +127,7 @@ def with_columns(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def has_rows(value: Any, num_rows: int) -> bool:
-    if isinstance(value, BatchCandidateSets | list) or type(value) is tuple:  # a named tuple is one value
+    if isinstance(value, BatchCandidateSets | list) or type(value) is tuple:  # all rows share a named tuple
         return len(value) == num_rows
     if isinstance(value, torch.Tensor | np.ndarray) or is_tensordict(value):
         return bool(value.ndim > 0 and value.shape[0] == num_rows)
@@ -141,8 +147,9 @@ def take_rows(value: Any, rows: NDArray[np.int64]) -> Any:
 
 
 def _take_jagged(value: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
-    """Return these rows of a jagged tensor as a new tensor, so that its pickle does not hold other rows."""
-    # Pass the ragged dimension. If all rows had the same length, torch would choose another dimension.
+    """Copy the given rows of a jagged tensor to a new tensor, whose pickle holds only these rows."""
+    # Tell torch which dimension is ragged. If all rows had the same length, torch would choose another
+    # dimension.
     ragged = next(dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt))
     held = value.unbind()
     parts = [held[i] for i in rows.tolist()]
@@ -176,16 +183,17 @@ def padded_field(entries: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def mask_of(entries: Mapping[str, Any], name: str) -> NDArray[Any]:
-    """Return integers [B, W] that are non-zero exactly where the mask `name` is non-zero."""
+    """Return the mask `name` as integers [B, W]. An integer is 0 if the mask is 0, and non-zero otherwise."""
     mask = padded_field(entries, name)
     if mask.ndim != 2:
         raise InvalidInputError(f"{name}: got shape {list(mask.shape)}, expected a mask [rows, columns]")
-    # Look at the bits, because NumPy has no bfloat16. The shift drops the sign bit, so -0.0 counts as 0.
+    # Test a float's bits, because NumPy has no bfloat16. The left shift drops the sign bit, so -0.0 counts as
+    # 0.
     return as_bits(mask) << 1 if mask.dtype.is_floating_point else as_bits(mask)
 
 
 def bits_of(entries: Mapping[str, Any], name: str, layout: CompressedMask, columns: int) -> NDArray[Any]:
-    """Return a field's bits as [B, W, *rest], with the field's dimension `columns` moved to second place."""
+    """Return a field's bit patterns as [B, W, *rest]: dimension `columns` becomes the second dimension."""
     tensor = padded_field(entries, name)
     if not 1 <= columns < tensor.ndim:
         raise InvalidInputError(
@@ -203,7 +211,7 @@ def bits_of(entries: Mapping[str, Any], name: str, layout: CompressedMask, colum
 
 
 def as_bits(tensor: torch.Tensor) -> NDArray[Any]:
-    tensor = tensor.detach().resolve_conj().resolve_neg()  # a bit view would ignore pending conj and neg
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # a bit view ignores a pending conj or neg
     bits: NDArray[Any] = tensor.view(_BITS[tensor.itemsize]).numpy()
     return bits
 
@@ -220,6 +228,6 @@ def pad_bits(name: str, dtype: torch.dtype, pad: float) -> int:
 
 
 def is_tensordict(value: Any) -> bool:
-    # A caller that has a TensorDict has already imported tensordict. Other callers do not need the import.
+    # A caller that has a TensorDict has already imported tensordict, so this function need not import it.
     module = sys.modules.get("tensordict")
     return module is not None and bool(module.is_tensor_collection(value))

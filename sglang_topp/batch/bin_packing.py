@@ -1,6 +1,6 @@
 """Pack samples into bins within a token budget, and distribute the bins evenly over data-parallel ranks.
 
-Shape legend: n samples, each with a footprint (the tokens that it costs, including padding).
+Shape legend: n samples. A sample's footprint is its number of tokens, including padding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
 
     Returns:
         The bins, as lists of sample indices. There are at most 11/9 k + 6/9 bins, where k is the smallest
-        possible number.
+        number of bins that can hold all samples.
 
     Raises:
         InvalidInputError: a footprint is negative or above `capacity`. The message names the sample.
@@ -54,11 +54,13 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
 def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[list[list[int]]]:
     """Pack samples into bins of about equal size, with the same number of bins for every rank.
 
-    First-fit decreasing gives the number of bins, which is rounded up to a multiple of `ranks`. Each sample,
-    from the largest to the smallest, then goes into the emptiest bin. If this would overfill a bin, the bins
-    of first-fit decreasing are used instead, and the fullest bins are split until there are enough. A bin is
-    empty only if there are fewer samples than bins. The bins are dealt to the ranks, the fullest first. Each
-    bin goes to the rank with the fewest tokens among the ranks that still need a bin.
+    The number of bins is that of first-fit decreasing, rounded up to a multiple of `ranks`. Each sample, from
+    the largest to the smallest, goes into the emptiest bin. If this would overfill a bin, the function starts
+    from the bins of first-fit decreasing instead. The function then splits the fullest bin until there are
+    enough bins. A bin is empty only if there are fewer samples than bins.
+
+    The bins are assigned to the ranks, the fullest bin first. Each bin goes to the rank with the fewest
+    tokens among the ranks that still need a bin.
 
     Returns:
         A list of bins for each rank, the fullest bin first. All ranks process their k-th bins at the same
@@ -90,7 +92,7 @@ def _load(members: list[int], sizes: list[int]) -> int:
 
 
 def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[int]]:
-    """Put each of `members`, from the largest to the smallest, into the emptiest of `count` bins."""
+    """Put each sample in `members`, from the largest to the smallest, into the emptiest of `count` bins."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, at) for at in range(count)]
     for i in sorted(members, key=lambda i: (-sizes[i], i)):
@@ -103,8 +105,9 @@ def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[i
 def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
     """Split the fullest bin with two samples or more into two bins, until there are `count` bins.
 
-    A bin with two samples always exists. Otherwise there would be fewer samples than `count`, so `_spread`
-    would not have overfilled a bin, and `_split` would not be called.
+    Such a bin always exists, because there are more samples than `count`. With at most `count` samples,
+    `_spread` gives each sample a bin of its own. No bin is overfilled then, and `deal_bins` does not call
+    `_split`.
     """
     out = list(bins)
     fullest = [(-_load(members, sizes), at) for at, members in enumerate(out) if len(members) > 1]

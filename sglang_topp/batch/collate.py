@@ -44,10 +44,11 @@ __all__ = ["RLBatch", "SFTBatch", "collate_rl", "collate_rollouts", "collate_sft
 
 
 class RLBatch(TypedDict):
-    """The CPU tensors that `collate_rl` returns. R is the longest response's length, S the longest sample's.
+    """The batch that `collate_rl` returns, in CPU memory.
 
-    Each of the caller's `fields` is an entry under its own name, int64 or float32 [B, R]. For a model's
-    log-probs over `sequences`, the slice `[:, -R - 1 : -1]` lines up with every [B, R] field.
+    R is the length of the longest response, and S is the length of the longest sample. The caller's `fields`
+    are further entries, int64 or float32 [B, R]. For a model's log-probs over `sequences`, the slice
+    `[:, -R - 1 : -1]` lines up with every [B, R] field.
     """
 
     sequences: torch.Tensor
@@ -63,11 +64,11 @@ class RLBatch(TypedDict):
     logprobs: NotRequired[torch.Tensor]
     """float32 [B, R], the response tokens' log-probs. Present only if log-probs were passed."""
     candidates: NotRequired[BatchCandidateSets]
-    """Row i holds the R_i positions of response i. Present only if candidate sets were passed."""
+    """One row per sample: the candidate sets of the R_i response tokens. Present only if sets were passed."""
 
 
 class SFTBatch(TypedDict):
-    """The batch that `collate_sft` returns: CPU tensors."""
+    """The CPU tensors that `collate_sft` returns."""
 
     sequences: torch.Tensor
     """int64 [B, S], the token ids, with `pad_token_id` before them."""
@@ -75,7 +76,7 @@ class SFTBatch(TypedDict):
     """int64 [B, S], 0 on padding and 1 elsewhere."""
     loss_mask: torch.Tensor
     """int64 [B, A], 0 or 1 for each of the last `num_actions` tokens. With `normalize_loss_mask`, the mask is
-    float32, and divided by its sum over the batch."""
+    float32 and divided by its sum over the batch."""
 
 
 def collate_rl(
@@ -95,24 +96,25 @@ def collate_rl(
     The result equals that of `reference_layouts.collate_rl` bit for bit.
 
     Args:
-        prompts: B rows of token ids, none empty. Here and below, a row is a list, a 1-D array, or a 1-D
-            tensor on any device, with or without grad.
+        prompts: B rows of token ids. A prompt may be empty only if its response is. Here and below, a row is
+            a list, a 1-D array, or a 1-D tensor on any device, with or without grad.
         responses: B rows of token ids.
-        rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32, and become infinite
-            if they are too large.
+        rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32. A number that is
+            too large becomes infinite.
         loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
         logprobs: B rows of R_i numbers, rounded like `rewards`, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
-        fields: further fields by name, such as another model's log-probs: B rows of R_i values each. Integer
-            arrays and tensors become int64. All other rows, including lists, become float32.
+        fields: further fields by name, such as another model's log-probs. Each field has B rows of R_i
+            values. Integer arrays and tensors become int64. All other rows, including lists, become float32.
         pad_token_id: fills `sequences` before the prompt.
         max_seq_len: warn if a sample is longer. Nothing is truncated.
 
     Raises:
-        InvalidInputError: a row's length differs from its response's, a value has the wrong type, a prompt is
-            empty (nothing would predict the response's first token), a set's sampled token is not the
-            response's token, a token with a loss has no candidate set, a name in `fields` is already a field
-            of the batch, or `pad_token_id` is not an integer. The message names the field and the sample.
+        InvalidInputError: an argument is invalid. The message names the field and the sample. Each row of
+            rewards, masks, log-probs, sets, and fields must have the length of its response. The prompt of a
+            response must not be empty, because nothing would predict the first token. A set's sampled token
+            must be the response's token. A token with a loss must have a candidate set. A name in `fields`
+            must not be a standard field of the batch. `pad_token_id` must be an integer.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
@@ -132,26 +134,26 @@ def collate_rollouts(
     pad_token_id: int,
     max_seq_len: int | None = None,
 ) -> RLBatch:
-    """Collate the `Rollout` objects that a client returned, into the same batch as `collate_rl`.
+    """Collate a client's `Rollout` objects into a batch like that of `collate_rl`.
 
-    The batch's `logprobs` are the denominators of importance ratios under replay: the log-probs over the
-    rollouts' own candidate sets, or over the whole vocabulary if the rollouts have no sets. Tokens that
-    `Rollout.extend` appended have a loss mask of 0.
+    The batch's `logprobs` are the denominators of importance ratios. For rollouts with candidate sets, each
+    log-prob is over the rollout's own set. For rollouts without sets, each log-prob is over the whole
+    vocabulary. Tokens that `Rollout.extend` appended have a loss mask of 0.
 
     Args:
         rollouts: B rollouts, for example from `RolloutClient.generate` or `load_rollouts`. Either all or none
             have candidate sets.
-        rewards: B entries. Each is one number for the whole response (such as its advantage), or one number
-            per token.
-        candidates: the sets to put into the batch instead of the rollouts' own sets, for example a teacher's
-            sets (`Score.candidates`).
+        rewards: B entries. An entry is one number for the whole response (such as its advantage), or one
+            number per token.
+        candidates: the sets that replace the rollouts' own sets in the batch, for example a teacher's sets
+            (`Score.candidates`).
         fields: as in `collate_rl`.
         pad_token_id: fills `sequences` before the prompt.
-        max_seq_len: warn if some sequence is longer. Nothing is truncated.
+        max_seq_len: warn if a sample is longer. Nothing is truncated.
 
     Raises:
-        InvalidInputError: for the same reasons as `collate_rl`; or there are no rollouts, some have candidate
-            sets and others have none, or the rollouts' sets have no log-probs.
+        InvalidInputError: an argument is invalid (see `collate_rl`), there are no rollouts, only some
+            rollouts have candidate sets, or the rollouts' sets have no log-probs.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
@@ -217,8 +219,8 @@ def collate_sft(
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.
         num_actions: B integers, the number of tokens at the end of each row to train on.
         loss_masks: B rows of num_actions[i] values, each 0 or 1. None means all 1.
-        normalize_loss_mask: divide the mask by its sum over the batch, so that the sum of the masked losses
-            is their mean, as in `PackedBatch`. A mask of all zeros stays 0.
+        normalize_loss_mask: divide the mask by its sum over the batch. The sum of the masked losses is then
+            their mean, as in `PackedBatch`. A mask of all zeros stays 0.
         pad_token_id: fills `sequences` before the ids.
 
     Raises:
@@ -242,13 +244,13 @@ def collate_sft(
 
 
 def _padding(lengths: NDArray[np.int64], width: int, pad_token_id: int) -> NDArray[np.int64]:
-    """Return int64 [B, width] with padding before the last `lengths[i]` columns of row i.
+    """Return int64 [B, width], with `pad_token_id` in all but the last `lengths[i]` columns of row i.
 
-    The caller must write these last columns.
+    The caller must write the last `lengths[i]` columns.
     """
     pad_token_id = as_integer("pad_token_id", pad_token_id)
     if pad_token_id == 0:
-        return np.zeros((len(lengths), width), np.int64)  # this memory is already zero
+        return np.zeros((len(lengths), width), np.int64)  # `np.zeros` gets memory that is already zero
     out = np.empty((len(lengths), width), np.int64)
     for line, start in zip(out, (width - lengths).tolist(), strict=True):
         line[:start] = pad_token_id

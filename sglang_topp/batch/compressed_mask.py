@@ -1,4 +1,4 @@
-"""`CompressedMask`: a [B, W] mask stored as runs or bits, which gathers and scatters the elements it keeps.
+"""`CompressedMask`: store a [B, W] mask as runs or bits, and gather and scatter a field's kept elements.
 
 Shape legend: B rows, W columns, n kept elements in all, and `rest` for a field's further dimensions.
 """
@@ -17,15 +17,15 @@ from sglang_topp.candidates.csr_operations import offsets_of
 
 __all__ = ["CompressedMask", "blocks"]
 
-_BLOCK_BYTES = 1 << 20  # blocks of rows of this size stay in a core's cache
+_BLOCK_BYTES = 1 << 20  # a block of rows of this size fits in a core's cache
 
 
 @dataclass(frozen=True, eq=False)
 class CompressedMask:
     """The kept elements of B rows, as runs of columns, or as bits if runs would be larger.
 
-    Both forms can represent any mask, including masks with gaps and empty rows. Rows keep their `width` when
-    they are taken from a batch, so a part of a batch is restored at the whole batch's width.
+    Both forms can represent any mask, including masks with gaps and empty rows. `take` keeps the whole
+    batch's `width`, so the selected rows are restored at this width.
 
     Args:
         width: the number of columns W.
@@ -51,7 +51,7 @@ class CompressedMask:
         num_rows, width = mask.shape
         pairs, counts = [], np.zeros(num_rows, np.int64)
         for low, high in blocks(num_rows, width):
-            # Join the rows with a 0 between them, so that each change of value starts or ends a run.
+            # Join the rows with a 0 between them. Each change of value then starts or ends a run.
             line = np.zeros((high - low) * (width + 1) + 1, np.uint8)
             np.not_equal(mask[low:high], 0, out=line.view(np.bool_)[1:].reshape(-1, width + 1)[:, :width])
             changes = np.bitwise_xor(line[1:], line[:-1])
@@ -91,8 +91,8 @@ class CompressedMask:
     ) -> NDArray[Any]:
         """Return [n, *rest]: the kept elements of `field` [B, W, *rest], row after row.
 
-        `on_block` is called with each block of rows just before the block is gathered. So the caller can
-        inspect the whole field, and the field is still read from memory only once.
+        The function passes each block of rows to `on_block`, just before it gathers the block. So the caller
+        can inspect the whole field, although the field is read from memory only once.
         """
         values = np.empty((self.offsets[-1], *field.shape[2:]), field.dtype)
         flat = field.reshape(len(self) * self.width, *field.shape[2:])
@@ -122,7 +122,7 @@ class CompressedMask:
             at += stop - first
 
     def take(self, rows: NDArray[np.int64]) -> CompressedMask:
-        """Return the mask of these rows, in this order."""
+        """Return the mask of the given rows, in the given order."""
         offsets = offsets_of(np.diff(self.offsets)[rows])
         if self.runs is None or self.run_offsets is None:
             assert self.bits is not None
@@ -133,7 +133,7 @@ class CompressedMask:
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Yield every run as a span of the flattened [B * W] field.
 
-        There is at most one run per 64 elements. A mask with more runs is stored as bits.
+        There is at most one run per 64 elements, because `of` stores a mask with more runs as bits.
         """
         assert self.runs is not None
         assert self.run_offsets is not None
@@ -149,7 +149,10 @@ def blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _nonzero(sparse: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Compute `np.flatnonzero` four times as fast for sparse arrays, by skipping 8-byte words of zeros."""
+    """Return `np.flatnonzero(sparse)`, but four times as fast.
+
+    The function skips 8-byte words of zeros, which make up most of a sparse array.
+    """
     words = np.zeros(-(-len(sparse) // 8), np.uint64)
     padded = words.view(np.uint8)
     padded[: len(sparse)] = sparse

@@ -15,13 +15,14 @@ _FLOATS: dict[torch.dtype, tuple[type[np.floating[Any]], tuple[type[np.floating[
     torch.float32: (np.float32, (np.float16,)),
     torch.float64: (np.float64, (np.float16, np.float32)),
 }
-_SAMPLE = 4096  # test this many values first, because most float arrays cannot be narrowed
+_SAMPLE = 4096  # `narrowed` tests these first values alone, because most float arrays cannot be narrowed
 
 
 def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Return an array in a narrower dtype if that is lossless, and unchanged otherwise.
+    """Return an array in a narrower dtype if no value changes, and in its own dtype otherwise.
 
-    `bits` holds the array's elements of type `dtype`, viewed as signed integers.
+    `bits` holds the bit patterns of the array's elements as signed integers. `dtype` is the elements' own
+    dtype.
     """
     if not bits.size:
         return bits

@@ -1,4 +1,4 @@
-"""Convert many tensors to NumPy arrays, with one transfer per device and dtype."""
+"""Copy many tensors to NumPy arrays in host memory, with one transfer per device and dtype."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def to_host(rows: Sequence[Any]) -> Sequence[Any]:
             else:
                 away.setdefault((row.device, row.dtype), []).append(i)
     for indices in away.values():
-        # Copy all samples at once, because each copy waits for the device.
+        # Copy the rows of all samples in one transfer, because every transfer waits for the device.
         flat = to_numpy(torch.cat([out[i].detach().reshape(-1) for i in indices]))
         ends = np.cumsum([out[i].numel() for i in indices])
         for i, part in zip(indices, np.split(flat, ends[:-1]), strict=True):

@@ -35,8 +35,8 @@ class PackedLossMask:
             int8 [L], with one byte per token.
         length: the number of tokens L.
 
-    `len` and iteration behave as for a list of ints, so the built-in `sum` is correct. (For an int8 array in
-    NumPy 2, the built-in `sum` overflows above 127.)
+    `len` and iteration behave as for a list of ints, so Python's built-in `sum` is correct. (On an int8 array
+    of NumPy 2, the built-in `sum` overflows above 127.)
     """
 
     data: NDArray[np.uint8] | NDArray[np.int8]
@@ -81,7 +81,7 @@ class PackedLossMask:
         return int.from_bytes(self.data.tobytes(), "little").bit_count()
 
     def to_numpy(self) -> NDArray[np.int8]:
-        """Return int8 [L], each 0 or 1: a view if `data` is int8. Pass `dtype=np.int64` to sum the array."""
+        """Return int8 [L], each 0 or 1, as a view if `data` is int8. To count the ones, call `self.sum`."""
         if self.data.dtype == np.int8:
             return self.data.view(np.int8)
         bits = self.data.view(np.uint8)
@@ -90,7 +90,10 @@ class PackedLossMask:
     def to_tensor(
         self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return the mask as `dtype` [L] on `device`. Only `data` is transferred. The device unpacks bits."""
+        """Return the mask as `dtype` [L] on `device`.
+
+        Only `data` is transferred. The device unpacks the bits.
+        """
         return unpack_loss_masks([self], device, dtype)[0]
 
 
@@ -120,9 +123,9 @@ def pack_loss_mask(
 def unpack_loss_masks(
     masks: Sequence[PackedLossMask], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """Unpack the masks of many samples to a device: `out[i]` is `dtype` [L_i], a view of one buffer.
+    """Unpack the masks of many samples on a device. Mask i is `dtype` [L_i], a view of one shared buffer.
 
-    The packed bytes of all masks are sent in one transfer, and the device unpacks the bits.
+    The function sends the packed bytes of all masks in one transfer, and the device unpacks the bits.
     """
     if not masks:
         return []
@@ -155,7 +158,7 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
             out.append(_bytes(mask))
         except InvalidInputError as error:
             raise InvalidInputError(f"{name}[{i}]: {error}") from None
-    # Check all masks in one call, because one call per mask would take longer than reading the masks.
+    # Check all masks in one NumPy call. One call per mask would take longer than reading the masks.
     if out and np.concatenate(out).max(initial=0) > 1:
         for i, values in enumerate(out):
             if (wrong := np.flatnonzero(values > 1)).size:
@@ -167,7 +170,8 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
 def _bytes(mask: Any) -> NDArray[np.uint8]:
     """Return the mask as uint8 [L].
 
-    An invalid value raises an error here, or becomes a number above 1, which `mask_rows` rejects.
+    For an invalid value, raise InvalidInputError or return a number above 1. `mask_rows` rejects such
+    numbers.
     """
     if isinstance(mask, PackedLossMask):
         return mask.to_numpy().view(np.uint8)
@@ -175,7 +179,7 @@ def _bytes(mask: Any) -> NDArray[np.uint8]:
         try:
             return np.frombuffer(bytearray(mask), np.uint8)
         except (TypeError, ValueError):
-            pass  # floats, or ints outside a byte, are checked below by their values
+            pass  # the code below checks floats, and ints outside 0 to 255
     try:
         array = np.asarray(mask)
     except (TypeError, ValueError) as error:

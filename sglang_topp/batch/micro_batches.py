@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches within a token budget, balanced over ranks, and rejoin their results.
+"""Split a batch into micro-batches within a token budget, balance them over ranks, and join their results.
 
 Shape legend: B rows of a batch.
 """
@@ -38,7 +38,7 @@ class MicroBatches:
         return len(self.rows[0])
 
     def of(self, batch: Any, rank: int) -> Iterator[Any]:
-        """Yield the micro-batches of `rank` from the whole batch, in order.
+        """Yield the micro-batches of `rank`, in order, from the whole batch.
 
         Args:
             batch: a batch of B rows: a NestedBatch, a TensorDict, or a dict of tensors, lists, and
@@ -88,12 +88,12 @@ class MicroBatches:
 def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) -> MicroBatches:
     """Split B rows into micro-batches of at most `max_tokens` tokens.
 
-    Rows are packed by first-fit decreasing (`bin_packing`). Every rank gets about the same number of tokens,
-    and exactly the same number of micro-batches, because all ranks must take part in collective operations.
+    `bin_packing.deal_bins` packs the rows. Every rank gets about the same number of tokens. Every rank gets
+    the same number of micro-batches, because all ranks must take part in collective operations.
 
     Args:
-        lengths: integers [B], the tokens that each row costs: the row's own length if padding is removed, and
-            the batch's width otherwise.
+        lengths: integers [B], the number of tokens in each row. If the trainer removes padding, pass the
+            row's own length. Otherwise, pass the batch's width.
         max_tokens: the most tokens in a micro-batch.
         ranks: the number of data-parallel ranks.
 
@@ -114,7 +114,7 @@ def take_batch(batch: Any, rows: ArrayLike) -> Any:
 
     Args:
         batch: a NestedBatch, or a dict or TensorDict with entries as in `nest_batch` and tensors on any
-            device. The result has the same type. An entry without rows is kept unchanged.
+            device. The result has the same type. An entry that all rows share is kept unchanged.
         rows: integers, from 0 to B - 1.
 
     Raises:
@@ -125,5 +125,5 @@ def take_batch(batch: Any, rows: ArrayLike) -> Any:
 
 
 def _like(batch: Any, taken: NestedBatch) -> Any:
-    """Return `taken` in the type of `batch`."""
+    """Convert `taken` to the type of `batch`."""
     return taken if isinstance(batch, NestedBatch) else unnest_batch(taken)

@@ -1,8 +1,8 @@
-"""`NestedBatch`: a batch whose padded fields are stored without the padding, for transfers.
+"""`NestedBatch`: a batch whose padded fields are stored without padding, for transfers between processes.
 
-Elements where the mask is 1 are always sent. Elements where the mask is 0 are sent only if they differ from
-the field's pad value, so that the padded field is restored exactly. In a field that is declared `droppable`,
-elements where the mask is 0 are never sent.
+Each field has a mask. Elements where the mask is not 0 are always sent. Elements where the mask is 0 are sent
+only if they differ from the field's pad value. So the padded field is restored exactly. In a field that is
+declared `droppable`, elements where the mask is 0 are never sent.
 
 Shape legend: B rows, W columns, n values of one field over all rows, and `rest` for any further dimensions.
 """
@@ -47,7 +47,8 @@ class NestedFieldSpec:
     Args:
         mask: the name of the [B, W] field whose non-zero elements mark the columns to keep.
         pad: the field's value in columns that are not kept.
-        droppable: whether elements where the mask is 0 may be lost. Lost elements are restored as `pad`.
+        droppable: whether all elements where the mask is 0 may be replaced by `pad`. If true, these elements
+            are never sent.
         columns: the field's dimension that matches the mask's columns. For example, pass 2 for `position_ids`
             [B, 3, W], which hold three position ids per token.
     """
@@ -60,12 +61,13 @@ class NestedFieldSpec:
 
 @dataclass(frozen=True, eq=False)
 class _Field:
-    """One padded tensor as a NumPy array, which pickle protocol 5 transfers without a copy."""
+    """The values of one tensor as a NumPy array, which pickle protocol 5 transfers without a copy."""
 
     values: NDArray[Any]
     dtype: torch.dtype
     layout: int | None
-    """Index into the batch's layouts. None for a dense tensor, whose `values` are [B, *rest]."""
+    """The index of the field's CompressedMask in `NestedBatch._layouts`. None for a dense tensor, whose
+    `values` are [B, *rest]."""
     pad: int = 0
     """The pad value's bit pattern."""
     columns: int = 1
@@ -76,19 +78,19 @@ class _Field:
 class NestedBatch:
     """A batch whose padded fields are stored as values and offsets.
 
-    `nest_batch` creates it, and `unnest_batch` restores the padded batch. The batch is immutable and
-    picklable. `batch[a:b]`, `take`, and `chunk` select rows. Tensors that are not nested are not copied, and
-    pickle protocol 5 transfers them without a copy.
+    `nest_batch` creates a NestedBatch, and `unnest_batch` restores the padded batch. The batch is immutable
+    and picklable. `batch[a:b]`, `take`, and `chunk` select rows. `nest_batch` does not copy tensors that stay
+    dense, and pickle protocol 5 transfers them without a copy.
 
-    `dense` and `outside` describe the whole batch, even after rows were selected.
+    `dense` and `outside` describe the whole batch, even if this NestedBatch holds only some of its rows.
 
     Attributes:
         num_rows: the number of rows B.
         dense: the tensors with two or more dimensions that were not compressed. Each name maps to a text with
             shape, dtype, and size in bytes. A tensor in an inner TensorDict has the name `name.inner`.
         outside: the fields with values other than `pad` where the mask is 0. Each name maps to the number of
-            columns that are sent for these values. If there are many such columns, and they are not needed,
-            set `droppable`.
+            columns that are sent for these values, over all rows. If a field has many such columns and you do
+            not need their values, set `droppable`.
     """
 
     num_rows: int
@@ -112,7 +114,7 @@ class NestedBatch:
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors, layouts, and candidate sets in bytes, as sent to another process."""
+        """The total size of all tensors, masks, and candidate sets in bytes, as sent to another process."""
         return (
             sum(field.values.nbytes for field in self._fields.values())
             + sum(layout.nbytes for layout in self._layouts)
@@ -124,7 +126,7 @@ class NestedBatch:
         return self.take(np.arange(self.num_rows)[rows])
 
     def chunk(self, parts: int) -> list[NestedBatch]:
-        """Split the rows into `parts` ranges, in order, whose sizes differ by at most one."""
+        """Split the batch into `parts` parts of consecutive rows. Their sizes differ by at most one row."""
         if parts < 1:
             raise InvalidInputError(f"parts: got {parts}, expected 1 or more")
         return [self.take(rows) for rows in np.array_split(np.arange(self.num_rows), parts)]
@@ -163,8 +165,8 @@ class NestedBatch:
     def jagged(self, name: str) -> torch.Tensor:
         """Return a nested field as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
 
-        Row i holds the values where its mask is not 0 and, unless the field is droppable, all other values
-        that differ from the pad value. `padded` is the inverse.
+        Row i holds the values where its mask is not 0. Unless the field is droppable, row i also holds all
+        other values that differ from the pad value. `padded` is the inverse.
 
         Raises:
             InvalidInputError: `name` is not a nested field.
@@ -174,10 +176,10 @@ class NestedBatch:
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
-        """Put a worker's values into the padded layout of the nested field `like`, with 0 elsewhere.
+        """Put new values at the kept columns of the nested field `like`, and return them padded with 0.
 
         Args:
-            values: one value for each value of `jagged(like)`, on any device. Either a jagged tensor
+            values: one new value for each value of `jagged(like)`, on any device. Either a jagged tensor
                 `[B, ragged, *rest]`, or flat values `[n, *rest]`.
             like: the name of a nested field.
 
@@ -232,20 +234,20 @@ def nest_batch(
     """Compress the padded fields of a batch. `unnest_batch` restores the batch bit for bit.
 
     Args:
-        batch: a dict or a `tensordict.TensorDict` that maps names to values. Entries with rows are tensors
-            [B, ...] on any device (also jagged ones), BatchCandidateSets, and lists, tuples, and arrays of B
-            entries. Any other entry is a single value that all rows share. In a TensorDict, non-tensor
-            entries other than BatchCandidateSets have rows only if they are stacked.
-        fields: the padded CPU tensors `[B, W, *rest]` to compress. Each value is a `NestedFieldSpec`, or the
-            name of the mask. Other entries are not changed.
+        batch: a dict or a `tensordict.TensorDict` that maps names to values. A value has one element per row
+            if it is a tensor [B, ...] on any device (padded or jagged), a BatchCandidateSets, or a list,
+            tuple, or array of B elements. All rows share any other value. In a TensorDict, all rows also
+            share non-tensor data that is not stacked, except for BatchCandidateSets.
+        fields: the padded CPU tensors `[B, W, *rest]` to compress. Each name maps to a `NestedFieldSpec`, or
+            to the name of the field's mask. Other entries are not changed.
         narrow: send integers and floats in a narrower dtype if it holds every value exactly.
-        strict: raise if a tensor with two or more dimensions stays dense.
+        strict: raise an error if a tensor with two or more dimensions stays dense.
 
     Raises:
-        InvalidInputError: a field or its mask is missing, not a padded CPU tensor, or of another shape; the
-            pad value cannot be represented in the field's dtype; tensors differ in their number of rows; or,
-            with `strict`, a tensor with two or more dimensions is not in `fields` (the message gives its
-            shape, dtype, and size).
+        InvalidInputError: a field or its mask is missing, is not a padded CPU tensor, or has another shape.
+            The same error is raised if a pad value is not valid in its field's dtype, or if tensors differ in
+            their number of rows. With `strict`, it is also raised if a tensor with two or more dimensions is
+            not in `fields`. The message then gives the tensor's shape, dtype, and size.
     """
     specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
     entries = entries_of(batch)
@@ -259,7 +261,8 @@ def nest_batch(
         bits = bits_of(entries, name, layouts[index], spec.columns)
         dtype = entries[name].dtype
         pad = pad_bits(name, dtype, spec.pad)
-        # An integer field that is its own mask is 0 wherever the mask is 0, so nothing needs to be checked.
+        # If an integer field is its own mask, the field is 0 wherever the mask is 0. So a field with pad
+        # value 0 need not be searched for other values there.
         hides_zeros = name == spec.mask and pad == 0 and not dtype.is_floating_point
         if spec.droppable or hides_zeros:
             values = layouts[index].gather(bits)
@@ -301,10 +304,10 @@ def nest_batch(
 
 
 def unnest_batch(nested: NestedBatch) -> Any:
-    """Restore the padded batch, with the rows that `nested` holds.
+    """Restore the padded batch of the rows that `nested` holds.
 
     Fields have their original dtype, shape, and order. Padded fields are new tensors. Dense tensors share the
-    memory of `nested` if that memory is writable.
+    memory of `nested` if this memory is writable.
 
     Returns:
         A `tensordict.TensorDict` with batch size [B] if `nest_batch` received a TensorDict, else a dict.
@@ -342,7 +345,7 @@ def _padded(field: _Field, layout: CompressedMask | None) -> NDArray[Any]:
 
 
 class _NonPads:
-    """Counts the elements that differ from the bit pattern `pad`."""
+    """A counter of the elements that differ from the bit pattern `pad`."""
 
     def __init__(self, pad: int) -> None:
         self.pad = pad

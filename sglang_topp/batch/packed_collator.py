@@ -1,8 +1,8 @@
 """`PackedCollator`: pack several samples into each row, for variable-length attention.
 
-A value that scores a token (loss mask, reward, log-prob, candidate set) is in the column whose logits predict
-the token, one column before the token. So `f(logits)[row, column]` lines up with every scored field
-without a shift. The last column of each sample scores nothing::
+A loss mask, reward, log-prob, or candidate set belongs to a token. The collator puts it in the column whose
+logits predict the token, which is one column before the token. So `f(logits)[row, column]` lines up with
+every scored field without a shift. In the last column of each sample, all scored fields are empty::
 
     sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding
     scored field   .  r0 r1 r2 .  .  |  r0 .  .   .       the value of response token r0, ...
@@ -40,11 +40,11 @@ __all__ = ["PackedBatch", "PackedCollator"]
 
 
 class PackedBatch(TypedDict):
-    """The batch that `PackedCollator` returns: CPU tensors of N rows and W columns, and lists of N entries.
+    """The batch that `PackedCollator` returns: CPU tensors of N rows and W columns, and lists of N tensors.
 
-    Data-parallel rank d owns the rows from `d * N / dp_size` to `(d + 1) * N / dp_size - 1`. Each row is a
-    micro-batch. In an RL batch, each of the caller's `fields` is an entry under its own name, int64 or
-    float32 [N, W], placed like `rewards`.
+    Data-parallel rank d trains on the rows from `d * N / dp_size` to `(d + 1) * N / dp_size - 1`. Each row is
+    a micro-batch. In an RL batch, the caller's `fields` are further entries, int64 or float32 [N, W], in the
+    same columns as `rewards`.
     """
 
     sequences: torch.Tensor
@@ -54,27 +54,30 @@ class PackedBatch(TypedDict):
     position_ids: torch.Tensor
     """int64 [N, W], counted from 0 in every sample; 0 on padding."""
     loss_mask: torch.Tensor
-    """float32 [N, W], in the columns that predict the tokens. RL: 0 or 1. SFT: divided by its sum over the
-    whole batch, so that the sum of the losses is their mean."""
+    """float32 [N, W]: each token's loss mask, in the column that predicts the token. An RL mask holds
+    zeros and ones. An SFT mask is divided by its sum over the whole batch, so that the sum of the losses is
+    their mean."""
     row_lengths: torch.Tensor
-    """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, always W."""
+    """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, each number is
+    W."""
     cu_seqlens: list[torch.Tensor]
-    """int32 [samples + 1] for each row: the first column of each sample, and then the row's length. So each
-    span includes the padding after the sample. A row without samples has one sequence that is all padding."""
+    """int32 [samples + 1] for each row: the first column of each sample, followed by the row's length. So
+    each span includes the padding after the sample. A row without samples has one sequence, which consists of
+    padding."""
     seq_lengths: list[torch.Tensor]
     """int32 [samples] for each row: the number of tokens of each sample, without padding."""
     samples: list[torch.Tensor]
     """int64 [samples] for each row: the indices of the row's samples, in order."""
     response_mask: NotRequired[torch.Tensor]
-    """RL only: int64 [N, W], 1 where a response token is predicted."""
+    """RL only: int64 [N, W], 1 in the columns that predict response tokens."""
     rewards: NotRequired[torch.Tensor]
-    """RL only: float32 [N, W], in the columns that predict the tokens."""
+    """RL only: float32 [N, W], each token's reward, in the column that predicts the token."""
     logprobs: NotRequired[torch.Tensor]
-    """RL only: float32 [N, W], in the columns that predict the tokens. Present only if log-probs were
-    passed."""
+    """RL only: float32 [N, W], each token's log-prob, in the column that predicts the token. Present only if
+    log-probs were passed."""
     candidates: NotRequired[BatchCandidateSets]
-    """RL only: N rows of W positions. A position has a set if its column predicts a sampled token. Present
-    only if sets were passed."""
+    """RL only: N rows of W positions. A position has a candidate set if its column predicts a sampled token.
+    Present only if sets were passed."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class _Packing:
     row_lengths: NDArray[np.int64]
 
     def gaps(self) -> NDArray[np.int64]:
-        """Return the few indices of the flattened [N, W] field that no sample covers."""
+        """Return the indices of the flattened [N, W] field that no sample covers."""
         first = self.rows * self.width + self.starts
         stop = first + self.lengths[self.order]
         sizes = np.append(first[1:], self.num_rows * self.width) - stop
@@ -113,21 +116,23 @@ class _Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedCollator:
-    """Packs samples into rows of at most `max_tokens` columns, by first-fit decreasing on aligned lengths.
+    """A collator that packs samples into rows of at most `max_tokens` columns.
+
+    `bin_packing.deal_bins` assigns the samples to rows by their aligned lengths.
 
     Args:
         max_tokens: the most columns in a row, including alignment padding.
         pad_token_id: fills `sequences` between and after samples.
         dp_size: the number of data-parallel ranks. The number of rows is a multiple of `dp_size`, and tokens
             are spread evenly over the ranks.
-        tp_size: the number of tensor-parallel ranks. Every sample is aligned to a multiple of `tp_size`, as
+        tp_size: the number of tensor-parallel ranks. Every sample is padded to a multiple of `tp_size`, as
             sequence parallelism requires.
-        cp_size: the number of context-parallel ranks. Above 1, every sample is aligned to
+        cp_size: the number of context-parallel ranks. Above 1, every sample is padded to a multiple of
             `2 * cp_size * tp_size`, because each rank takes two zigzag chunks.
         pp_size: the number of pipeline stages. Above 1, all rows are computed at the same width.
-        fp8_multiple: the number that must divide the row count of an FP8 GEMM on every rank: 16 with
-            per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. Only whole rows are
-            aligned for FP8, not each sample.
+        fp8_multiple: on every rank, the number of rows of an FP8 GEMM must be a multiple of this number: 16
+            with per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. Only whole rows
+            are aligned for FP8, not each sample.
 
     Raises:
         InvalidInputError: an argument is not an integer, a size is below 1, or `max_tokens` is too small for
@@ -155,12 +160,12 @@ class PackedCollator:
 
     @property
     def sequence_multiple(self) -> int:
-        """Every sample's number of columns is rounded up to a multiple of this number."""
+        """Every sample is padded to a multiple of this number of columns."""
         return self.tp_size * (2 * self.cp_size if self.cp_size > 1 else 1)
 
     @property
     def row_multiple(self) -> int:
-        """Every row's number of columns is rounded up to a multiple of this number."""
+        """Every row is padded to a multiple of this number of columns."""
         return self.fp8_multiple * self.sequence_multiple
 
     def collate_sft(
@@ -171,8 +176,8 @@ class PackedCollator:
         A loss on the first token of a sample is dropped, because nothing predicts that token.
 
         Raises:
-            InvalidInputError: for the same reasons as `collate_sft`; or a sample is empty, or longer than
-                `max_tokens` after alignment.
+            InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_sft`), a sample is
+                empty, or a sample is longer than `max_tokens` after alignment.
         """
         examples = read_examples(input_ids, num_actions, loss_masks)
         packing = self._pack("input_ids", examples.lengths)
@@ -204,8 +209,8 @@ class PackedCollator:
         """Pack rollouts. The arguments are those of `sglang_topp.batch.collate_rl`.
 
         Raises:
-            InvalidInputError: for the same reasons as `collate_rl`; or a sample is empty, or longer than
-                `max_tokens` after alignment.
+            InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_rl`), a sample is empty,
+                or a sample is longer than `max_tokens` after alignment.
         """
         samples = read_rollouts(
             prompts, responses, rewards, loss_masks, logprobs, candidates, fields, PackedBatch.__annotations__
@@ -220,11 +225,11 @@ class PackedCollator:
         candidates: Sequence[CandidateSets] | None = None,
         fields: Mapping[str, RaggedRows] | None = None,
     ) -> PackedBatch:
-        """Pack the `Rollout` objects of a client, with the arguments of `sglang_topp.batch.collate_rollouts`.
+        """Pack a client's `Rollout` objects. The arguments are those of `sglang_topp.batch.collate_rollouts`.
 
         Raises:
-            InvalidInputError: for the same reasons as `collate_rollouts`; or a sample is empty, or longer
-                than `max_tokens` after alignment.
+            InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_rollouts`), a sample is
+                empty, or a sample is longer than `max_tokens` after alignment.
         """
         columns = rollout_columns(rollouts, rewards, candidates)
         samples = read_rollouts(**columns, fields=fields, own_names=PackedBatch.__annotations__)
@@ -287,7 +292,7 @@ class PackedCollator:
         order = np.concatenate([np.array(members, np.int64) for members in bins])
         rows = np.repeat(np.arange(len(bins)), counts)
         ends = np.cumsum(footprints[order])
-        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # columns of all earlier rows
+        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # columns in earlier rows
         starts = ends - footprints[order] - before[rows]
         filled = np.bincount(rows, weights=footprints[order], minlength=len(bins)).astype(np.int64)
         row_lengths = _round_up(np.maximum(filled, 1), self.row_multiple)
@@ -304,7 +309,8 @@ class PackedCollator:
         The caller writes the samples' tokens to the flat view.
         """
         shape, gaps = (packing.num_rows, packing.width), packing.gaps()
-        # Samples fill nearly all of a packed field, so writing only the gaps halves the memory traffic.
+        # Samples fill nearly all of a packed field. Writing `pad_token_id` and 0 only to the gaps halves the
+        # memory traffic.
         sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
         attention_mask = np.ones(shape, np.int64)
         sequences.reshape(-1)[gaps] = self.pad_token_id
@@ -321,7 +327,8 @@ class PackedCollator:
             members, starts = packing.order[span], packing.starts[span]
             lengths = packing.lengths[members]
             if not len(members):
-                # Make one padding token a sequence, so that attention returns finite values.
+                # A row without samples gets one padding token as its sequence, so that attention returns
+                # finite values.
                 attention_mask[row, 0] = 1
                 starts, lengths = np.zeros(1, np.int64), np.ones(1, np.int64)
             cu_seqlens.append(torch.from_numpy(np.append(starts, total).astype(np.int32)))

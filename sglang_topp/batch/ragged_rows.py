@@ -39,9 +39,11 @@ RaggedRows: TypeAlias = Sequence[Any]
 
 _INTEGERS = frozenset("bhilqBHI")
 _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
-# The accepted types of rows, as a tuple for `isinstance`: a union type would be built again for every row.
+# The accepted types of rows. `isinstance` takes this tuple, because a union type would be built again for
+# every row.
 _HELD = (list, tuple, np.ndarray)
-# Maps each dtype of the batch to the accepted dtypes, their description, and the `struct` code.
+# Maps each dtype of the batch to the accepted dtypes of rows, their description, and the format code for
+# `struct`.
 _TAKES = {
     np.dtype(np.int64): (_INTEGERS, "integers that fit int64", "q"),
     np.dtype(np.float32): (_NUMBERS, "numbers", "f"),
@@ -54,8 +56,8 @@ def as_integer(name: str, value: Any) -> int:
     Without the check, NumPy would write 0.5 and "0" into an array of ids as 0.
 
     Raises:
-        InvalidInputError: `value` is not an integer (for example None, from a tokenizer without a padding
-            token), or does not fit int64.
+        InvalidInputError: `value` is not an integer, or does not fit int64. For example, a tokenizer without
+            a padding token gives None.
     """
     try:
         return int(np.int64(operator.index(value)))
@@ -71,7 +73,7 @@ def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> N
     """
     try:
         array = to_numpy(values)
-    except ValueError as error:  # nested lists of different lengths
+    except ValueError as error:  # `values` holds lists of different lengths
         raise InvalidInputError(f"{name}: expected {expected}: {error}") from None
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InvalidInputError(f"{name}: got {array.dtype} of shape {array.shape}, expected {expected}")
@@ -99,10 +101,11 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 
 
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
-    """Check each row's length against `expected`, the row lengths of the field named `of`.
+    """Check that the rows' lengths are `expected`, which are the lengths of the rows in the field `of`.
 
     Raises:
-        InvalidInputError: the number of samples or a row's length differs. The message names the sample.
+        InvalidInputError: the number of samples or the length of a row is not the expected one. The message
+            names the sample.
     """
     lengths = row_lengths(name, rows)
     if len(lengths) != len(expected):
@@ -117,7 +120,7 @@ def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: 
 def field_dtype(rows: RaggedRows) -> type[np.int64] | type[np.float32]:
     """Return the dtype of a caller's own field: int64 for arrays and tensors of integers, else float32.
 
-    Lists always become float32, so that a batch's dtype does not depend on its values. Empty rows are
+    Lists always become float32, so that the dtype does not depend on the values in a list. Empty rows are
     ignored. If all rows are empty, the dtype is float32.
     """
     dtypes = [getattr(row, "dtype", None) for row in rows if len(row)]
@@ -131,14 +134,14 @@ def _is_integer(dtype: Any) -> bool:
 
 
 def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
-    """Return the rows in host memory, as lists, tuples, and arrays [L_i], after checking the arrays' dtypes.
+    """Return the rows in host memory, as lists, tuples, and arrays [L_i]. Check the dtypes of arrays.
 
     Args:
         dtype: int64 or float32, the dtype that `write_row` will write.
 
     Raises:
-        InvalidInputError: a row is not 1-D, or its dtype does not fit, such as floats for token ids. The
-            message names the sample.
+        InvalidInputError: a row is not 1-D, or has the wrong dtype, such as floats for token ids. The message
+            names the sample.
     """
     accepted, expected, _ = _TAKES[np.dtype(dtype)]
     out = [row if isinstance(row, _HELD) else np.asarray(row) for row in to_host(rows)]
@@ -151,7 +154,7 @@ def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
                 raise InvalidInputError(f"{name}[{i}]: got shape {row.shape}, expected one value per token")
             if row.dtype.char not in accepted and row.size:
                 raise InvalidInputError(f"{name}[{i}]: got dtype {row.dtype}, expected {expected}")
-    return out  # only empty arrays have another dtype: NumPy converts an empty list to float64
+    return out  # an empty row may have any dtype: NumPy turns [] into float64
 
 
 def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:

@@ -1,8 +1,8 @@
 """Reference layouts: plain loops that define how collation, packing, and nesting arrange a batch.
 
 These functions are slow, but simple enough to verify by reading. The tests compare the fast functions with
-them bit for bit, and the benchmarks use them as the baseline. Inputs are plain lists; rewards may also be
-tensors.
+them bit for bit, and the benchmarks use them as the baseline. Inputs are plain lists. Rewards, log-probs, and
+further fields may also be tensors.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def collate_sft(
     normalize_loss_mask: bool = False,
     pad_token_id: int,
 ) -> dict[str, torch.Tensor]:
-    """Return left-padded sequences, and the loss mask of the last `num_actions` tokens."""
+    """Return left-padded sequences, and right-aligned loss masks of the last `num_actions` tokens."""
     longest, width = max(len(ids) for ids in input_ids), max(num_actions)
     sequences, attention_masks, masks = [], [], []
     for ids, count, mask in zip(input_ids, num_actions, loss_masks, strict=True):
@@ -112,7 +112,10 @@ def pack_sft(
     sequence_multiple: int = 1,
     row_multiple: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Return one row per bin. Loss masks are in the columns that predict the tokens, and sum to 1."""
+    """Return one row per bin.
+
+    Each token's loss mask is in the column that predicts the token. The loss masks of the batch sum to 1.
+    """
     full_masks = [
         [0] * (len(ids) - count) + mask
         for ids, count, mask in zip(input_ids, num_actions, loss_masks, strict=True)
@@ -136,7 +139,10 @@ def pack_rl(
     sequence_multiple: int = 1,
     row_multiple: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Return one row per bin. A value that scores a token is in the column that predicts the token."""
+    """Return one row per bin.
+
+    Each token's loss mask, response mask, reward, and log-prob are in the column that predicts the token.
+    """
     ids = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     batch = _pack(bins, ids, pad_token_id, sequence_multiple, row_multiple)
     width = batch["sequences"].shape[1]

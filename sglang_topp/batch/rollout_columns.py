@@ -1,4 +1,4 @@
-"""Convert `Rollout` objects to the arguments of `collate_rl`, which are lists with one row per rollout.
+"""Convert `Rollout` objects to the arguments of `collate_rl`: lists with one row per rollout.
 
 Shape legend: B rollouts, R_i tokens of rollout i's response.
 """
@@ -28,7 +28,7 @@ class RolloutLike(Protocol):
 
     @property
     def output_ids(self) -> NDArray[np.int32]:
-        """int32 [R_i]: the generated tokens, with the tools' tokens between them."""
+        """int32 [R_i]: the generated tokens, and the tools' tokens between them."""
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
@@ -57,7 +57,7 @@ class RolloutColumns(TypedDict):
 def rollout_columns(
     rollouts: Sequence[RolloutLike], rewards: Sequence[Any], candidates: Sequence[CandidateSets] | None
 ) -> RolloutColumns:
-    """Convert the arguments of `collate_rollouts` to those of `collate_rl`. The errors are the same."""
+    """Check the arguments of `collate_rollouts`, and convert them to the arguments of `collate_rl`."""
     if not len(rollouts):
         raise InvalidInputError("rollouts: got none, expected at least one")
     if (i := next((i for i, one in enumerate(rollouts) if not hasattr(one, "output_ids")), None)) is not None:

@@ -66,7 +66,7 @@ def read_rollouts(
     """Check RL samples. The arguments and errors are those of `collate_rl`.
 
     Args:
-        own_names: the names of the batch's standard fields, which `fields` must not use.
+        own_names: the names of the batch's standard fields. `fields` must not use these names.
     """
     prompt_lengths, lengths = row_lengths("prompts", prompts), row_lengths("responses", responses)
     if len(lengths) != len(prompt_lengths):
@@ -140,7 +140,8 @@ def check_sets_match_responses(
         masks: B loss masks.
 
     Raises:
-        InvalidInputError: a position breaks one of these rules. The message names the first such position.
+        InvalidInputError: a sampled token differs from the response's token, or a token with a loss has no
+            set. The message names the first such position.
     """
 
     def where(position: int) -> tuple[int, int]:

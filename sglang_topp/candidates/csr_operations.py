@@ -25,7 +25,8 @@ __all__ = [
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
 
-# `blocks_of` yields blocks of about this many entries, whose temporary arrays fit in a core's cache.
+# The approximate number of entries in a block of `blocks_of`. The temporary arrays of one block fit in a
+# core's cache.
 _AT_ONCE = 1 << 16
 
 
@@ -45,7 +46,10 @@ def rows_of(offsets: Int64Array) -> Int32Array:
 
 
 def row_keys(rows: Int32Array, token_ids: Int32Array) -> Int64Array:
-    """Return int64 [n]: one key per entry. The high 32 bits hold the position, the low 32 the token id."""
+    """Return int64 [n]: one key per entry.
+
+    The high 32 bits hold the position, and the low 32 bits hold the token id.
+    """
     return rows.astype(np.int64) << 32 | token_ids
 
 
@@ -57,9 +61,10 @@ def sorted_by_id(rows: Int32Array, token_ids: Int32Array) -> Int32Array:
 def sorted_by_logprob(
     rows: Int32Array, token_ids: Int32Array, logprobs: NDArray[np.float32]
 ) -> tuple[Int32Array, NDArray[np.float32]]:
-    """Return `(token_ids, logprobs)` with each row sorted: log-probs highest first, then ids lowest first.
+    """Return `(token_ids, logprobs)`, sorted within each row: log-probs highest first, then ids lowest first.
 
-    `rows` must ascend. Only unsorted rows are sorted, because engines return most rows in order.
+    `rows` must ascend. The function sorts only the rows that are out of order, because engines return most
+    rows in order.
     """
     disorder = logprobs[1:] > logprobs[:-1]
     disorder |= (logprobs[1:] == logprobs[:-1]) & (token_ids[1:] < token_ids[:-1])

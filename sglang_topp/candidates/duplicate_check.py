@@ -1,4 +1,7 @@
-"""Check exactly whether all values within each row are distinct, faster than by sorting."""
+"""Check with a hash table whether all values in each row are distinct.
+
+The check is exact, and faster than a sort. `validation.py` uses it to check token ids.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ _VALUE_FACTOR, _ROW_FACTOR, _ROUND_FACTOR = np.array([0x9E3779B1, 0x85EBCA6B, 0x
 def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
     """Return whether all values within each row are distinct.
 
-    Each entry hashes to a slot of a table, writes its index there, and reads the slot again. An entry that
-    reads another entry's index has lost the slot, and is compared with the winner. The losers then try again
-    with another hash. Equal entries (same value, same row) share a slot in every round, so two equal entries
-    are compared at the latest in the round in which one of them wins the slot.
+    In each round, every entry hashes to a slot of a table, writes its index there, and reads the slot again.
+    An entry that reads another entry's index has lost the slot, and is compared with the winner. The losers
+    try again with another hash in the next round. Equal entries (same value, same row) always hash to the
+    same slot. When one of them wins the slot, the others are compared with it. So the check finds every
+    duplicate.
 
     Args:
         values: int32 [n], the value of every entry.

@@ -45,7 +45,8 @@ __all__ = ["NO_TOKEN", "CandidateSets"]
 
 Float32Array: TypeAlias = NDArray[np.float32]
 
-# Two float64 sums of the same numbers in different orders differ by far less than this, relative to the sum.
+# A generous bound on the relative difference between two float64 sums of the same numbers in different
+# orders.
 _SUM_ERROR = 1e-6
 
 
@@ -53,20 +54,20 @@ _SUM_ERROR = 1e-6
 class CandidateSets:
     """The candidate sets of one sequence's generated positions, stored as CSR arrays.
 
-    Position `t` owns the span `offsets[t]:offsets[t + 1]` of `token_ids` and `logprobs`. A span is ordered by
-    log-prob, highest first, then by token id, lowest first. The ids in a span are distinct and include
-    `sampled_ids[t]`. An empty span marks a position that the policy did not sample, such as a tool's token.
-    The position is not replayed, and its loss mask is 0.
+    The candidates of position `t` are the span `offsets[t]:offsets[t + 1]` of `token_ids` and `logprobs`. A
+    span is ordered by log-prob, highest first, then by token id, lowest first. The ids in a span are distinct
+    and include `sampled_ids[t]`. An empty span marks a position that the policy did not sample, such as a
+    tool's token. Scoring functions ignore such a position, and its loss mask is 0.
 
-    Sets decoded from a sampling mask may have no log-probs. Then `has_logprobs` is False, spans are ordered
-    by token id, and reading `logprobs`, or a value computed from `logprobs`, raises an error. All other
+    Sets decoded from a sampling mask may have no log-probs. Then `has_logprobs` is False, and spans are
+    ordered by token id. Reading `logprobs`, or a value computed from `logprobs`, raises an error. All other
     methods work.
 
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
         logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. Only
             a sampled token of zero probability may have `-inf` (or float32's lowest value, which SGLang
-            writes instead). If n is 0, None and an empty array mean the same.
+            writes instead). If n is 0, None is the same as an empty array.
         offsets: int64 [T + 1], `offsets[0] == 0`, never decreasing, `offsets[T] == n`.
         sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the span is
             empty.
@@ -109,7 +110,7 @@ class CandidateSets:
 
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
         if logprobs is None and not len(token_ids):
-            logprobs = np.empty(0, np.float32)  # there are no candidates, so no log-prob is missing
+            logprobs = np.empty(0, np.float32)  # no log-prob is missing from the empty array
         for name, array in (
             ("token_ids", token_ids),
             ("_logprobs", logprobs),
@@ -196,14 +197,14 @@ class CandidateSets:
 
     @cached_property
     def _log_mass(self) -> NDArray[np.float64]:
-        """float64 [T]: `logprob_sum` before rounding to float32."""
+        """float64 [T]: `logprob_sum` before it is rounded to float32."""
         return log_sum_exp(self.logprobs, self.offsets)
 
     @cached_property
     def masked_logprobs(self) -> Float32Array:
         """float32 [T]: the sampled token's log-prob within its set, `sampled_logprobs - logprob_sum`.
 
-        This is the rollout's log-prob under the replayed distribution, the denominator of importance ratios.
+        These log-probs are the denominators of importance ratios, if the trainer scores over the same sets.
         The value is exactly 0 if a position has one candidate or none.
         """
         masked = self.sampled_logprobs - self.logprob_sum
@@ -222,16 +223,16 @@ class CandidateSets:
         return _read_only(out)
 
     def check_kept_mass(self, p: float) -> None:
-        """Check that every set keeps as much mass as the threshold rule keeps at `p`.
+        """Check that every set keeps at least the mass that top-p sampling keeps at `p`.
 
-        The rule takes tokens, most likely first, until their mass reaches `p`. So a set's mass is at least
-        `min(p, row)`, where `row` is the mass of the whole vocabulary at this position, after the engine's
-        rounding. `row` is 1 up to an error that depends on the engine's precision: 2e-3 in float32, and 1/30
-        in bfloat16 (`--rl-on-policy-target`). A set counts as bfloat16 if bfloat16 can represent all of its
-        log-probs. A mass below `min(p, 1 - error)` or above `1 + error` is wrong.
+        Top-p sampling takes tokens, most likely first, until their mass reaches `p`. So a set's mass is at
+        least `min(p, row)`. Here, `row` is the mass of the whole vocabulary at this position, after the
+        engine's rounding. `row` differs from 1 by at most `error`: 2e-3 if the engine computes in float32,
+        and 1/30 in bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can represent
+        all log-probs of a set. The check rejects a mass below `min(p, 1 - error)` or above `1 + error`.
 
-        The engine and this check sum the same probabilities in float64, only in different orders. So the
-        comparison with `p` tolerates a relative difference of 1e-6, and no more.
+        The engine and this check sum the same probabilities in float64, but in different orders. So the
+        comparison with the lower bound tolerates a relative difference of 1e-6.
 
         Args:
             p: the requested threshold, above 0 and at most 1.
@@ -267,8 +268,9 @@ class CandidateSets:
         """Concatenate the positions of all `parts`.
 
         Raises:
-            InvalidInputError: some parts have log-probs and others have none. Call `without_logprobs` on the
-                parts that have log-probs. Parts without candidates are ignored in this check.
+            InvalidInputError: some parts have log-probs and others have none. Parts without candidates are
+                ignored in this check. To concatenate such parts, first call `without_logprobs` on those that
+                have log-probs.
         """
         if not parts:
             return cls.empty(0)
@@ -326,12 +328,12 @@ class CandidateSets:
     def intersect(self, other: CandidateSets) -> CandidateSets:
         """Return the candidates that `self` and `other` share, with the log-probs of `self` if known.
 
-        `self` and `other` must have the same sampled tokens, so sampled tokens are always kept. `logprob_sum`
-        of the result is the log of the mass that the shared candidates hold.
+        `self` and `other` must have the same sampled tokens, so the result contains all sampled tokens. The
+        result's `logprob_sum` is the log of the total probability of the shared candidates.
 
         Raises:
-            InvalidInputError: `self` and `other` differ in length, sampled tokens, or empty spans, or the
-                only shared candidate of a position is a sampled token of zero probability.
+            InvalidInputError: `self` and `other` differ in length, sampled tokens, or empty spans. The same
+                error is raised if a position's only shared candidate is a sampled token of zero probability.
         """
         if len(self) != len(other):
             raise InvalidInputError(f"other: got {len(other)} positions, expected {len(self)}")
@@ -369,13 +371,13 @@ class CandidateSets:
     def to_torch(self, device: torch.device | str | int | None = None) -> CandidateTensors:
         """Copy the arrays to tensors: `token_ids`, `logprobs`, `offsets`, and `sampled_ids`. Needs torch.
 
-        A copy to a GPU is one asynchronous transfer from pinned memory. The tensors can be used at once on
-        the current stream. The tensors have the same dtypes as the arrays. `logprobs` is None if the
+        A copy to a GPU is one asynchronous transfer from pinned memory. Kernels on the current stream can use
+        the tensors at once. The tensors have the same dtypes as the arrays. `logprobs` is None if the
         log-probs are unknown. To score over the same sets several times, pass the result to
         `sglang_topp.replay` instead of the sets.
 
         Args:
-            device: the tensors' device. If None, torch's default device.
+            device: the tensors' device, or None for torch's default device.
         """
         from sglang_topp.candidates.torch_tensors import to_torch
 
@@ -414,15 +416,18 @@ class CandidateSets:
 
 
 def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
-    """Return whether `mass` is impossible for a nucleus at `p`.
+    """Return whether top-p sampling at `p` cannot produce a set of this mass.
 
-    The mass of the row's whole vocabulary is known to be within `error` of 1.
+    `error` is the largest difference between 1 and the mass of the whole vocabulary.
     """
     return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
 
 
 def _error_of_mass(logprobs: Float32Array | None) -> float:
-    """Return how far a row's mass may be from 1, given the precision of its candidates' log-probs."""
+    """Return the largest difference between 1 and the mass of the whole vocabulary.
+
+    The difference depends on the precision of the log-probs.
+    """
     is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
     return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR
 

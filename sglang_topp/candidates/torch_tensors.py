@@ -22,8 +22,9 @@ __all__ = ["CandidateTensors", "to_torch"]
 class CandidateTensors:
     """The arrays of `CandidateSets` as tensors on one device. `CandidateSets.to_torch` creates them.
 
-    `sglang_topp.replay` scores over these sets without copying them again. The first scoring call also stores
-    index tensors in this object, about 60 bytes per candidate. Do not write to the tensors afterwards.
+    `sglang_topp.replay` scores over these tensors without copying them again. The first scoring call also
+    stores index tensors in this object, about 60 bytes per candidate. Do not write to any tensor after that
+    call.
     """
 
     token_ids: Tensor
@@ -69,7 +70,7 @@ def to_torch(
     in_host = block.numpy()
     for array, (start, stop) in zip(arrays, pairwise(bounds), strict=True):
         in_host[start:stop] = np.ascontiguousarray(array).view(np.uint8)
-    # torch's allocator keeps the pinned block until the copy has finished.
+    # torch's allocator does not reuse the pinned block until the copy has finished.
     block = block.to(device, non_blocking=True)
     parts = [block[start:stop] for start, stop in pairwise(bounds)]
     return CandidateTensors(

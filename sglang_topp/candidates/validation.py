@@ -35,28 +35,28 @@ __all__ = [
 ]
 
 NO_TOKEN = -1
-"""The `sampled_ids` value of a position without a sampled token. Allowed only if the span is empty."""
+"""The `sampled_ids` value of a position without a sampled token. The position's span must be empty."""
 
 MAX_LOGPROB = 1e-3
 """The largest valid log-prob: a float32 softmax may round to just above 0."""
 
 MASS_ERROR = 2e-3
-"""How far the sum of a row's probabilities may be from 1, if a float32 softmax computed the log-probs.
+"""The largest difference between 1 and the sum of a row's probabilities, for log-probs of a float32 softmax.
 
-Nearly all of this error is in the softmax's own sum. On a CPU, each of 8 SIMD lanes adds V / 8 numbers (V is
-the vocabulary size), with a relative error of up to V / 8 * 2^-24. This is 1.1e-3 for V = 151,936, where some
-rows reach the bound, and 2e-3 for V = 262,144.
+Nearly all of the difference is a rounding error in the softmax's own sum. On a CPU, each of 8 SIMD lanes adds
+V / 8 numbers, where V is the vocabulary size. The relative error is at most V / 8 * 2^-24. For V = 151,936,
+this bound is 1.1e-3, and some rows reach it. For V = 262,144, the bound is 2e-3.
 """
 
 BFLOAT16_MASS_ERROR = 1 / 30
-"""How far the sum of a row's probabilities may be from 1, if its log-probs were rounded to bfloat16.
+"""The largest difference between 1 and the sum of a row's probabilities, for log-probs in bfloat16.
 
-Rounding moves log-probs between -16 and -8 by up to 1/32. Rounding moves lower log-probs by more, but these
-hold at most 2 % of a row's mass.
+Rounding changes log-probs between -16 and -8 by up to 1/32. Rounding changes lower log-probs by more, but
+their tokens hold at most 2 % of a row's mass.
 """
 
 LOWEST = np.finfo(np.float32).min
-"""A log-prob at or below this value stands for probability 0. SGLang writes it instead of `-inf`."""
+"""A log-prob at or below this value stands for probability 0. SGLang writes this value instead of `-inf`."""
 
 
 def check_arrays(
@@ -74,7 +74,7 @@ def check_arrays(
             "offsets",
             f"run from {offsets[0]} to {offsets[-1]}, expected from 0 to {len(ids)}, the number of token_ids",
         )
-    # Compare offsets, not differences: an int64 difference can wrap around.
+    # Do not compute the differences of offsets here, because an int64 difference can wrap around.
     if (t := first_true(offsets[1:] < offsets[:-1])) is not None:
         raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
 
@@ -93,7 +93,7 @@ def check_arrays(
 
 
 def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
-    """Raise if the same row contains an id twice. Error messages number the rows from `first`."""
+    """Raise an error if a row contains an id twice. `first` is the first row's number in the message."""
     if not all_distinct(ids, rows):
         keys = np.sort(row_keys(rows, ids), kind="stable")
         twice = int(keys[1:][keys[1:] == keys[:-1]][0])
@@ -111,8 +111,8 @@ def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | No
 
 
 def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
-    # Here and in the functions below, a cheap check runs first. The code searches the position only on
-    # failure.
+    # Here and in the functions below, a cheap check runs first. Only if this check fails, the code searches
+    # for the invalid position.
     if len(ids) and ids.min() < 0:
         e = int((ids < 0).argmax())
         raise InvalidCandidateSetsError(
@@ -121,7 +121,7 @@ def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
 
 
 def _check_order_by_id(ids: Int32Array, rows: Int32Array, offsets: Int64Array, first: int) -> None:
-    """Check that ids ascend inside each span. This also excludes duplicates."""
+    """Check that ids ascend inside each span, which also excludes duplicates."""
     if (e := _first_disorder(ids[1:] > ids[:-1], offsets)) is not None:
         raise InvalidCandidateSetsError(
             "token_ids",
@@ -157,7 +157,8 @@ def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | No
     """Return the first entry that is out of order with the next entry of its span, or None.
 
     Args:
-        ordered: bool [n - 1], whether entries i and i + 1 are in order. Overwritten at span boundaries.
+        ordered: bool [n - 1], whether entries i and i + 1 are in order. The function sets elements at span
+            boundaries to True.
     """
     starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
     ordered[starts - 1] = True
@@ -167,9 +168,9 @@ def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | No
 def _check_sampled(
     ids: Int32Array, rows: Int32Array, offsets: Int64Array, sampled: Int32Array, first: int
 ) -> NDArray[np.bool_]:
-    """Return bool [n]: True for sampled tokens. Raise if a non-empty span lacks its sampled token."""
+    """Return bool [n]: True for sampled tokens. A non-empty span without its sampled token is an error."""
     sizes = np.diff(offsets)
-    # Ids are known to be distinct here, so a span contains its sampled token at most once.
+    # Earlier checks ensure that a span's ids are distinct. So a span contains its sampled token at most once.
     is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)
     if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
         lacking = sizes > 0
@@ -211,7 +212,7 @@ def _check_possible(
 def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:
     """Return `values` as a 1-D array of `dtype`, without a copy if possible.
 
-    Raise if a value does not fit.
+    Raise InvalidCandidateSetsError if a value does not fit `dtype`.
     """
     array = _as_array(name, values)
     if array.dtype == dtype:
@@ -227,7 +228,7 @@ def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> N
 
 
 def as_float32(name: str, values: ArrayLike) -> NDArray[np.float32]:
-    """Return `values` as a 1-D float32 array, without a copy if possible. Raise if a value overflows."""
+    """Return `values` as a 1-D float32 array, without a copy if possible. Reject a value that overflows."""
     array = _as_array(name, values)
     if array.dtype == np.float32:
         return array
@@ -243,7 +244,7 @@ def as_float32(name: str, values: ArrayLike) -> NDArray[np.float32]:
 def _as_array(name: str, values: ArrayLike) -> NDArray[Any]:
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or a tensor that NumPy cannot read
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, or a tensor that NumPy cannot read
         raise InvalidCandidateSetsError(name, f"cannot be read as one number per entry: {error}") from None
     if array.ndim != 1:
         raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")

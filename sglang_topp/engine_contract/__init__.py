@@ -1,1 +1,1 @@
-"""Rules for requests to SGLang that the sidecar, the client, and the patch set share."""
+"""Checks of SGLang requests, shared by the sidecar, the client, and the patch set."""

@@ -1,12 +1,12 @@
-"""Refuse requests that SGLang accepts but that crash or block it.
+"""Refuse requests that would crash or block SGLang.
 
 SGLang 0.5.23 accepts an id beyond the vocabulary, a number that overflows its tensor, and a bias that leaves
 no finite logit. Each of these crashes the scheduler, which ends the service for every caller. SGLang also
-tokenizes a long text on its event loop, where all other requests wait. Values that SGLang refuses by itself
-are not checked here. A comment at each check says what happens without the check.
+tokenizes a long text on its event loop, while all other requests wait. This module does not check values that
+SGLang refuses by itself. A comment at each check says what happens without the check.
 
-The sidecar checks every request with this module, and the patch set checks the requests for candidate sets.
-The sidecar may run where SGLang is not installed, so this module does not import SGLang.
+The sidecar checks every request with this module. The patch set uses it to check the requests for candidate
+sets. The sidecar may run where SGLang is not installed, so this module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _MAX_INT64 = 2**63 - 1
 
 # The largest absolute bias that stays finite in float32 after division by the smallest temperature (1e-6).
 _MAX_BIAS = 1e30
-# A logit divided by this penalty and by the smallest temperature stays finite in float32.
+# The smallest repetition penalty. SGLang divides a logit by the penalty and by the temperature. With this
+# penalty and the smallest temperature, the result stays finite in float32.
 _MIN_REPETITION_PENALTY = 1e-6
 
 # The most characters of one stop string or stop pattern. SGLang itself refuses more than 32 stop strings.
@@ -40,14 +41,15 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 _MAX_DEPTH = 64
 
-# The bound on a text's length allows at most this many characters per token. A long text has about 4. A
-# tokenizer's longest tokens are runs of blanks or dashes, whose length would make the bound too loose.
+# The most characters per token that the limit on a text's length assumes. A long text has about 4 characters
+# per token. A tokenizer's longest tokens are long runs of blanks or dashes. If the limit assumed their
+# length, it would be too high.
 _MAX_TOKEN_CHARS = 16
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of the engine's model, which requests are checked against.
+    """The sizes of the engine's model, which limit requests.
 
     Attributes:
         vocab_size: the number of rows in the embedding and the LM head (`vocab_size` in the model's
@@ -80,7 +82,7 @@ class Model:
 def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     """Check that all `ids` are in the vocabulary.
 
-    In the embedding, an id beyond the vocabulary raises IndexError, which crashes the scheduler.
+    For an id beyond the vocabulary, SGLang's embedding raises IndexError, which crashes the scheduler.
 
     Args:
         name: the field's name in the message.
@@ -88,7 +90,7 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
         vocab_size: valid ids are 0 to `vocab_size - 1`.
 
     Raises:
-        InvalidInputError: an id is invalid. The message names the first one and its position.
+        InvalidInputError: an id is invalid. The message names the first invalid id and its position.
     """
     try:
         array = np.asarray(ids)
@@ -97,7 +99,7 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     if array.ndim == 1 and array.dtype.kind in "iu":
         wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
         at = int(wrong[0]) if len(wrong) else None
-    else:  # integers beyond 64 bits, or values of other types
+    else:  # the list holds integers beyond 64 bits, or other types
         at = next((i for i, one in enumerate(ids) if type(one) is not int or not 0 <= one < vocab_size), None)
     if at is not None:
         wrong_id = ids[at].item() if isinstance(ids, np.ndarray) else ids[at]
@@ -108,10 +110,10 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 
 def overlong_text(name: str, text: str, model: Model) -> str | None:
-    """Return the error message for a prompt's text that is longer than `Model.max_text_chars`, or None.
+    """Return an error message if a prompt's text is longer than `Model.max_text_chars`, and None otherwise.
 
     SGLang tokenizes the text on its event loop, at some megabytes per second, before it checks the length.
-    All other requests wait meanwhile.
+    Meanwhile, all other requests wait.
     """
     if len(text) <= model.max_text_chars:
         return None
@@ -122,10 +124,10 @@ def overlong_text(name: str, text: str, model: Model) -> str | None:
 
 
 def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
-    """Return the error message for a stop string, pattern, or grammar that is too long, or None.
+    """Return an error message if a stop string, pattern, or grammar is too long, and None otherwise.
 
-    SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token. A
-    grammar is compiled in a scheduler thread that cannot be stopped. The compilation may take minutes.
+    SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token.
+    SGLang compiles a grammar in a scheduler thread that cannot be stopped. The compilation may take minutes.
     """
     for key, kind in (("stop", "stop string"), ("stop_regex", "pattern")):
         for at, stop in enumerate(_texts(params.get(key))):
@@ -142,7 +144,7 @@ def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
 
 
 def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) -> None:
-    """Check one prompt's sampling parameters for values that SGLang accepts but that crash or block it.
+    """Check one prompt's sampling parameters for values that would crash or block SGLang.
 
     Args:
         name: the name of the parameters in error messages.
@@ -168,10 +170,12 @@ def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     # Without this check, logits become infinite, probabilities become NaN, and the sampler raises.
     if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
         yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
-    # SGLang pickles custom_params. Beyond some hundred levels, pickle fails, and SGLang answers a bare 500.
+    # SGLang pickles custom_params. Pickle fails beyond some hundred levels of nesting. SGLang then answers
+    # with status 500 and gives no reason.
     if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
         yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"
-    # SGLang's HTTP process accepts `choice`, but its `SamplingParams` does not. The answer is a bare 500.
+    # SGLang's HTTP process accepts the field `choice`, but its `SamplingParams` class does not. So SGLang
+    # answers with status 500 and gives no reason.
     if "choice" in params:
         yield "choice: SGLang does not accept it; use regex instead"
     yield from _bias_problems(params.get("logit_bias"), model.vocab_size)
@@ -202,7 +206,7 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
             yield str(error)
     minimum = params.get("min_new_tokens")
     if _is_int(minimum) and minimum > 0:
-        # min_new_tokens forbids every stop id. If no other token can be drawn, the probabilities are NaN.
+        # `min_new_tokens` forbids all stop ids. If only stop ids can be drawn, the probabilities are NaN.
         if isinstance(stop_ids, Sequence) and len(set(stop_ids)) > model.vocab_size // 2:
             yield (
                 f"stop_token_ids: got {len(set(stop_ids))} with min_new_tokens {minimum}, which forbids them,"
@@ -216,7 +220,7 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     patterns = _texts(params.get("stop_regex"))
     try:
         steps = sum(search_steps(pattern, model.context_length) for pattern in patterns)
-    except re.error as error:  # for an invalid pattern, SGLang answers a bare 500
+    except re.error as error:  # SGLang answers with status 500 and gives no reason
         yield f"stop_regex: got {describe(params['stop_regex'])}, which is no regular expression: {error}"
         return
     if steps == math.inf:

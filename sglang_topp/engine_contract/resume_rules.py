@@ -1,10 +1,10 @@
-"""Decide from its sampling parameters whether a request can resume an earlier request's answer exactly.
+"""Decide which sampling parameters allow a request to resume an earlier request's answer exactly.
 
 A resuming request sends the earlier tokens as part of its prompt. Parameters that depend only on the logits
 of one position, or on the tokens themselves, work as if the answer had not been interrupted. Parameters that
-keep state over the answer's tokens, such as penalties and grammars, would lose that state, so they are
-refused. Every field of SGLang's `SamplingParams` belongs to one of the groups in this module. A test compares
-the groups with the installed SGLang release.
+keep state over the answer's tokens, such as penalties and grammars, would lose that state. So a resuming
+request must not use them. Every field of SGLang's `SamplingParams` belongs to one of the groups in this
+module. A test compares the groups with the installed SGLang release.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sglang_topp.errors import describe
 __all__ = ["INTERNAL_PARAMS", "NON_RESUMABLE_PARAMS", "RESUMABLE_PARAMS", "RESUMED", "find_resume_problem"]
 
 RESUMED = "resumed_tokens"
-"""The request field that says how many tokens at the prompt's end belong to the answer."""
+"""The request field for the number of tokens at the prompt's end that belong to the earlier answer."""
 
 RESUMABLE_PARAMS = frozenset(
     {
-        # These shape the distribution of one position, which depends on the tokens alone.
+        # These parameters shape the distribution of one position, which depends only on the tokens before it.
         "temperature",
         "top_p",
         "top_k",
@@ -30,24 +30,25 @@ RESUMABLE_PARAMS = frozenset(
         "logit_bias",
         # The sampler's noise depends on the seed and on the position, counted from the prompt's first token.
         "sampling_seed",
-        # These end an answer by its last tokens, whichever request generated them.
+        # These parameters end an answer by its last tokens. It does not matter which request generated the
+        # tokens.
         "stop",
         "stop_token_ids",
         "stop_regex",
         "ignore_eos",
-        # The client subtracts the tokens that earlier requests generated.
+        # The client subtracts from these limits the number of tokens that earlier requests generated.
         "max_new_tokens",
         "min_new_tokens",
-        # These control how an answer is written and sent.
+        # These parameters control how SGLang writes and sends an answer.
         "skip_special_tokens",
         "spaces_between_special_tokens",
         "no_stop_trim",
         "stream_interval",
-        # The client resumes each of the n samples in a request of its own.
+        # The client resumes each of the n samples in a separate request.
         "n",
     }
 )
-"""The fields that work unchanged in a resuming request."""
+"""The fields of `SamplingParams` that work in a resuming request."""
 
 _PENALTY = "it counts the tokens of an answer, and would count only from the resumed token on"
 _GRAMMAR = "its grammar would begin again at the cut"
@@ -61,9 +62,9 @@ NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {
     "watermark": (None, "it follows the answer from its first token"),
     "beam_width": (1, "a beam's other branches are gone at the cut"),
 }
-"""The fields that would lose their state in a resuming request.
+"""The fields of `SamplingParams` that would lose their state in a resuming request.
 
-Each maps to `(harmless value, why other values are refused)`.
+Each name maps to the value that has no effect, and to the reason why other values are refused.
 """
 
 INTERNAL_PARAMS = frozenset(
@@ -76,7 +77,7 @@ INTERNAL_PARAMS = frozenset(
         "ebnf_full_assistant",
     }
 )
-"""The fields that SGLang sets by itself. Callers do not pass them."""
+"""The fields of `SamplingParams` that SGLang sets by itself. Callers do not pass them."""
 
 
 def find_resume_problem(params: Mapping[str, Any]) -> str | None:

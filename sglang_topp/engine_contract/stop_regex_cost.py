@@ -1,17 +1,18 @@
-r"""Bound the time that SGLang spends searching for a stop regex, before the request is sent.
+r"""Compute an upper bound on the search time of a stop regex, so that slow patterns can be refused.
 
 After each token, SGLang runs `re.search` over the end of the answer. The search runs in the scheduler, and
-all other requests wait. Python's `re` backtracks: the time of `(.*)*x` is exponential in the answer's length,
-and the time of `.*.*x` is cubic. So a stop regex must follow these rules:
+all other requests wait. Python's `re` backtracks. So the search time of `(.*)*x` is exponential in the
+answer's length, and that of `.*.*x` is cubic. A stop regex must therefore follow these rules:
 
 1. Every repeat has an upper bound: `?`, `{n}`, or `{m,n}`. `*`, `+`, and `{m,}` are refused.
 2. Only a character, a class, or an escape may repeat. A group may at most be optional, `(...)?`.
 3. There are no backreferences, and no verbose syntax (`(?x)`).
-4. One search takes at most `MAX_STEPS` steps. The steps are the ways to match, summed over all start
-   positions in the text. A repeat has one way per count, a group has one way per alternative, and a sequence
-   multiplies the ways of its parts.
+4. The searches for all patterns of a request take at most `MAX_STEPS` steps. `search_steps` counts the ways
+   to match the pattern at one start position, and multiplies the count by the number of start positions in
+   the text. A repeat has one way per count, a group has one way per alternative, and a sequence multiplies
+   the ways of its parts.
 
-The number of steps is an upper bound. The count includes ways that exclude each other, so some harmless
+The number of steps is an upper bound. The number includes ways that exclude each other, so some harmless
 patterns are refused.
 """
 
@@ -24,8 +25,8 @@ from functools import lru_cache
 __all__ = ["MAX_STEPS", "search_steps"]
 
 MAX_STEPS = 2e7
-"""The most steps that one search may take. On 4,000 random patterns within this limit, Python's `re` took at
-most 11 ns per step, which is 0.2 s per search."""
+"""The most steps that the searches for all patterns of a request may take after one token. On 4,000 random
+patterns within this limit, Python's `re` took at most 11 ns per step, which is 0.2 s per search."""
 
 _TOKEN = re.compile(
     r"""
@@ -61,8 +62,8 @@ def search_steps(pattern: str, num_chars: int) -> float:
         return math.inf
     if is_verbose:
         return math.inf
-    # `ways` counts the ways to match the pattern read so far at one start position, and `steps` counts the
-    # steps of trying them.
+    # `ways` is the number of ways to match the pattern read so far from one start position. `steps` is the
+    # number of steps that trying these ways takes.
     ways, steps = 1.0, 1.0
     alternatives, after_group = [1], False
     for token in _TOKEN.finditer(pattern):

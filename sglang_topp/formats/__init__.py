@@ -1,4 +1,4 @@
-"""Encode and decode candidate sets, in the answers of inference engines and in our packed binary format.
+"""Encode and decode candidate sets in the formats of inference engines, and in a packed binary format.
 
 ==============  ==================================  ===================================================
 format          read with                           written by

@@ -1,15 +1,15 @@
-"""Decode native sampling masks, in which an unpatched engine lists the tokens that its sampler could draw.
+"""Decode the native sampling masks of unpatched SGLang and vLLM to candidate sets.
 
-::
+A sampling mask lists the tokens that the engine's sampler could draw::
 
     SGLang   meta_info.output_token_sampling_mask[t] = [token_id, ...]
              meta_info.output_token_sampling_logprobs[t] = [logprob, ...] in mode "support",
                                                            the sampled token's logprob in mode "selected"
     vLLM     choices[i].sampling_mask[t] = [token_id, ...], or null if masks are off
 
-SGLang's log-probs belong to the sampling distribution, which is renormalized over the mask. The request's
-`sampling_logprobs_mode` is `"support"` or `"selected"`. SGLang's `output_token_sampling_mask_length` is
-ignored, because in an incremental stream it also counts the rows of earlier chunks.
+SGLang renormalizes its log-probs over the mask. The request's `sampling_logprobs_mode` is `"support"` or
+`"selected"`. The decoder ignores SGLang's `output_token_sampling_mask_length`, because that field also counts
+the rows of earlier chunks in an incremental stream.
 
 Shape legend: T positions, n entries in all.
 """
@@ -56,14 +56,14 @@ def decode_sampling_mask(
 ) -> CandidateSets:
     """Decode a native sampling mask to candidate sets.
 
-    With the mask (`return_sampling_mask`), SGLang returns log-probs `r` of the sampling distribution,
-    renormalized over the mask. In mode `"support"` with `return_logprob`, SGLang also reports the log-prob of
-    the sampled token `s` under the full vocabulary. All other log-probs under the full vocabulary follow::
+    With `return_sampling_mask`, SGLang returns log-probs `r` that are renormalized over the mask. In mode
+    `"support"` with `return_logprob`, SGLang also reports the log-prob of the sampled token `s` over the
+    whole vocabulary. The decoder then computes all log-probs over the whole vocabulary::
 
         logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
 
-    In all other cases (mode `"selected"`, no `return_logprob`, vLLM) the sets have no log-probs. In mode
-    `"selected"`, `output_token_sampling_logprobs` are the old log-probs for importance ratios.
+    The sets have no log-probs in mode `"selected"`, without `return_logprob`, and from vLLM. In mode
+    `"selected"`, `output_token_sampling_logprobs` holds the old log-probs for importance ratios.
 
     Args:
         meta_info: SGLang's `meta_info`, or one of vLLM's `choices`.
@@ -71,11 +71,12 @@ def decode_sampling_mask(
         vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Raises:
-        MissingCandidateSetsError: there is no mask, or a position has none.
+        MissingCandidateSetsError: the response has no mask, or a position has none.
         SampledTokenMissingError: a mask lacks its sampled token.
-        WireError: any other field is malformed, or the sampled token's two log-probs cannot belong to one
-            distribution. This mismatch happens with `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at a temperature other
-            than 1. The message names the field.
+        WireError: a field is malformed in any other way, or the log-probs in
+            `output_token_sampling_logprobs` and `output_token_logprobs` cannot belong to one distribution.
+            `SGLANG_RETURN_ORIGINAL_LOGPROB=1` causes this error at a temperature other than 1. The message
+            names the field.
 
     Example:
         >>> choice = {"sampling_mask": [[5, 3], [7]]}  # one of vLLM's choices
@@ -123,9 +124,10 @@ def _under_the_vocabulary(
     sampled: NDArray[np.integer[Any]],
     reported: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Return the log-probs under the full vocabulary, float32 [n].
+    """Return the log-probs over the whole vocabulary, float32 [n].
 
-    Each is `support[i] + (reported - support[s])`, where `s` is the entry of the sampled token in its row.
+    The log-prob of entry `i` is `support[i] + (reported - support[s])`, where `s` is the entry of the sampled
+    token in the same row.
     """
     is_sampled = ids == sampled[rows]
     if len(lacking := np.setdiff1d(np.arange(len(sampled)), rows[is_sampled])):

@@ -1,4 +1,4 @@
-"""Read the sampled tokens' log-probs (`output_token_logprobs`), which an unpatched SGLang reports too."""
+"""Read the sampled tokens' log-probs (`output_token_logprobs`) from SGLang with or without the patch set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def sampled_logprobs(
     """Return `output_token_logprobs` as float32 [T], after checking that its tokens are `sampled_ids`."""
     if meta_info.get(FIELD) is None:
         raise WireError(FIELD, "missing; it holds the sampled tokens' log-probs (`return_logprob`)")
-    # The list has one [logprob, token_id, text] per token, so it parses like one row of candidates.
+    # The list has one [logprob, token_id, text] per token. `entry_rows` parses the list as one row of
+    # candidates.
     token_ids, given, _ = entry_rows(FIELD, [meta_info[FIELD]])
     check_count(FIELD, len(given), len(sampled_ids))
     with renaming_errors({"logprobs": FIELD}):

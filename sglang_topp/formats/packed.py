@@ -62,7 +62,7 @@ def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates")
     """Decode a buffer that `pack` returned. On little-endian machines, the arrays are views of `buffer`.
 
     Args:
-        buffer: exactly the bytes that `pack` returned. Additional bytes are an error.
+        buffer: exactly the bytes that `pack` returned. Any additional byte is an error.
         field: the payload's name in error messages.
 
     Raises:
@@ -84,7 +84,8 @@ def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates")
             field, f"got {size} bytes, expected {expected} for {positions} positions, {candidates} candidates"
         )
     if version == _WITHOUT_LOGPROBS and not candidates:
-        # Each value has exactly one encoding. Sets without candidates are encoded as version 1.
+        # `pack` writes sets without candidates as version 1. Accepting version 2 would give equal sets two
+        # encodings.
         raise WireError(field, f"got version {version} without a candidate, expected {_WITH_LOGPROBS}")
 
     def part(dtype: np.dtype[Any], count: int, start: int) -> NDArray[Any]:

@@ -40,11 +40,11 @@ __all__ = ["NO_DISTRIBUTION", "Side", "decode_prompt_top_p", "decode_top_p", "en
 Side: TypeAlias = Literal["output", "input"]
 
 NO_DISTRIBUTION = -1
-"""The set size of a position at which SGLang has no distribution."""
+"""In `lengths`, this value marks a position without a distribution, such as the prompt's first token."""
 
 
 def has_top_p(meta_info: Mapping[str, Any]) -> bool:
-    """Return whether the response carries candidate sets of generated tokens, in either form."""
+    """Return whether the response has candidate sets of generated tokens, as base64 or as lists."""
     return any(key.startswith("output_top_p_logprobs") for key in meta_info)
 
 
@@ -80,7 +80,7 @@ def decode_top_p(
     Raises:
         MissingCandidateSetsError: the response has no sets, or a position has none.
         SampledTokenMissingError: a set lacks its sampled token.
-        WireError: any other field is malformed. The message names the field.
+        WireError: a field is malformed in any other way. The message names the field.
     """
     decoded = _decode("output", meta_info, output_ids, vocab_size)
     missing = np.flatnonzero(np.diff(decoded.offsets) == 0)
@@ -100,13 +100,13 @@ def decode_prompt_top_p(
 
     Args:
         meta_info: the response's `meta_info`.
-        prompt_ids: integers [T], the request's prompt tokens from `logprob_start_len` on. Each counts as the
-            sampled token of its position. Do not take them from `input_token_logprobs`, where SGLang 0.5.23
-            reports the vocabulary's last id as 0.
+        prompt_ids: integers [T], the request's prompt tokens from `logprob_start_len` on. Each prompt token
+            counts as the sampled token of its position. Do not take the ids from `input_token_logprobs`,
+            where SGLang 0.5.23 reports the vocabulary's last id as 0.
         vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Returns:
-        Sets of T positions. The span of the prompt's first token is empty, because SGLang has no distribution
+        The sets of T positions. The prompt's first token has an empty set, because SGLang has no distribution
         for that token.
 
     Raises:
@@ -118,7 +118,7 @@ def decode_prompt_top_p(
 def _decode(
     side: Side, meta_info: Mapping[str, Any], sampled_ids: ArrayLike, vocab_size: int | None
 ) -> Decoded:
-    """Read the sets of the output or the input. A position without a distribution gets an empty span."""
+    """Decode the sets of generated or prompt tokens. A position without a distribution gets an empty set."""
     name = f"{side}_top_p_logprobs"
     values, ids, counts = f"{name}_val_base64", f"{name}_idx_base64", f"{name}_lengths"
     sampled = token_ids_of(f"{side}_ids", sampled_ids)

@@ -18,11 +18,11 @@ def merge_stream_chunks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the output fields of consecutive stream chunks into the fields of one chunk.
 
     Args:
-        parts: the `meta_info` of each chunk. Each holds only the positions since the previous chunk.
+        parts: the `meta_info` of each chunk. A chunk holds only the positions since the previous chunk.
 
     Returns:
-        The joined fields: those of `encode_top_p` and `encode_top_k`, and the sets in list form. A key that
-        some parts lack is left out, so that decoding detects the incomplete answer.
+        The joined fields of `encode_top_p`, of `encode_top_k`, and of sets in list form. The function leaves
+        out a field that any chunk lacks, so that the decoder reports the incomplete answer.
     """
     sets = "output_top_p_logprobs"
     shared = {key for key in parts[0] if all(key in part for part in parts)}

@@ -1,6 +1,6 @@
-"""Encode and decode fixed-k log-probs (`top_logprobs_num`), which `meta_info` holds in one of four forms.
+"""Encode and decode fixed-k log-probs: SGLang's `top_logprobs_num` most likely tokens of each position.
 
-::
+The response's `meta_info` holds the log-probs in one of four forms::
 
     SGLang, lists         {side}_top_logprobs[t] = [[logprob, token_id, text or null], ...], or null
     SGLang, flat arrays   {side}_top_logprobs_{val_flat,idx_flat,shape,null_prefix}
@@ -8,11 +8,11 @@
                           {side}_top_logprobs_{val_flat_b64,idx_flat_b64}_dtype
     patch set, base64     {side}_top_logprobs_{val_base64,idx_base64,shape,none_positions}
 
-`shape` is the arrays' shape `[rows, k]`. Positions without a distribution have no row. SGLang's `null_prefix`
-is the number of these positions, which all come first. The patch set's `none_positions` lists these
-positions.
+The field `shape` is the shape `[rows, k]` of both arrays. Positions without a distribution have no row.
+SGLang's `null_prefix` is the number of positions without a row, which all come first. The patch set's
+`none_positions` lists the positions without a row.
 
-Shape legend: T positions, n entries in all, R positions with a row.
+Shape legend: T positions, R positions with a row, n listed tokens over all rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def encode_top_k(
     """Encode SGLang's fixed-k log-probs in base64, as `meta_info` fields.
 
     `{side}_top_logprobs_shape` is `[R, k]`, and both arrays hold exactly `R * k` numbers. Positions without a
-    distribution have no row. `{side}_top_logprobs_none_positions` lists these positions in ascending order.
+    distribution have no row. `{side}_top_logprobs_none_positions` lists the positions without a row in
+    ascending order.
 
     Args:
         logprobs: T rows of k log-probs. A position without a distribution has None or an empty row.
@@ -99,18 +100,19 @@ def decode_top_k(
 ) -> CandidateSets:
     """Decode sets of the k most likely tokens. The request must have `top_logprobs_num` >= `k`.
 
-    The answer may come from an SGLang with or without the patch set::
+    The response may come from SGLang with or without the patch set. The following set holds the candidates of
+    position `t`::
 
         C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
 
-    So all tokens tied at the k-th place are kept, if the answer lists them. If `top_logprobs_num` equals `k`,
-    SGLang omits the tied tokens after the k-th. To keep the ties, request a few more tokens. Tokens of zero
-    probability are left out. The sampled token's log-prob comes from `output_token_logprobs`.
+    The set keeps all tokens that are as likely as the k-th, if the response lists them. SGLang omits tied
+    tokens after the k-th if `top_logprobs_num` equals `k`. To keep the ties, request a few more tokens.
+    Tokens of zero probability are left out. The sampled token's log-prob comes from `output_token_logprobs`.
 
     Args:
-        meta_info: the response's `meta_info`. It holds SGLang's lists (`output_top_logprobs`), SGLang's flat
-            arrays as JSON or base64 (`return_flat_raw_output_top_logprobs`), or the patch set's arrays
-            (`return_logprobs_in_base64`).
+        meta_info: the response's `meta_info`. SGLang returns lists (`output_top_logprobs`), or flat arrays as
+            JSON or base64 if the request has `return_flat_raw_output_top_logprobs`. The patch set returns
+            base64 arrays if the request has `return_logprobs_in_base64`.
         output_ids: integers [T], the response's `output_ids`.
         k: the number of most likely tokens, 1 or more.
         vocab_size: if given, ids of `vocab_size` or more are errors.
@@ -118,7 +120,8 @@ def decode_top_k(
     Raises:
         InvalidInputError: `k` is not an integer of 1 or more.
         MissingCandidateSetsError: the response has no fixed-k log-probs, or a position has none.
-        WireError: any other field is malformed, or lists fewer than `k` tokens. The message names the field.
+        WireError: a field lists fewer than `k` tokens, or is malformed in any other way. The message names
+            the field.
     """
     try:
         least = index(k)
@@ -184,7 +187,7 @@ _Rows: TypeAlias = tuple[NDArray[np.int32], NDArray[np.floating[Any]], NDArray[n
 
 
 def _read(meta_info: Mapping[str, Any], num_tokens: int) -> _Rows:
-    """Return `(token_ids [n], logprobs [n], lengths [T], fields)` from the form that `meta_info` holds.
+    """Parse `meta_info`, in any of the four forms, to `(token_ids [n], logprobs [n], lengths [T], fields)`.
 
     A position without a row gets length -1.
     """
@@ -238,7 +241,7 @@ def _lengths(shape: Any, nowhere: str, none: Any, num_tokens: int) -> NDArray[np
         raise WireError(_SHAPE, f"got {str(sizes)[:80]}, expected [rows, k]")
     absent = integers(nowhere, none if nowhere == _NONE else [none])
     prefix = len(absent) if nowhere == _NONE else int(absent[0])
-    # Check the count before any array of that size is allocated.
+    # Check the count first, so that a malformed shape cannot cause a huge allocation below.
     check_count(_SHAPE, sizes[0] + prefix, num_tokens)
     num_positions = sizes[0] + prefix
     if nowhere == _PREFIX:

@@ -1,9 +1,9 @@
 """Extract exact candidate sets from log-probs, on a CPU or an accelerator.
 
-`top_p_candidates` applies the threshold rule. `support_candidates` returns the tokens that a sampler could
-draw. `reference` defines both functions in plain loops. `top_p_torch` and `sampler_support_torch` run on any
-device. `top_p_triton` and `sampler_support_triton` are the kernels for GPUs. `gpu_extraction` runs these
-kernels, with or without waiting for the device.
+`top_p_candidates` returns each row's nucleus for a threshold `p`. `support_candidates` returns the tokens
+that a sampler could draw. `reference` defines both functions in plain loops. `top_p_torch` and
+`sampler_support_torch` run on any device. `top_p_triton` and `sampler_support_triton` are the kernels for
+GPUs. `gpu_extraction` runs the kernels, with or without waiting for the device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def top_p_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the candidate set of every row for the threshold `p`, as flat arrays.
 
-    Let `q = exp(logprobs[b])`, without renormalization. The candidates of row `b` are::
+    Let `q = exp(logprobs[b])`, without renormalization. The following set holds the candidates of row `b`::
 
         { i : q[i] > 0  and  sum of q[j] over all j with q[j] > q[i]  <  p[b] }  ∪  { sampled_ids[b] }
 
-    So all ties at the cutoff are kept, and `p = 1` keeps every token of non-zero probability. A row with
-    `p = 0` is not read and has no candidates; its sampled id is ignored. Zero probability means `-inf`, or
-    the dtype's lowest value, which SGLang writes instead. Masses are accumulated in float64. If a mass is
-    within 1e-6 of `p`, both neighboring cutoffs are correct.
+    The set keeps all tokens tied at the cutoff, and `p = 1` keeps every token of non-zero probability. A row
+    with `p = 0` is not read and has no candidates; its sampled id is ignored. Zero probability means `-inf`,
+    or the dtype's lowest value, which SGLang writes instead. Probabilities are summed in float64. If a sum is
+    within 1e-6 of `p`, rounding may decide whether the next token is kept, and both results are correct.
 
     Args:
         logprobs: floats [B, V] on any device, natural log-probs in float16, bfloat16, float32, or float64.
@@ -42,8 +42,9 @@ def top_p_candidates(
         sampled_ids: integers [B], which are added to the sets of their rows.
 
     Returns:
-        `(token_ids int32 [n], logprobs float32 [n], offsets int64 [B + 1])` on the device of `logprobs`. Row
-        `b` owns the span `offsets[b]:offsets[b + 1]`, ordered by log-prob, highest first, then by id.
+        `(token_ids int32 [n], logprobs float32 [n], offsets int64 [B + 1])` on the device of `logprobs`. The
+        candidates of row `b` are at `offsets[b]:offsets[b + 1]`, ordered by log-prob, highest first, then by
+        id.
 
     Raises:
         InvalidInputError: a shape or dtype is wrong, `p` is outside [0, 1] or NaN, a sampled id is outside
@@ -81,8 +82,8 @@ def support_candidates(
 
     Args:
         logprobs: floats [R, V], natural log-probs of the whole vocabulary, as for `top_p_candidates`.
-        weights: numbers [R, W] on the same device, the sampler's weights after its filters. A token with a
-            weight of 0, below 0, or NaN is never drawn.
+        weights: numbers [R, W] on the same device, the weights that the sampler draws with, after all
+            filters. The sampler never draws a token with a weight of 0, below 0, or NaN.
         token_ids: integers [R, W], the token id of each weight, without duplicates in a row. None means that
             the weights cover all V tokens in order.
         sampled_ids: integers [R], the sampled token of each row.
@@ -92,7 +93,7 @@ def support_candidates(
 
     Raises:
         InvalidInputError: a shape or dtype is wrong, an id is outside [0, V), a candidate's log-prob is NaN
-            or above 0, or a token of zero probability (`-inf`) has a weight and was not sampled.
+            or above 0, or a token of zero probability (`-inf`) has a positive weight and was not sampled.
     """
     with torch.no_grad():
         arguments = check_support_arguments(logprobs, weights, token_ids, sampled_ids)

@@ -22,12 +22,11 @@ def check_top_p_arguments(
 ) -> tuple[Tensor, NDArray[np.float64], Tensor | None]:
     """Check the shapes, the dtypes, and `p` of `top_p_candidates`.
 
-    The values of `logprobs` and `sampled_ids` are not checked here. The implementations check these values
-    while reading them.
+    The implementations check the values of `logprobs` and `sampled_ids` while they read the tensors.
 
     Returns:
-        `logprobs` [B, V], with float64 converted to float32; `p` as float64 [B] on the host; and
-        `sampled_ids` as int64 [B] on the device of `logprobs`.
+        `(logprobs, p, sampled_ids)`. `logprobs` is [B, V], with float64 converted to float32. `p` is float64
+        [B] on the host. `sampled_ids` is int64 [B] on the device of `logprobs`, or None.
     """
     logprobs = _checked_logprobs(logprobs)
     rows = len(logprobs)
@@ -40,11 +39,12 @@ def check_support_arguments(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Check the arguments of `support_candidates`.
 
-    The values of `token_ids` are checked here too, because they index the rows of `logprobs`.
+    This function also checks the values of `token_ids`, because they index the rows of `logprobs`.
 
     Returns:
-        `logprobs` [R, V], with float64 converted to float32; `weights` [R, W]; `token_ids` [R, W] or None;
-        and `sampled_ids` as int64 [R] on the device of `logprobs`.
+        `(logprobs, weights, token_ids, sampled_ids)`. `logprobs` is [R, V], with float64 converted to
+        float32. `weights` is [R, W], and `token_ids` is [R, W] or None. `sampled_ids` is int64 [R] on the
+        device of `logprobs`.
     """
     logprobs = _checked_logprobs(logprobs)
     rows, vocab = logprobs.shape

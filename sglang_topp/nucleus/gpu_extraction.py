@@ -1,9 +1,9 @@
 """Extract candidate sets on a GPU with the Triton kernels, with or without waiting for the device.
 
-The host knows the sets' sizes only after waiting for the device. So `stage_top_p` and `stage_support` write
-the sets to a staging area of fixed size, and leave out rows that do not fit. After copying the area, the host
-sees which rows were left out, and the caller extracts these rows again. `top_p_candidates` and
-`support_candidates` wait for the sizes and allocate exactly what they need.
+The host can learn the sets' sizes only by waiting for the device. `stage_top_p` and `stage_support` avoid the
+wait: they write the sets to a staging area of fixed size, and leave out rows that do not fit. The caller
+copies the staging area to the host, reads which rows were left out, and extracts those rows again.
+`top_p_candidates` and `support_candidates` wait for the sizes and allocate exactly what they need.
 
 Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W weights per
 row, C entries that the staging area can hold, n entries in all.
@@ -40,29 +40,30 @@ _SIZE, _START, _ERROR_CODE, _ERROR_DETAIL = range(4)
 
 @dataclass(frozen=True)
 class StagingArea:
-    """Candidate sets in tensors of fixed size, on the device or while they are copied to the host.
+    """Candidate sets in tensors of fixed size, on the device or on the host.
 
     Attributes:
         entries: int32 [2, C], token ids and the bits of their float32 log-probs.
-        rows: int32 [4, B]. For each row of log-probs: the size of its set, the index of the set's first entry
-            (-1 if the set was left out), an error code, and the error's detail (`kernel_error_codes`).
+        rows: int32 [4, B], four numbers for each row of log-probs. The numbers are the set size, the index
+            of the set's first entry, an error code, and the error's detail. The index is -1 if the set was
+            left out. `kernel_error_codes` lists the codes and details.
     """
 
     entries: Tensor
     rows: Tensor
 
     def map(self, copy_tensor: Callable[[Tensor], Tensor]) -> StagingArea:
-        """Copy both tensors with `copy_tensor`. An asynchronous copy may still be in progress on return."""
+        """Copy both tensors with `copy_tensor`. An asynchronous copy may still run when `map` returns."""
         return StagingArea(copy_tensor(self.entries), copy_tensor(self.rows))
 
     def read(self) -> StagedRows:
-        """Return the area as NumPy arrays. Both tensors must be on the host, with all copies finished."""
+        """Return both tensors as NumPy arrays. They must be on the host, and all copies must be finished."""
         return StagedRows(self.entries.numpy(), self.rows.numpy())
 
 
 @dataclass(frozen=True)
 class StagedRows:
-    """A `StagingArea` that has arrived on the host, as NumPy arrays.
+    """A `StagingArea` on the host, as NumPy arrays.
 
     Attributes:
         entries: int32 [2, C], as in `StagingArea`.
@@ -113,7 +114,8 @@ def stage_top_p(
         p_B: float64, the thresholds, on the host.
         sampled_B: int64, the sampled token ids, on the GPU.
         capacity: C, the number of entries that the staging area holds.
-        lowest: log-probs at or below this value stand for probability 0. Default: the dtype's lowest value.
+        lowest: log-probs at or below this value stand for probability 0. By default, `lowest` is the dtype's
+            lowest value.
         is_taken_B: bool, on the GPU. Rows with False are skipped, like rows with a threshold of 0.
     """
     limits_B = _limits(p_B, logprobs_BV)
@@ -224,8 +226,8 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 
 
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
-    """Return float64 [B]: a token is in its row's nucleus if the mass above the token is below this limit."""
-    # p = 1 keeps the whole row, even if rounding makes a part of the row sum to 1 or more.
+    """Return float64 [B], the sum of probabilities at which each row's nucleus ends."""
+    # For p = 1, an infinite limit keeps the whole row, even if rounding makes a part of the row sum to 1.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 
 

@@ -13,17 +13,17 @@ __all__ = ["NOT_LOGPROBS", "SAMPLED_OUT_OF_RANGE", "TOKEN_OUT_OF_RANGE", "ZERO_P
 SAMPLED_OUT_OF_RANGE = 1
 """The sampled id is outside the vocabulary."""
 NOT_LOGPROBS = 2
-"""The row holds NaN or a value above 0. The detail holds the bits of the row's highest value, or of NaN."""
+"""The row holds NaN or a value above 0. The error detail is NaN or the highest value, as float32 bits."""
 TOKEN_OUT_OF_RANGE = 3
-"""A weight's id is outside the vocabulary. The detail is that id."""
+"""The token id of a weight is outside the vocabulary. The error detail is the token id."""
 ZERO_PROBABILITY = 4
-"""A token of probability 0 has a weight and was not sampled. The detail is the token's id."""
+"""A token of probability 0 has a positive weight and was not sampled. The error detail is the token's id."""
 
 
 def row_error(row: int, code: int, detail: int, sampled_B: Tensor | None, vocab: int) -> InvalidInputError:
     """Return the exception for a row's error code and detail.
 
-    The function reads `sampled_B` only for an invalid sampled id, because this read waits for the device.
+    The function reads `sampled_B` only for an invalid sampled id, because the read waits for the device.
     """
     if code == NOT_LOGPROBS:
         return not_logprobs(row, float(np.int32(detail).view(np.float32)))

@@ -1,6 +1,6 @@
 """Reference implementations that define candidate sets: plain loops with a full sort, in float64.
 
-These implementations are slow. The tests compare all other implementations with these.
+The implementations in this module are slow. The tests compare all other implementations with them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ __all__ = ["nucleus", "support_candidates", "top_p_candidates"]
 
 
 def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[int]:
-    """Return the token ids `{ i : q[i] > 0 and sum of q[j] over all j with q[j] > q[i] < p }`, unordered.
+    """Return the nucleus `{ i : q[i] > 0 and sum of q[j] over all j with q[j] > q[i] < p }`, unordered.
 
     Args:
         logprobs: natural log-probs of one row, `q = exp(logprobs)`.
-        p: the threshold. 1 keeps every token of non-zero probability, whatever the row's sum is.
+        p: the threshold. A threshold of 1 keeps every token of non-zero probability, whatever the row sums
+            to.
         lowest: log-probs at or below this value stand for probability 0.
     """
     possible = sorted(
@@ -38,7 +39,7 @@ def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[
     mass_above, mass_so_far = 0.0, 0.0
     for rank, i in enumerate(possible):
         if rank == 0 or logprobs[i] < logprobs[possible[rank - 1]]:
-            mass_above = mass_so_far  # tied tokens share the mass above all of them
+            mass_above = mass_so_far  # equally likely tokens have the same `mass_above`
         if p < 1 and mass_above >= p:
             break
         kept.append(i)

@@ -1,6 +1,6 @@
-"""Find the token ids that a sampler can draw from its filtered weights, and their log-probs, in plain torch.
+"""Find the tokens that a sampler could draw in each row, and their log-probs, in plain torch.
 
-Shape legend: R rows, V ids in the vocabulary, W weights per row, n kept tokens over all rows.
+Shape legend: R rows, V ids in the vocabulary, W weights per row, n candidates over all rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton kernels that count, and then write out, the tokens that a sampler could draw in each row.
+"""Triton kernels that find the tokens that a sampler could draw in each row, and their log-probs.
 
 Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W weights per
 row, C entries that the output can hold.
@@ -116,7 +116,7 @@ def compact(
 def _tile(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
     is_drawn_ptr, ids_ptr, row, start, width, HAS_IDS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the ids of a row's next tokens, and whether each of them can be drawn."""
+    """Load the ids of a row's next TILE tokens, and whether the sampler can draw each token."""
     at = start + tl.arange(0, TILE)
     is_drawn = tl.load(is_drawn_ptr + row * width + at, mask=at < width, other=0) != 0
     token_ids = at

@@ -1,16 +1,16 @@
 """Extract top-p candidate sets in plain torch, on any device, without sorting the vocabulary.
 
-A nucleus is usually tens of tokens out of a hundred thousand. So a row is cut into blocks of neighboring ids,
-and only the blocks with the highest maxima are read. Let `bound` be the lowest maximum among the blocks read.
-Then every token above `bound` lies in a block that is read. If the tokens above `bound` have a mass of at
-least `p`, no other token can be in the nucleus, so the blocks contain the whole nucleus. This condition is
-checked for every row. Rows that fail the check are read again with more blocks, and finally in full. No
-result is approximate.
+A nucleus is usually tens of tokens out of a hundred thousand. So the code cuts each row into blocks of
+neighboring ids, and reads only the blocks with the highest maxima. Let `bound` be the lowest maximum among
+the blocks read. Every token above `bound` lies in a block that is read. If the tokens above `bound` have a
+mass of at least `p`, the blocks contain the whole nucleus. The code checks the mass above `bound` for every
+row. If the mass is too small, the code reads more blocks of the row, and finally the whole row. So every
+result is exact.
 
-The cost is one pass for the block maxima, and then work on some thousand values per row.
+The cost is one pass for the block maxima, and then work on a few thousand values per row.
 
-Shape legend: B rows, R rows with p > 0 (in later attempts, only the unfinished ones), V ids in the
-vocabulary, N whole blocks of S tokens, K chosen blocks, M values read per row, n entries in all.
+Shape legend: B rows, R rows of one attempt, V ids in the vocabulary, N whole blocks of S tokens, K chosen
+blocks, M values read per row, n entries in all.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from sglang_topp.nucleus.argument_checks import not_logprobs, sampled_out_of_ran
 __all__ = ["sort_key_descending", "top_p_candidates"]
 
 _BLOCK = 64
-# The number of blocks read in each attempt. At p = 0.95, 128 blocks suffice for nearly every row of a model.
-# Reading 1024 blocks takes a fraction of the time of sorting a whole row of a large vocabulary.
+# The number of blocks read in each attempt. At p = 0.95, 128 blocks suffice for nearly all rows of a language
+# model. Reading 1024 blocks takes a fraction of the time of sorting a whole row of a large vocabulary.
 _ATTEMPTS = (128, 1024)
-# The most values sorted together when whole rows are read: as many as fit a CPU's cache, or an accelerator's
+# The most values of whole rows to sort in one call: as many as fit in a CPU's cache, or in an accelerator's
 # memory.
 _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25
@@ -42,7 +42,7 @@ class _RequestedRows(NamedTuple):
     """The rows to extract, one entry per row in every field."""
 
     rows_R: Tensor  # int64, the row's number in the batch
-    limit_R: Tensor  # float64, a token is in the nucleus if the mass above it is below this limit
+    limit_R: Tensor  # float64, the sum of probabilities at which the nucleus ends
     sampled_R: Tensor  # int64, the sampled token ids
     sampled_logprobs_R: Tensor  # float32; NaN adds no token, because `NaN < x` is false
 
@@ -79,10 +79,10 @@ def top_p_candidates(
 def _select_requested_rows(
     logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, row_numbers: NDArray[np.intp]
 ) -> _RequestedRows:
-    """Return the rows with `p > 0`. Raise if one of their sampled ids is outside the vocabulary."""
+    """Return the rows with `p > 0`. Raise if a row's sampled id is outside the vocabulary."""
     device = logprobs_BV.device
     rows_R = torch.from_numpy(row_numbers).to(device)
-    # p = 1 keeps the whole row, even if rounding makes a part of the row sum to 1 or more.
+    # For p = 1, an infinite limit keeps the whole row, even if rounding makes a part of the row sum to 1.
     limit_R = torch.from_numpy(np.where(p_B == 1, np.inf, p_B)[row_numbers]).to(device)
     if sampled_B is None:
         return _RequestedRows(
@@ -100,20 +100,21 @@ def _select_requested_rows(
 def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
     """Yield the sets found in each row's highest blocks, and then the sets of rows that need more blocks.
 
-    If several parts contain the same row, only the last part holds the row's correct set.
+    A row may occur in several of the yielded parts. Only the last of these parts holds the row's correct set.
     """
     num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
     if attempts:
         blocks_BNS = logprobs_BV[:, : num_blocks * _BLOCK].view(-1, num_blocks, _BLOCK)
-        # Take the maxima over runs of neighboring rows, so that rows with p = 0 are neither read nor copied.
+        # Call `amax` once per run of adjacent requested rows, so that no row is copied and no other row is
+        # read.
         breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
         runs = zip([0, *breaks], [*breaks, len(row_numbers)], strict=True)
         maxima = [blocks_BNS[row_numbers[a] : row_numbers[b - 1] + 1].amax(2) for a, b in runs]
         maxima_RN = torch.cat(maxima) if len(maxima) > 1 else maxima[0]
     for num_chosen in attempts:
         highest_RK, chosen_RK = maxima_RN.topk(num_chosen, sorted=False)
-        chosen_RK = chosen_RK.sort(1).values  # so that ids ascend along a row of values
+        chosen_RK = chosen_RK.sort(1).values  # makes the ids in each row of `values_RM` ascend
         values_RM = blocks_BNS[requested.rows_R[:, None], chosen_RK].flatten(1)
         if tail:
             values_RM = torch.cat([values_RM, logprobs_BV[requested.rows_R, -tail:]], 1)
@@ -147,10 +148,10 @@ def _cut(
         blocks_RK: the blocks that the M values come from. None if `values_RM` holds whole rows.
 
     Returns:
-        The sets, and bool [R] that marks short rows. The values of a short row have too little mass, so its
-        nucleus may contain tokens that were not read.
+        The sets, and bool [R], which is True for short rows. A row is short if the values above its bound
+        have a mass below `p`, so that its nucleus may contain tokens that were not read.
     """
-    # amax and topk return NaN if a row holds NaN, and `not NaN <= x` is true.
+    # If a row holds NaN, `topk` chooses the block with NaN, and `amax` returns NaN. `not NaN <= x` is true.
     if not float(values_RM.amax()) <= MAX_LOGPROB:
         highest_R = values_RM.amax(1)
         worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])
@@ -179,13 +180,12 @@ def _cut(
     stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
-        short_R &= bound_R > lowest  # otherwise no token below the bound has any probability
+        short_R &= bound_R > lowest  # at the lowest bound, all tokens that were not read have probability 0
     stop_R = torch.minimum(stop_R, end_R)
     least_R = torch.full_like(requested.sampled_logprobs_R, torch.inf)
     if len(key_n):
         some_R = stop_R > start_R
-        # Tokens tied with the nucleus's last token have the same mass above them, so the nucleus has them
-        # too.
+        # Extend each nucleus by the tokens that are as likely as its last token.
         tied_R = torch.searchsorted(key_n, key_n[stop_R - 1], right=True)
         stop_R = torch.where(some_R, tied_R, stop_R)
         least_R = torch.where(some_R, logprobs_n[stop_R - 1], least_R)
@@ -197,7 +197,7 @@ def _cut(
     if blocks_RK is not None:
         ids_n = blocks_RK[entry_n // width, ids_n // _BLOCK] * _BLOCK + ids_n % _BLOCK
     part = _Part(requested.rows_R, ids_n.int(), logprobs_n, sizes_R)
-    # A nucleus contains every token that is at least as likely as its least likely token.
+    # A sampled token is outside the nucleus if it is less likely than the nucleus's least likely token.
     return _with_sampled(part, requested, requested.sampled_logprobs_R < least_R), short_R
 
 
@@ -208,7 +208,7 @@ def sort_key_descending(logprobs: Tensor) -> Tensor:
 
 
 def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
-    """Return an index of all entries in the spans that begin at `start_R`, span after span."""
+    """Return the indices of all entries of R spans. Span `r` is `sizes_R[r]` entries from `start_R[r]` on."""
     if len(start_R) == 1:
         return slice(0, int(sizes_R))
     ends_R = sizes_R.cumsum(0)

@@ -1,18 +1,18 @@
 """Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
-One pass over a row takes the maximum of every block of neighboring ids. The maxima are a subset of the row's
-values, so the nucleus of the maxima alone reaches at least as far down as the row's own nucleus. A block is
-active if its maximum is in the nucleus of the maxima. The active blocks contain the row's whole nucleus. The
-kernels then search for the exact cutoff among the values of the active blocks, and write out the tokens above
-the cutoff. Most rows of a model have some dozens of active blocks out of thousands (normal logits with
-standard deviation 6 at p = 0.95: 85 of 2,374). In a flat row all blocks are active, which is slower but exact
-too.
+One pass over a row takes the maximum of every block of neighboring ids. The maxima are some of the row's
+values, so a nucleus of the maxima alone has a cutoff at or below the row's own cutoff. A block is active if
+its maximum is in the nucleus of the maxima. So the active blocks contain the row's whole nucleus. The kernels
+then search for the exact cutoff among the values of the active blocks, and write out the tokens above the
+cutoff. Most rows of a language model have a few dozen active blocks out of thousands. Normally distributed
+logits with standard deviation 6 have 85 active blocks out of 2,374 at p = 0.95. If all tokens are about
+equally likely, all blocks are active, and the exact result takes longer.
 
 The search narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several pivots at once,
 until the interval holds at most one entry. Each of about ten rounds reads all values, so the values are kept
 in registers if they fit. Sums are float64. One program sums each row in a fixed order, so results are bitwise
-reproducible. Kernels are not specialized on arguments that change between decode steps, so no step compiles a
-kernel again.
+reproducible. Kernels are not specialized on arguments that change between decode steps, so Triton does not
+recompile them at a later step.
 
 Shape legend: B rows, V ids in the vocabulary, N blocks of S tokens, C entries that the output can hold.
 """
@@ -32,7 +32,7 @@ from sglang_topp.nucleus.kernel_error_codes import NOT_LOGPROBS, SAMPLED_OUT_OF_
 __all__ = ["Cuts", "compact", "find_cuts", "launch", "place"]
 
 _BLOCK = 64
-_MAX_BLOCKS = 1 << 13  # per row; larger vocabularies have larger blocks
+_MAX_BLOCKS = 1 << 13  # blocks per row; a vocabulary that needs more blocks gets larger blocks
 _BLOCKS_AT_ONCE = 64
 _TILE = 512
 _HELD = 4096  # the most values that a search keeps in registers
@@ -75,8 +75,8 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 
     Args:
         logprobs_BV: contiguous along a row.
-        limits_B: float64. A token is in the nucleus if the mass above it is below the row's limit. A limit of
-            0 skips the row.
+        limits_B: float64. A token is in the nucleus if the probabilities of all more likely tokens sum to
+            less than the row's limit. A limit of 0 skips the row.
         sampled_B: int64, the sampled token ids. An id outside the vocabulary sets the row's error code.
         lowest: log-probs at or below this value stand for probability 0.
     """
@@ -128,8 +128,8 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 def place(sizes_B: Tensor, capacity: int) -> Tensor:
     """Return int32 [B]: the index of each row's first entry in the output, or -1 if the row does not fit.
 
-    Rows are placed one after the other. A row larger than `capacity` is skipped. Once a smaller row does not
-    fit, no further row is placed.
+    Rows are placed one after the other. A row with more than `capacity` entries is skipped. If any other row
+    does not fit in the rest of the output, all rows after it are left out too.
     """
     starts_B = torch.empty_like(sizes_B)
     if len(sizes_B):
@@ -216,7 +216,7 @@ def _values(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Load a row's next values, from its active blocks or contiguously. Values past the end are -inf."""
+    """Load the next values of a row's active blocks, or of a whole row. Values past the end are -inf."""
     if IS_GATHERED:
         _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)
     else:
@@ -227,7 +227,7 @@ def _values(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
-    """Return masses and counts, both [P, T]: a value's mass and 1 if it is above the pivot, else 0 and 0."""
+    """Return masses and counts, both [P, T]. A value that is not above the pivot has mass 0 and count 0."""
     is_above_PT = keys_T[None, :] < keys_P[:, None]
     return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
 
@@ -247,12 +247,13 @@ def _search(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Return the cutoff key of a nucleus, and the number of its entries, which have keys below the cutoff.
+    """Return the cutoff key of a nucleus, and its number of entries. Their keys are below the cutoff.
 
-    Between rounds, the mass above `low` is less than the limit, so entries at `low` are in the nucleus. The
-    mass above `high` reaches the limit, or all entries from `high` on have probability 0. So if only one
-    entry lies between `low` and `high`, it is in the nucleus too. Rows of up to HELD values are read once.
-    Longer rows are read in every round.
+    After each round, the entries with keys below `low` have less mass than the limit, so an entry with key
+    `low` is in the nucleus. The entries with keys below `high` reach the limit, unless all other entries
+    have probability 0. The search ends when at most one entry has a key from `low` to `high - 1`. This
+    entry is in the nucleus too, so the cutoff is `high`. Rows of up to HELD values are read once. Longer rows
+    are read in every round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key

@@ -1,12 +1,11 @@
 """Score targets over their candidate sets from hidden states, by computing only the candidates' logits.
 
-Under a sampling mask, only the candidates' logits matter, a handful per position. Computing only these logits
-reduces the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor the backward
-builds a [T, V] tensor. A position with fewer than two candidates leaves no choice, so its hidden state is not
-read.
+A score over a candidate set depends only on the logits of the candidates. Computing only their logits reduces
+the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor the backward builds
+a [T, V] tensor. A position with fewer than two candidates always scores 0, so its hidden state is not read.
 
-Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all, A positions
-with a choice, m entries (candidates of those positions that this rank holds).
+Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all, A positions with two
+or more candidates, m entries (candidates that this rank holds at the A positions).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from sglang_topp.replay.vocab_parallel import reduce_sum
 
 __all__ = ["candidate_logprobs", "check_head", "support_logits"]
 
-_CHUNK_BYTES = 1 << 23  # larger chunks do not fit the cache, and smaller ones need more barriers
+_CHUNK_BYTES = 1 << 23  # larger chunks do not fit in the cache, and smaller chunks need more barriers
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes vary, so compiling is useless
@@ -71,40 +70,41 @@ def candidate_logprobs(
         logprobs[t] = z_target - log(sum over i in C_t of exp(z_i))
 
     Every returned value is differentiable once, in `hidden`, `weight`, and `bias`. Sums run in float32
-    (float64 for float64 inputs) in a fixed order, so values and gradients repeat to the last bit. A position
-    with one candidate scores exactly 0, and its hidden state is not read. An empty span scores 0. Neither
-    kind of position has a gradient.
+    (float64 for float64 inputs) in a fixed order, so values and gradients are bitwise reproducible. A
+    position with one candidate or an empty set scores exactly 0 and has no gradient. The call does not read
+    the hidden states of positions with fewer than two candidates.
 
     Args:
-        hidden: [T, H], float16, bfloat16, float32, or float64. The states that predict the targets;
-            `RowSelection.select` picks them.
+        hidden: [T, H], float16, bfloat16, float32, or float64, the hidden states that predict the targets.
+            `RowSelection.select` selects them.
         weight: [V, H], the rows of the LM head that this rank holds.
-        targets: integers [T] on the same device. Each must be in its candidate set. A target with an empty
-            set is ignored.
+        targets: integers [T] on the same device. Each target must be in its candidate set. A target with
+            an empty set is ignored.
         candidates: the sets of the T positions. To score over the same sets again (policy, reference, PPO
             epochs), call `tensors = sets.to_torch(device)` once, and pass `tensors` in each call. The first
             call checks and indexes the sets. On a GPU, later calls and their backwards do not wait for the
-            device. So these calls do not raise the errors below that depend on values: an invalid position
-            gets NaN scores instead. To get the error message, pass the CandidateSets instead. Backend "torch"
-            and `weight_grad="sparse"` wait for the device in any case.
+            device. So the later calls cannot raise errors about invalid values: an invalid position gets NaN
+            scores instead. To get the error message, pass `sets` instead of `tensors`. Backend "torch" and
+            `weight_grad="sparse"` always wait for the device.
         bias: [V], the LM head's bias, or None.
         temperature: above 0, one number or [T]. The temperature has no gradient.
         softcap: the soft cap of the logits, above 0, or None.
-        logit_scale: above 0. Cohere's `logit_scale`, Falcon-H1's `lm_head_multiplier`, and 1 over Granite's
-            `logits_scaling`.
+        logit_scale: above 0, a factor for the logits. Pass Cohere's `logit_scale`, Falcon-H1's
+            `lm_head_multiplier`, or 1 over Granite's `logits_scaling`.
         entropy: also return the entropy over the support, differentiable.
         per_candidate: also return the log-prob of every candidate, differentiable.
         kl_to: [n], another policy's log-probs of all candidates. If given, KL(this policy || other policy) is
             also returned, differentiable in this policy. Pass `Scores.candidate_logprobs` of a reference
-            model, or `candidates.logprobs` for the rollout itself. The log-probs are renormalized over each
-            set, so they may be over the whole vocabulary.
+            model, or `candidates.logprobs` for the rollout itself. The call renormalizes the log-probs over
+            each set, so log-probs over the whole vocabulary are valid too.
         tp_group: the ranks that share the vocabulary, or None. Every rank passes the same `hidden`,
             `targets`, and sets. Every rank gets the same scores and the whole gradient of `hidden`. The
             incoming gradient must be the same on every rank.
         vocab_start: the token id of `weight[0]`.
-        vocab_size: the number of ids that exist, if the head is padded. Larger ids in the sets are errors.
-        chunk_candidates: without Triton, the number of gathered LM-head rows (or of sums) held in memory at a
-            time. Default: as many as fit in 8 MiB.
+        vocab_size: the number of ids that exist, if the head is padded. An id of
+            `vocab_size` or more in the sets is an error.
+        chunk_candidates: without Triton, the number of LM-head rows or gradient sums to hold in memory at a
+            time. The default is as many as fit in 8 MiB.
         weight_grad: the destination of the gradient of `weight`.
 
             - "dense": autograd receives [V, H].
@@ -112,15 +112,17 @@ def candidate_logprobs(
               occur, for `SGD` and `SparseAdam`. `weight` must be a leaf. If `weight.grad` is dense, autograd
               adds the sparse rows to `weight.grad` in place. The backward waits for the device once.
             - a buffer [V, H], float32 (float64 for float64 inputs) or of `weight`'s dtype: each backward adds
-              the gradient rows of the ids that occur, in place, with each sum rounded once. Time and memory
-              depend on the candidates, not on V. Pass `weight.grad` (zeros if it is None) or Megatron's
-              `weight.main_grad`, again in each call. Autograd then gets None as the gradient of `weight`, and
-              hooks get None or are not called. So use a buffer only if the code that reduces gradients reads
-              that buffer. torch's DistributedDataParallel reads `weight.grad`, which its forward may replace:
-              read `weight.grad` inside the wrapped module's forward, or after it. Megatron's
+              the gradient rows of the ids that occur to the buffer, in place. Each sum is rounded once. Time
+              and memory depend on the number of candidates, not on V. In each call, pass the current
+              `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is None, set it to zeros first.
+              With a buffer, autograd gets None as the gradient of `weight`, and hooks get None or are not
+              called. So use a buffer only if the code that reduces gradients reads that buffer. torch's
+              DistributedDataParallel reads `weight.grad`, and its forward may replace this tensor. So read
+              `weight.grad` inside the wrapped module's forward, or after it. Megatron's
               DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward sets
-              `weight.grad_added_to_main_grad`, and gives `weight.grad` zeros that take no memory. FSDP reads
-              neither, so use "dense" there.
+              `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no memory. FSDP
+              reads neither tensor, so use "dense" with FSDP.
+
         backend: "torch" runs anywhere. "triton" copies no gathered rows, and needs an NVIDIA GPU or Triton's
             interpreter. "auto" uses Triton if possible.
 
@@ -174,9 +176,9 @@ def support_logits(
     weight_grad: WeightGrad,
     backend: str,
 ) -> Tensor:
-    """Return [m]: the differentiable logits `z` (see `candidate_logprobs`) of the support's entries only.
+    """Return the differentiable logits [m] of the support's entries.
 
-    The arguments are those of `candidate_logprobs`.
+    `candidate_logprobs` defines the logits `z` and the arguments.
     """
     dtype = accumulation_dtype(hidden=hidden, weight=weight)
     check_weight_grad(weight_grad, weight, hidden, dtype)
@@ -207,7 +209,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
 
 
 class _ByPosition(torch.autograd.Function):
-    """Computes `hidden[position] . weight[id]` [m] for the support's entries, and the gradient of hidden."""
+    """Computes `hidden[position] . weight[id]` [m] of the support's entries, and the gradient of `hidden`."""
 
     @staticmethod
     def forward(
@@ -239,7 +241,7 @@ class _ByPosition(torch.autograd.Function):
                 *entries, support.positions, ctx.shape[0], out_dtype=ctx.dtype, **ctx.options
             )
         else:
-            # Only positions with a choice are sent. The ranks' parts are summed before rounding.
+            # Send only the gradients at the support's positions. Round them after the sum over the ranks.
             grad_AH = ctx.ops.gathered_sum(
                 *entries, support.segment, len(support.rows), out_dtype=grad_m.dtype, **ctx.options
             )
@@ -257,7 +259,7 @@ def _implementation(
         raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
     if backend not in ("auto", "torch", "triton"):
         raise InvalidInputError(f"backend: got {backend!r}, expected 'auto', 'torch' or 'triton'")
-    # The kernels sum in float32 only. Only tests use float64.
+    # The Triton kernels sum in float32 only. Only tests use float64.
     suits = hidden.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None
     if backend == "triton" or (backend == "auto" and suits):
         if dtype != torch.float32:

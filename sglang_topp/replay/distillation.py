@@ -1,4 +1,4 @@
-"""Distillation loss: the KL divergence between a student and a teacher whose candidate sets are known.
+"""Distillation loss: the KL divergence between a student and a teacher, from the teacher's candidate sets.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all.
 """
@@ -34,15 +34,15 @@ class DistillationLoss:
     """The KL at each of T positions, in float32, or float64 for a float64 student."""
 
     kl: Tensor
-    """[T], in nats, at least 0. Exactly 0 at positions that do not count."""
+    """[T], in nats, at least 0. The KL is exactly 0 at positions that are not counted."""
     counted: Tensor
-    """bool [T]: the positions that count, which have a candidate set and a loss mask other than 0."""
+    """bool [T]: True at positions with a candidate set and a loss mask other than 0."""
 
     def mean(self) -> Tensor:
-        """Return the mean over the positions that count, or 0 if there are none.
+        """Return the mean over the counted positions, or 0 if there are none.
 
-        For the mean over micro-batches or ranks, add up their `kl.sum()` and their `counted.sum()`, and then
-        divide. A mean of means would weight the positions differently.
+        For the mean over micro-batches or ranks, add up all `kl.sum()` and all `counted.sum()`, and divide
+        the two sums. A mean of means would give the positions unequal weights.
         """
         return self.kl.sum() / self.counted.sum().clamp(min=1)
 
@@ -80,37 +80,41 @@ def distillation_loss(
         direction="forward"     kl[t] = KL(q || p) = sum over outcomes of q_o (log q_o - log p_o)
         direction="reverse"     kl[t] = KL(p || q) = sum over outcomes of p_o (log p_o - log q_o)
 
-    "tail" counts how much probability the student has outside the set. This mode merges the outside ids into
-    one outcome in both distributions. So this KL is never above the KL over the whole vocabulary, and the two
-    are equal if every set is the whole vocabulary. (verl's issue 7856 asks for this loss. A sum over the
-    teacher's top-k alone is not a KL and can fall below 0.) "renormalized" ignores the ids outside the set:
-    the student may give them all its probability at no cost, and they have no gradient. So "renormalized"
-    takes a fraction of the time and memory. (verl's issue 6676 renormalizes over the student's top-k.)
+    Mode "tail" merges all ids outside the set into one outcome, in both distributions. So the loss depends on
+    how much probability the student has outside the set. The KL with a tail is never above the KL over the
+    whole vocabulary. The two KLs are equal if every set is the whole vocabulary. verl's issue 7856 asks for
+    the loss with a tail. A sum over the teacher's top-k alone is not a KL and can fall below 0.
+
+    Mode "renormalized" ignores the ids outside the set. The student's probability outside the set does not
+    change the loss, and the ids outside have no gradient. So mode "renormalized" takes a fraction of the time
+    and memory of mode "tail". verl's issue 6676 renormalizes over the student's top-k.
 
     The loss is differentiable once, in `hidden`, `weight`, and `bias`. The student's tail is summed over the
-    outside ids, not computed as `1 - mass`, so a tail of 1e-30 is as accurate as a tail of 0.5. The teacher's
-    tail follows from float32 log-probs, so it is accurate to about 1e-6. A set whose mass is 1, or above 1 by
-    rounding, has no tail. With direction "reverse", the KL to a teacher without a tail would be infinite. So
-    with "reverse", a teacher's tail below 1e-6 counts as 1e-6, unless the set is the whole vocabulary.
+    ids outside the set, not computed as `1 - mass`. So a tail of 1e-30 is as accurate as a tail of 0.5. The
+    teacher's tail is computed from float32 log-probs, so it is accurate to about 1e-6. A set whose mass is 1,
+    or above 1 by rounding, has no tail. With direction "reverse", the KL to a teacher without a tail would be
+    infinite. So direction "reverse" raises a teacher's tail to at least 1e-6, unless the set is the whole
+    vocabulary.
 
-    Beyond the gradients, "tail" needs as much memory as `head_logprobs`: a buffer of `chunk_rows` x V.
-    "renormalized" needs as much memory as `candidate_logprobs`. Positions that do not count are not read.
+    Beyond the gradients, mode "tail" needs a buffer of `chunk_rows` x V, as `head_logprobs` does. Mode
+    "renormalized" needs as much memory as `candidate_logprobs`. Positions that are not counted are not read.
 
     Args:
         hidden: [T, H], float16, bfloat16, float32, or float64, the student's states that predict the tokens
-            of the sets. The state at `s` predicts token `s + 1`.
+            of the sets. The state at position `s` predicts the token at position `s + 1`.
         weight: [V, H], the rows of the LM head that this rank holds.
         teacher_sets: the teacher's sets of the T positions, with log-probs over the whole vocabulary at any
-            temperature. A sampled token of zero probability counts as outside. A position with an empty set
-            does not count.
-        direction, outside: as defined above.
-        loss_mask: [T]. Positions with 0 do not count.
-        bias, softcap, logit_scale, tp_group, vocab_start, vocab_size: as in `candidate_logprobs`. The tail
-            covers all ids outside the set, on all ranks, without padding.
+            temperature. A sampled token of zero probability is treated as outside the set. Positions with an
+            empty set are not counted.
+        direction, outside: the direction of the KL, and the mode for ids outside the set, as defined above.
+        loss_mask: [T]. Positions with a mask of 0 are not counted.
+        bias, softcap, logit_scale: as in `candidate_logprobs`.
+        tp_group, vocab_start, vocab_size: as in `candidate_logprobs`. The tail covers all ids outside the
+            set, on all ranks, without padding.
         temperature: the student's temperature, above 0, one number or [T]. The temperature has no gradient.
-        chunk_rows: as in `head_logprobs`. Used for "tail" only.
-        weight_grad, backend: as in `candidate_logprobs`. Used for "renormalized" only. With a tail, every id
-            has a gradient, so `weight_grad` must be "dense".
+        chunk_rows: as in `head_logprobs`. Mode "renormalized" ignores `chunk_rows`.
+        weight_grad, backend: as in `candidate_logprobs`. Mode "tail" ignores `backend` and requires "dense",
+            because every id has a gradient.
 
     Returns:
         `DistillationLoss`, on the inputs' device.

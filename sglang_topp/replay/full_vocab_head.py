@@ -124,7 +124,7 @@ class _FullHead(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV, subtracted_T = ctx.kept
                     logits_CV += subtracted_T[:, None]
-                    ctx.kept = None  # the gradient overwrites these logits; a second backward recomputes them
+                    ctx.kept = None  # the gradient overwrites the logits, so a second backward needs new ones
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)

@@ -1,9 +1,9 @@
 """Gathered products in plain torch: dot products and weighted sums over selected rows of a matrix.
 
-From an LM head, these functions compute the candidates' logits and their gradients.
+`candidate_head` and `lm_head_weight_grad` use these functions for the candidates' logits and the gradients.
 
 The functions run on any device, with bounded memory for any number of entries. Sums are in float32 (float64
-for float64 inputs) and in a fixed order, so results repeat to the last bit. `gathered_products_triton` has
+for float64 inputs) and in a fixed order, so results are bitwise reproducible. `gathered_products_triton` has
 the same three functions for NVIDIA GPUs.
 
 On a CPU, inputs that already have the dtype of the sums need one torch operation per product. Other inputs
@@ -99,8 +99,8 @@ def gathered_sum(
             rows = torch.arange(len(rows), device=source.device)
         present, counts = torch.unique_consecutive(segments[part], return_counts=True)
         sums = _bags(table, rows, weights[part], F.pad(counts.cumsum(0), (1, 0)))
-        # A segment may continue in the next chunk. Its sum is carried over and written again. So the whole
-        # sum is rounded to `out_dtype` once, instead of each chunk's part.
+        # A segment may continue in the next chunk. The next chunk then adds to the unrounded sum and writes
+        # the sum again, so that only the whole sum is rounded to `out_dtype`.
         if int(present[0]) == carried:
             sums[0] += carried_H
         carried, carried_H = int(present[-1]), sums[-1]
@@ -117,16 +117,16 @@ def gathered_add(
 
     Args:
         out: [S, H], of any floating dtype.
-        chunk: the function holds `chunk` sums at a time if it gathers rows, and `2 * chunk` otherwise.
+        chunk: the number of sums held at a time if the function gathers rows. Otherwise it holds `2 * chunk`.
 
     The other arguments are those of `gathered_sum`.
     """
     plain = source.dtype == weights.dtype
-    step = 2 * chunk if plain else chunk  # gathering needs memory for rows and sums
+    step = 2 * chunk if plain else chunk  # gathered rows take the other half of the memory
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):
         return
-    step = -(-len(present) // -(-len(present) // step))  # the same number of parts, of equal size
+    step = -(-len(present) // -(-len(present) // step))  # makes the parts about equally large
     bounds = F.pad(counts.cumsum(0), (1, 0))
     stops = [*bounds[:-1:step].tolist(), len(segments)]
     for number, start in enumerate(range(0, len(present), step)):
@@ -139,7 +139,7 @@ def gathered_add(
             places = torch.repeat_interleave(counts[some], output_size=part.stop - part.start)
             sums_CH = gathered_sum(*entries, places, len(rows), out_dtype=weights.dtype, chunk=chunk)
         _add_rows(out, rows, sums_CH)
-        del sums_CH  # free these sums before the next are allocated
+        del sums_CH  # frees the sums before the loop allocates the next sums
 
 
 def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -182,7 +182,7 @@ def _suppress_sparse_csr_warning() -> None:
 
 
 def _bags(source: Tensor, source_rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
-    """Return [S, H]: the weighted sum of the rows between each pair of `bounds` [S + 1]."""
+    """Return [S, H]: the weighted sum of the rows between each two adjacent `bounds` [S + 1]."""
     return F.embedding_bag(
         source_rows, source.detach(), bounds, mode="sum", per_sample_weights=weights, include_last_offset=True
     )

@@ -5,7 +5,7 @@
 `gathered_dot` reads each gathered row once. `gathered_sum` and `gathered_add` sum the rows of a segment in
 registers and write each sum once, in the output's dtype. A frequent token or a large candidate set makes a
 long segment. A segment of more than `_PIECE` entries is cut into pieces, and a second kernel adds the float32
-sums of the pieces in order. No kernel uses atomics, so results repeat to the last bit.
+sums of the pieces in order. No kernel uses atomics, so results are bitwise reproducible.
 
 Shape legend: m entries, S segments, P pieces, H hidden size, R rows of the output.
 """
@@ -70,8 +70,8 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     num_entries = len(segments)
     if not num_entries:
         return
-    # Number the non-empty segments 0, 1, 2, and so on. Only the device knows how many there are, so the host
-    # assumes the largest possible number. A surplus number has no entries, so nothing is written for it.
+    # Number the non-empty segments 0, 1, 2, and so on. Only the device knows how many segments are non-empty,
+    # so the host assumes the largest possible count. The kernels write nothing for a number without entries.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
@@ -86,7 +86,7 @@ def _sum_segments(
     out_RH: Tensor,
     out_row_S: Tensor | None,
 ) -> None:
-    """Write each segment's sum to its row of `out_RH`, or add it to the row that `out_row_S` names."""
+    """Write each segment's sum to its row of `out_RH`, or add the sum to the row that `out_row_S` names."""
     source = _with_contiguous_rows(source)
     device, width = source.device, source.shape[1]
     adds = out_row_S is not None
@@ -94,14 +94,14 @@ def _sum_segments(
     if not num_segments or not width:
         return
     # Only the device knows each segment's number of entries. The total number of entries bounds the number of
-    # pieces, so the host need not wait. Surplus Triton programs find no piece and return.
+    # pieces, so the host need not wait. Triton programs without a piece return at once.
     num_entries = len(segments)
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE
     start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
-    # An empty segment needs one piece, which writes zeros, or no piece if sums are added to `out_RH`.
+    # An empty segment needs one piece to write zeros. It needs no piece if the kernel adds to `out_RH`.
     pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
-    # Only pieces of long segments have a partial sum. `partial_end_S` is the running count of these sums.
+    # Only pieces of long segments have a partial sum. `partial_end_S` is the running count of partial sums.
     partial_end_S = torch.where(pieces_S > 1, pieces_S, 0).cumsum(0)
     piece_end_S = pieces_S.cumsum(0)
     piece_segment_P = torch.searchsorted(piece_end_S, torch.arange(max_pieces, device=device), right=True)
@@ -110,7 +110,7 @@ def _sum_segments(
     blocks = triton.cdiv(width, block)
     out = (
         out_RH,
-        start_S1 if out_row_S is None else out_row_S,  # not read without ADDS
+        start_S1 if out_row_S is None else out_row_S,  # the kernels read `out_row_S` only with ADDS
         out_RH.stride(0),
         out_RH.stride(1),
         num_segments,

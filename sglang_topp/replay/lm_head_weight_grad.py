@@ -2,15 +2,15 @@
 
 A dense gradient is [V, H], however few ids occur in the candidate sets. If the head computes only the
 candidates' logits, nearly all of its time goes into zeroing this gradient, writing it, and adding it to the
-existing gradient. A sparse gradient has only the rows of ids that occur, and a buffer is updated only in
-these rows.
+existing gradient. A sparse gradient has only the rows of ids that occur. The backward updates a buffer only
+in the rows of ids that occur.
 
-One autograd node computes the gradients of weight and bias, and another node the gradient of the hidden
-states. So autograd runs only the nodes whose gradients are requested. The separation matters, because the
-node for weight and bias may write to the caller's buffer.
+One autograd node computes the gradients of weight and bias, and another node computes the gradient of the
+hidden states. Autograd runs only the nodes whose gradients are requested. So a backward that requests only
+the gradient of the hidden states does not write to the caller's buffer.
 
 Shape legend: V ids held by this rank, H hidden size, T positions, m candidates that this rank holds, U
-distinct ids among these.
+distinct ids among the m candidates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WeightGrad: TypeAlias = Literal["dense", "sparse"] | Tensor
 
 
 def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
-    """Raise InvalidInputError unless `weight_grad` can take the gradient of `weight`, summed in `dtype`."""
+    """Raise InvalidInputError unless `weight_grad` is valid for a gradient of `weight` summed in `dtype`."""
     if not isinstance(weight_grad, Tensor):
         if isinstance(weight_grad, str) and weight_grad in ("dense", "sparse"):
             return
@@ -68,7 +68,7 @@ def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, d
 
 
 class GradientById(torch.autograd.Function):
-    """Returns the bias's part of the raw logits [m], and computes the gradients of weight and bias."""
+    """Returns the bias terms of the raw logits [m], and computes the gradients of weight and bias."""
 
     @staticmethod
     def forward(
@@ -153,7 +153,7 @@ def _stretch(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlaps_itself(matrix: Tensor) -> bool:
-    """Return whether elements may share memory, because the strides let rows or columns overlap."""
+    """Return whether two elements of the matrix may share memory, judging by the strides."""
     (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
     if rows <= 1 or columns <= 1:
         return (rows > 1 and row_stride == 0) or (columns > 1 and column_stride == 0)
@@ -163,10 +163,10 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 
 
 def _for_megatron(ctx: Any) -> Tensor | None:
-    """Return the gradient that autograd sees if a buffer has the real gradient: None, or zeros for Megatron.
+    """Return the gradient for autograd if a buffer holds the real gradient: zeros for Megatron, else None.
 
-    Megatron's data parallelism needs a `weight.grad`, and a flag that tells it not to add `weight.grad` to
-    `main_grad`. The zeros are a sparse tensor without rows, which takes no memory.
+    Megatron's data parallelism needs a `weight.grad`, and a flag that tells Megatron not to add `weight.grad`
+    to `main_grad`. The zeros are a sparse tensor without rows, which takes no memory.
     """
     weight = ctx.leaf
     if not (hasattr(weight, "grad_added_to_main_grad") and _is_main_grad(ctx.weight_grad, weight)):
@@ -177,7 +177,7 @@ def _for_megatron(ctx: Any) -> Tensor | None:
 
 
 def _coo(ids_U: Tensor, rows_UH: Tensor, shape: torch.Size) -> Tensor:
-    """Return a coalesced sparse tensor with these rows. The ids must ascend."""
+    """Return a coalesced sparse tensor with the rows `rows_UH` at the ids `ids_U`, which must ascend."""
     return torch.sparse_coo_tensor(ids_U[None], rows_UH, shape, is_coalesced=True, check_invariants=False)
 
 

@@ -28,7 +28,7 @@ class LogitTransform:
     """
 
     temperature: float | Tensor
-    """A number, or [T], above 0."""
+    """One number above 0, or a tensor [T] of numbers above 0."""
     softcap: float | None = None
     logit_scale: float = 1.0
 
@@ -61,7 +61,7 @@ class LogitTransform:
         return cls(_check_temperature(temperature, num_positions, may_wait), softcap, float(logit_scale))
 
     def of_entries(self, raw_m: Tensor, positions_m: Tensor) -> Tensor:
-        """Return the candidates' logits [m], differentiable in `raw_m`. `positions_m` are their positions."""
+        """Return candidates' logits [m], differentiable in `raw_m`. `positions_m` are their positions."""
         logits = raw_m if self.logit_scale == 1.0 else raw_m * self.logit_scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -70,7 +70,7 @@ class LogitTransform:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def of_rows_(self, raw_CV: Tensor, part: slice) -> Tensor:
-        """Overwrite the raw products of the positions in `part` with logits."""
+        """Overwrite raw products with logits, in place. `part` is the slice of the C positions."""
         if self.softcap is None:
             return self._divide_(raw_CV, part, self.logit_scale)
         raw_CV.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
@@ -86,12 +86,12 @@ class LogitTransform:
         return (logits_CV * (temperature / self.softcap)).square_().neg_().add_(1.0)
 
     def backward_rows_(self, grad_CV: Tensor, slope_CV: Tensor | None, part: slice) -> Tensor:
-        """Overwrite the logits' gradient with the raw products' gradient. `slope_CV` is `softcap_slope`."""
+        """Overwrite the logits' gradient with that of the raw products. `slope_CV` is `softcap_slope`."""
         self._divide_(grad_CV, part, self.logit_scale)
         return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
     def take(self, positions: Tensor) -> LogitTransform:
-        """Return the transform of only these `positions`, int64 [any]."""
+        """Return the transform for a selection of positions. `positions` is 1-D, int64."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature.to(positions.device).index_select(0, positions))

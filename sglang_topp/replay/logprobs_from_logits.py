@@ -5,7 +5,7 @@ mask is built, and the caller's logits are not modified. The gradient is the onl
 axis. `dense_mask` and `mask_logits` build dense tensors for callers that want them.
 
 Shape legend: T positions, V columns held by this rank, C positions of one chunk, n candidates in all, m
-entries (the candidates that this rank holds, at positions with two candidates or more).
+entries (candidates that this rank holds at positions with two or more candidates).
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def masked_logprobs(
 
         logprobs[t] = z[t, target_t] - log(sum over i in C_t of exp(z[t, i])),   z = logits / temperature
 
-    Every returned value is differentiable once, in `logits`. Apart from the gradient, memory grows with the
-    candidates, not with the logits. Sums run in float32 (float64 for float64 inputs). A position with one
-    candidate scores exactly 0, and so does an empty span, whose token the policy did not draw. Neither kind
-    of position has a gradient.
+    Every returned value is differentiable once, in `logits`. Beyond the gradient, the memory depends on the
+    number of candidates, not on the size of `logits`. Sums run in float32 (float64 for float64 inputs). A
+    position with one candidate or an empty set scores exactly 0 and has no gradient. An empty set belongs to
+    a token that the policy did not draw.
 
     Args:
         logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the
             model's soft cap if it has one.
         full: also return every target's log-prob and every position's entropy over the whole vocabulary, both
             differentiable. The backward still builds only one gradient tensor. With `full`, every target must
-            be a valid token id, even if its set is empty. The host waits for the device.
+            be a valid token id, even if its set is empty. `full` makes the host wait for the device.
         chunk_rows: the number of positions processed at a time for `full`. Default: as many as fit in 8 MiB.
 
     The other arguments, the result, and the errors are those of `candidate_logprobs`. With a `tp_group`, each
@@ -153,9 +153,9 @@ def dense_mask(
     vocab_local: int,
     device: torch.device | str,
 ) -> Tensor:
-    """Return bool [T, vocab_local]: True where `vocab_start + column` is a candidate.
+    """Return bool [T, vocab_local], which is True where `vocab_start + column` is a candidate.
 
-    A row with an empty span is all True, because softmax over a row without a True would be NaN. The mask
+    A row with an empty set is all True, because softmax over a row without a True would be NaN. The mask
     takes T * vocab_local bytes, and is built without a loop and without waiting for the device.
     """
     sets = sets_on(candidates, device)
@@ -177,9 +177,9 @@ def mask_logits(
 ) -> Tensor:
     """Return a copy of `logits` [T, V] with minus infinity outside the candidate sets.
 
-    Rows with an empty span are unchanged. A row of minus infinity would be NaN after softmax, and a loss mask
-    of 0 does not remove a NaN. `masked_logprobs` scores such a row as 0. Both functions lead to the same
-    loss: the policy did not draw the token, so its loss mask is 0.
+    Rows with an empty set are unchanged. A row of minus infinity would be NaN after softmax, and a loss mask
+    of 0 does not remove a NaN. `masked_logprobs` scores a row with an empty set as 0. The loss is the same
+    with either function, because a token that the policy did not draw has a loss mask of 0.
 
     Raises:
         InvalidInputError: `logits` is not [T, V] for the T positions of the sets.
@@ -256,7 +256,7 @@ class _FromLogits(torch.autograd.Function):
                 )
                 grad_TV[part, : ctx.num_ids] = ctx.transform.backward_rows_(grad_CV, None, part)
         if grad_m is not None:
-            # No entry occurs twice, so gather, add, and scatter are exact and deterministic.
+            # Each pair of position and column occurs only once, so this indexed addition is deterministic.
             grad_TV[positions_m, columns_m] = (grad_TV[positions_m, columns_m].to(dtype) + grad_m).to(
                 grad_TV.dtype
             )

@@ -30,7 +30,7 @@ _MAXIMA = ("max_ratio", "max_set_size")
 class ReplayMetrics:
     """Sums and maxima over the tokens that have a candidate set and a loss mask other than 0.
 
-    `a + b` combines metrics, and `summary()` returns the means. `ReplayMetrics()` is the value for no tokens.
+    `a + b` combines metrics, and `summary()` returns the means. `ReplayMetrics()` stands for zero tokens.
     """
 
     tokens: float = 0.0
@@ -45,9 +45,9 @@ class ReplayMetrics:
     singletons: float = 0.0
     """The number of tokens that were the only candidate, and so have no gradient."""
     judged_tokens: float = 0.0
-    """The number of tokens for which `p` was passed. `forced_tokens` counts only tokens among these."""
+    """The number of tokens for which the caller passed `p`."""
     forced_tokens: float = 0.0
-    """The number of sampled tokens outside their position's nucleus, out of `judged_tokens`."""
+    """The number of sampled tokens outside their position's nucleus, among the `judged_tokens`."""
     max_ratio: float = 0.0
     max_set_size: float = 0.0
 
@@ -79,7 +79,10 @@ class ReplayMetrics:
         )
 
     def summary(self) -> dict[str, float]:
-        """Return means and maxima by name, for a logger. A mean over no token, or an unknown mean, is NaN."""
+        """Return means and maxima by name, for a logger.
+
+        A mean is NaN if there is no token to average over, or if its sum is NaN.
+        """
 
         def mean(total: float, count: float) -> float:
             return total / count if count else float("nan")
@@ -112,9 +115,10 @@ def replay_metrics(
         logprobs: [T], the policy's log-probs over the support (`Scores.logprobs`).
         old_logprobs: [T], the rollout's log-probs over the support (`replayed_old_logprobs`).
         candidates: the sets of the T positions.
-        loss_mask: [T]. Positions with 0 do not count, and neither do positions with an empty set.
+        loss_mask: [T]. Positions with a mask of 0 or with an empty set are not counted.
         p: the top-p threshold, one number or [T], to count the forced tokens. A sampled token is forced if
-            the mass strictly above it is at least `p`, or, for `p` = 1, if its probability is zero.
+            the probabilities of all more likely candidates sum to `p` or more. For `p` = 1, a sampled token
+            is forced if its probability is 0.
 
     Raises:
         InvalidInputError: a length is not T, `p` is not above 0 and at most 1, or `p` is passed for sets
@@ -131,8 +135,8 @@ def replay_metrics(
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
-    # If the rollout gave a sampled token no probability, the ratio is inf, or NaN if the policy gave the
-    # token no probability either.
+    # If the rollout gave a sampled token probability 0, its ratio is inf. If the policy gave the token
+    # probability 0 too, its ratio is NaN.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)
@@ -145,10 +149,13 @@ def replay_metrics(
         if (wrong := ~((thresholds > 0) & (thresholds <= 1))).any():
             raise InvalidInputError(f"p: got {thresholds[wrong][0]}, expected above 0 and at most 1")
         judged = float(len(sizes))
-        outside = _mass_above_sampled(candidates) >= thresholds
-        # p = 1 keeps every token of non-zero probability, whatever the float32 log-probs sum to.
-        possible = candidates.sampled_logprobs > LOWEST
-        forced = float(np.count_nonzero((outside & ~((thresholds >= 1) & possible))[counts]))
+        # p = 1 keeps exactly the tokens of non-zero probability, whatever the float32 log-probs sum to.
+        is_forced = np.where(
+            thresholds >= 1,
+            candidates.sampled_logprobs <= LOWEST,
+            _mass_above_sampled(candidates) >= thresholds,
+        )
+        forced = float(np.count_nonzero(is_forced[counts]))
     return ReplayMetrics(
         tokens=float(len(sizes)),
         ratios=float(ratios.sum()),

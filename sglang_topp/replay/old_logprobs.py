@@ -1,4 +1,4 @@
-"""The rollout's log-probs within its candidate sets: the denominator of importance ratios."""
+"""Old log-probs for importance ratios: the rollout's log-probs, renormalized over its candidate sets."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def replayed_old_logprobs(candidates: CandidateSets, *, output_ids: ArrayLike | 
 
     Raises:
         InvalidInputError: the sets have no log-probs, or `output_ids` differ from the sampled tokens. Sets
-            decoded from a sampling mask may have no log-probs. Then the engine's
-            `output_token_sampling_logprobs` are the old log-probs.
+            decoded from a sampling mask may have no log-probs. For such sets, use the engine's
+            `output_token_sampling_logprobs` as old log-probs.
     """
     if not candidates.has_logprobs:
         raise InvalidInputError(

@@ -1,11 +1,11 @@
-"""Find the rows of this rank's hidden states that score the response tokens.
+"""Select the rows of this rank's hidden states that score the response tokens.
 
 Hidden states, candidate sets, targets, old log-probs, and loss masks all go through one `RowSelection`, so
-they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`, whichever
-context-parallel rank holds it.
+they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`. The token
+itself may be on another context-parallel rank.
 
-A *response position* is a token's index among all response tokens of the micro-batch, sample after sample. It
-is the index into the concatenated candidate sets, response ids, and masks.
+A *response position* is a token's index among all response tokens of the micro-batch, sample after sample.
+The concatenated candidate sets, response ids, and masks have one entry per response position.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a micro-batch of sequences is arranged in one context-parallel rank's hidden states.
+    """The arrangement of a micro-batch of sequences in one context-parallel rank's hidden states.
 
     ::
 
@@ -45,19 +45,19 @@ class Layout:
         contiguous  the whole packed stream (thd) or each row (bshd) is cut into cp_size equal parts; rank r
                     holds part r
 
-    The lengths of bshd rows do not tell on which side the rows are padded, and hidden states selected for the
-    wrong side would still have the right shape. So `select_rows` requires the attention mask for bshd, and
-    reads each row's padding from the mask.
+    The lengths of bshd rows do not show on which side the rows are padded. Hidden states selected for the
+    wrong side would still have the right shape, so no check would find the mistake. So `select_rows` requires
+    the attention mask for bshd, and reads each row's padding from the mask.
 
     Args:
         format: "thd" or "bshd".
         split: how context parallelism splits the sequences; ignored for `cp_size` 1.
         cp_size, cp_rank: the size of the context-parallel group, and this rank's index in it.
-        sequence_multiple: thd only. Each sequence is padded to a multiple of this; zigzag pads to a multiple
-            of `2 * cp_size` in any case.
+        sequence_multiple: thd only. Each sequence is padded to a multiple of `sequence_multiple`. The zigzag
+            split also pads each sequence to a multiple of `2 * cp_size`.
         padded_length: thd only. The number of tokens in the whole stream before the split, if more padding
-            follows the last sequence (zigzag: `cp_size` times the tokens of one rank). Default: the smallest
-            length that fits.
+            follows the last sequence. With zigzag, `padded_length` is `cp_size` times the tokens of one rank.
+            By default, the stream has the smallest length that fits.
     """
 
     format: Literal["thd", "bshd"] = "thd"
@@ -106,9 +106,10 @@ class Layout:
                 are left out.
 
         Raises:
-            InvalidInputError: lengths are negative or differ in number; the attention mask is missing, given
-                for thd, or does not mark one run of as many tokens as the lengths say; the loss mask is
-                not one number per response token; or the padded length is too small or cannot be split.
+            InvalidInputError: lengths are negative or differ in number. The attention mask is missing for
+                bshd, is given for thd, or has a row that does not mark one run of tokens of the right length.
+                The loss mask is not one number per response token. The padded length is too small or cannot
+                be split.
         """
         prompts, responses = (
             _lengths("prompt_lengths", prompt_lengths),
@@ -131,7 +132,7 @@ class Layout:
         sample = np.repeat(np.arange(len(responses)), responses)
         position = np.arange(num_positions)
         within_response = position - np.repeat(np.cumsum(responses) - responses, responses)
-        token = prompts[sample] + within_response - 1  # its hidden state predicts the response token
+        token = prompts[sample] + within_response - 1  # the token before the response token
 
         scored = token >= 0
         if loss_mask is not None:
@@ -179,7 +180,7 @@ class Layout:
         return begins.argmax(axis=1), np.full(len(lengths), width)
 
     def _padding_of_stream(self, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return zeros, as no columns precede a sequence, and the padded sequence lengths, both int64 [B]."""
+        """Return zeros, because no padding precedes a sequence, and the padded lengths, both int64 [B]."""
         multiple = int(np.lcm(self._multiple if self.split == "zigzag" else 1, self.sequence_multiple))
         return np.zeros_like(lengths), -(-lengths // multiple) * multiple
 
@@ -234,10 +235,10 @@ class RowSelection:
         hidden_rows: int64 [R], indices into the rank's hidden states, viewed as `[num_hidden_rows, H]`.
         positions: int64 [R], the response position that each row scores, ascending.
         num_hidden_rows: the number of rows that this rank holds according to the layout.
-        num_sequences: the length of the hidden states' sequence axis: B for bshd, 1 for thd.
+        num_sequences: the length of the hidden states' sequence axis, which is B for bshd and 1 for thd.
         response_lengths: int64 [B], the number of response positions of each sample.
-        scored: bool [response positions], True where any rank scores the position. Every rank has the same
-            mask.
+        scored: bool [response positions], True where any rank scores the position. The array is the same on
+            every rank.
     """
 
     hidden_rows: Int64Array
@@ -277,7 +278,7 @@ class RowSelection:
         return flat.index_select(0, torch.tensor(self.hidden_rows, device=hidden.device))
 
     def take(self, values: Tensor) -> Tensor:
-        """Select this rank's part of `values`: one per response position, such as ids, advantages, or masks.
+        """Select this rank's part of `values`, such as ids, advantages, or masks of all response positions.
 
         Raises:
             InvalidInputError: there is not one value per response position.
@@ -286,7 +287,10 @@ class RowSelection:
         return values.index_select(0, torch.tensor(self.positions, device=values.device))
 
     def take_sets(self, candidates: CandidateSets | Sequence[CandidateSets]) -> CandidateSets:
-        """Select this rank's part of the candidate sets, passed as one value or one per sample.
+        """Select this rank's part of the candidate sets.
+
+        `candidates` is one `CandidateSets` for all samples, or a sequence with one `CandidateSets` per
+        sample.
 
         Raises:
             InvalidInputError: there is not one set per response position of each sample.
@@ -346,7 +350,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
-    """Return bool [num_positions]: True where the mask is neither 0 nor False.
+    """Return bool [num_positions], which is True where the loss mask is neither 0 nor False.
 
     Raises:
         InvalidInputError: the mask is not one number per position.

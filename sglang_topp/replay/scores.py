@@ -3,8 +3,8 @@
 `candidate_head` and `logprobs_from_logits` share this module. Tensors have one value per candidate or per
 position, and none has a vocabulary axis.
 
-Shape legend: T positions, n candidates in all, A positions with a choice (two candidates or more), m entries
-(candidates of those positions that this rank holds).
+Shape legend: T positions, n candidates in all, A positions with two or more candidates, m entries (candidates
+that this rank holds at the A positions).
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ def score_support(
     """Compute the scores of the support's entries from their `logits` [m] (float32 or float64).
 
     Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same scores.
-    This takes one reduction of maxima and one of sums, and one more for `per_candidate`. The backward needs
-    no communication. So the incoming gradient must be the same on every rank, as it is if all ranks compute
-    the same loss.
+    The ranks reduce the maxima once and the sums once. `per_candidate` needs a third reduction. The backward
+    needs no communication. So the incoming gradient must be the same on every rank, as it is if all ranks
+    compute the same loss.
 
-    If the host may not wait for the device, `match` was not checked. In this case, no error is raised: an
-    invalid position gets NaN scores instead.
+    If the host must not wait for the device, `match` is unchecked. An invalid position then gets NaN scores
+    instead of an error.
 
     Raises:
         InvalidInputError: a score is NaN (the logits hold NaN or +inf, or only -inf), or `kl_to` has the
             wrong shape, requires a gradient, or makes the KL infinite.
-        InvalidCandidateSetsError: the ranks do not hold every id exactly once.
+        InvalidCandidateSetsError: a candidate is held by no rank or by several ranks.
     """
     if kl_to is not None:
         if kl_to.shape != (support.num_candidates,):
@@ -156,7 +156,7 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            logprobs_T.masked_fill_(match.is_absent, torch.nan)  # also positions without a choice
+            logprobs_T.masked_fill_(match.is_absent, torch.nan)  # also at positions with one candidate
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
         by_candidate_n = None
@@ -229,7 +229,10 @@ def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
 
 
 def check_held(held_A: Tensor, support: SupportIndex) -> None:
-    """Raise InvalidCandidateSetsError unless `held_A`, summed over all ranks, equals the set sizes."""
+    """Raise InvalidCandidateSetsError unless exactly one rank holds each candidate.
+
+    `held_A` is the number of candidates that the ranks hold at each position, summed over all ranks.
+    """
     index = first_true(held_A != support.sizes)
     if index is not None:
         raise InvalidCandidateSetsError(

@@ -1,7 +1,7 @@
-"""`SupportIndex`: for one vocabulary shard, tensors that list the candidates it holds at each position.
+"""An index of the candidates that one vocabulary shard holds at each position, as torch tensors.
 
-Shape legend: T positions, n candidates in all, A positions with a choice (two candidates or more), m
-candidates of those positions that this shard holds.
+Shape legend: T positions, n candidates in all, A positions with two or more candidates, m entries (candidates
+that this shard holds at the A positions).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Shard", "SupportIndex", "TargetMatch", "check_num_sets", "check_targ
 class Shard:
     """The ids `start <= id < stop` that this rank holds, out of a vocabulary of `vocab_size`.
 
-    `vocab_size` is None if other ranks hold the rest and the caller did not pass the size. A padded
-    vocabulary ends inside its last shard, so `num_ids` counts only the ids that exist.
+    `vocab_size` is None if the caller did not pass the size and other ranks hold a part of the vocabulary.
+    The last shard may contain padding, so `num_ids` counts only the ids that exist.
     """
 
     start: int
@@ -53,11 +53,12 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class SupportIndex:
-    """An index of the logits that replay needs: the candidates of every position with a choice.
+    """An index of the logits that replay needs, which are those of positions with two or more candidates.
 
-    A position with one candidate has log-prob 0 under any policy, and an empty span is not scored. Neither
-    kind of position has entries in this index, so neither costs anything. If all other ids form a tail
-    outcome, a position with one candidate has a choice too. For this case, pass `smallest=1` to `of`.
+    A position with one candidate has log-prob 0 under any policy, and a position with an empty set is not
+    scored. So the index leaves out positions with fewer than two candidates. If all other ids form a tail
+    outcome, a position with one candidate has two outcomes. With a tail, pass `smallest=1` to
+    `SupportIndex.of`.
 
     All tensors are on one device, and int64 except for `token_ids`. No tensor depends on the targets.
     """
@@ -67,9 +68,9 @@ class SupportIndex:
     span_offsets: Tensor
     """[T + 1]: the offsets of all candidate sets."""
     rows: Tensor
-    """[A]: positions with a choice, ascending."""
+    """[A]: the positions in the index, ascending."""
     sizes: Tensor
-    """[A]: the set sizes of these positions, over all shards."""
+    """[A]: the set sizes of the positions `rows`, over all shards."""
     segment: Tensor
     """[m]: the index of each entry into `rows`, ascending."""
     positions: Tensor
@@ -100,8 +101,8 @@ class SupportIndex:
     def per_entry(self, values_A: Tensor) -> Tensor:
         """Return [m]: for each entry, the value of its position.
 
-        This uses `index_select`, because `values_A[...]` starts all threads, which takes longer than copying
-        thousands of entries.
+        The method uses `index_select`, because `values_A[...]` would start all threads. Starting them takes
+        longer than copying thousands of entries.
         """
         return values_A.index_select(0, self.segment)
 
@@ -124,13 +125,13 @@ class SupportIndex:
             smallest: positions with fewer than `smallest` candidates have no entries.
 
         Raises:
-            InvalidInputError: `CandidateTensors` are on another device.
+            InvalidInputError: the `CandidateTensors` are not on `device`.
             InvalidCandidateSetsError: an id is outside the vocabulary.
         """
         sets = sets_on(candidates, device)
         if (index := sets._index_cache.get((shard, smallest))) is not None:
             return index, device.type == "cpu"
-        # The cached tensors outlive this call. Inference tensors would fail in a later call with gradients.
+        # The cache outlives this call, and inference tensors would fail in a later call with gradients.
         with torch.inference_mode(False), torch.no_grad():
             index = sets._index_cache[shard, smallest] = _build(sets, shard, smallest)
         return index, True
@@ -143,15 +144,15 @@ class TargetMatch:
     is_target: Tensor
     """bool [m]: whether the entry is its position's target."""
     is_absent: Tensor | None
-    """bool [T]: positions whose set lacks the target, and whose scores must become NaN. None if the host has
-    checked that every set contains its target."""
+    """bool [T]: whether the position's set lacks the target, so that its scores must become NaN. None if the
+    host has checked that every set contains its target."""
 
     @classmethod
     def of(cls, support: SupportIndex, targets: Tensor, *, may_wait: bool) -> TargetMatch:
         """Compare the integer `targets` [T] with the sets. A target with an empty set is ignored.
 
         Raises:
-            InvalidInputError: `may_wait` is True, and a target is not in its set.
+            InvalidInputError: a target is not in its set, and `may_wait` is True.
         """
         sizes = support.span_offsets.diff()
         wanted = torch.repeat_interleave(targets, sizes, output_size=support.num_candidates)
@@ -188,11 +189,11 @@ def sets_on(candidates: CandidateSets | CandidateTensors, device: torch.device |
     """Return the sets as tensors on `device`. Tensors made from `CandidateSets` have no log-probs.
 
     Raises:
-        InvalidInputError: `CandidateTensors` are on another device.
+        InvalidInputError: the `CandidateTensors` are not on `device`.
     """
     if isinstance(candidates, CandidateSets):
         return to_torch(candidates.token_ids, None, candidates.offsets, candidates.sampled_ids, device=device)
-    if candidates.device != torch.empty(0, device=device).device:  # "cuda" is the current device
+    if candidates.device != torch.empty(0, device=device).device:  # resolves "cuda" to the current device
         raise InvalidInputError(
             f"candidates: they are on {candidates.device}, expected {device}; call"
             " CandidateSets.to_torch with this device"

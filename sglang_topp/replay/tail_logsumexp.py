@@ -1,12 +1,12 @@
 """Compute the candidates' logits, and the log-sum-exp of the tail: all ids outside the candidate set.
 
 The log-sum-exp is summed over the tail's ids directly, not computed as a difference of two sums. So the
-result is accurate whether the tail has nearly no probability or nearly all of it. The LM head processes one
-chunk of positions at a time, and again in the backward. If one chunk holds all positions, its logits are kept
-for the backward.
+result is accurate for a tail with hardly any probability and for a tail with nearly all probability. The LM
+head computes the logits of one chunk of positions at a time. The backward computes the logits again. If one
+chunk holds all positions, its logits are kept for the backward.
 
 Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m candidates that
-this rank holds, c of these in one chunk.
+this rank holds, c candidates of one chunk.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def support_and_tail(
 
         tail[a] = log(sum of exp(z_i) over all i that are not candidates of position a)
 
-    The sum is over all ranks. The value for a tail without ids is minus infinity. The gradient of `tail` must
-    be the same on every rank.
+    The sum includes the ids of all ranks. The log-sum-exp of a tail without ids is minus infinity. The
+    gradient of `tail` must be the same on every rank.
 
     Args:
         hidden: [A, H], the states of the positions `support.rows`.
@@ -80,7 +80,7 @@ class _SupportAndTail(torch.autograd.Function):
             len(hidden_AH), rows_per_chunk(chunk_rows, shard.num_ids * dtype.itemsize, CHUNK_BYTES)
         )
         ctx.chunks = list(zip(parts, _entries(support, parts), strict=True))
-        # `first_A` holds the start of each row in a chunk's flattened logits.
+        # `first_A[c]` is the index of row `c` in a chunk's flattened logits.
         ctx.first_A = torch.arange(len(hidden_AH), device=hidden_AH.device) * shard.num_ids
         ctx.support = support
         logits_m = torch.empty(len(support.ids), dtype=dtype, device=hidden_AH.device)
@@ -106,7 +106,8 @@ class _SupportAndTail(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_m: Tensor, grad_tail_A: Tensor) -> tuple[Tensor | None, ...]:
         hidden_AH, weight_VH, bias_V, logits_m, tail_A = ctx.saved_tensors
-        # Replace tails of minus infinity, because exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
+        # Replace a log-sum-exp of minus infinity by 0, because exp(-inf - 0) is 0, but exp(-inf + inf) is
+        # NaN.
         tail_A = torch.where(tail_A.isneginf(), 0.0, tail_A)
         with torch.autocast(hidden_AH.device.type, enabled=False):
             head = VocabHead(hidden_AH, weight_VH, bias_V, **ctx.options)
@@ -116,11 +117,11 @@ class _SupportAndTail(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV = ctx.kept
                     logits_CV.view(-1).index_copy_(0, places_c, logits_m[entries])
-                    ctx.kept = None  # the gradient overwrites these logits; a second backward recomputes them
+                    ctx.kept = None  # the gradient overwrites the logits, so a second backward needs new ones
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)
-                # d tail / dz_i is i's share of the tail. The candidates' values are overwritten below.
+                # d tail / dz_i = exp(z_i - tail). `index_copy_` then overwrites the candidates' gradients.
                 for rows in some_rows(logits_CV):
                     here = slice(part.start + rows.start, part.start + rows.stop)
                     logits_CV[rows].sub_(tail_A[here, None]).exp_().mul_(grad_tail_A[here, None])
@@ -130,7 +131,7 @@ class _SupportAndTail(torch.autograd.Function):
 
 
 def _entries(support: SupportIndex, parts: list[slice]) -> list[slice]:
-    """Return the slice of the support's entries that belongs to each part."""
+    """Return, for each part of the positions, the slice of the part's entries in the support."""
     bounds = torch.tensor([0, *(part.stop for part in parts)], device=support.offsets.device)
     stops = support.offsets.index_select(0, bounds).tolist()
     return [slice(start, stop) for start, stop in pairwise(stops)]
@@ -144,7 +145,7 @@ def _places(ctx: Any, part: slice, entries: slice) -> Tensor:
 
 
 def _log_sums(logits_CV: Tensor, *, out: Tensor) -> None:
-    """Compute `out[c] = log(sum over i of exp(logits[c, i]))`. A row of only -inf gives -inf."""
+    """Compute `out[c] = log(sum over i of exp(logits[c, i]))`. The result for a row of only -inf is -inf."""
     if logits_CV.shape[1] == 0:
         out.fill_(-torch.inf)
         return

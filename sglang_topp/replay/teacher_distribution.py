@@ -1,6 +1,7 @@
-"""A teacher's distribution for distillation: its candidates and optionally a tail, normalized to sum to 1.
+"""A teacher's distribution for distillation, over the candidates and an optional tail for all other ids.
 
-The host computes the distribution in float64, because the tail's mass is a small difference of two sums.
+The host computes the distribution in float64, because the tail's mass is the small difference between 1 and
+the mass of the candidates.
 
 Shape legend: T positions, n candidates in all.
 """
@@ -29,10 +30,10 @@ SMALLEST_TAIL = 1e-6
 
 @dataclass(frozen=True)
 class TeacherDistribution:
-    """The candidates and an optional tail, with log-probs whose exponentials sum to 1 at each position."""
+    """The candidates and an optional tail, with log-probs. The probabilities at each position sum to 1."""
 
     sets: CandidateSets
-    """The sets of T positions, without tokens of zero probability. Positions that do not count are empty."""
+    """The sets of T positions, without tokens of zero probability. Uncounted positions are empty."""
     logprobs: Float64Array
     """[n]: the normalized log-probs of the candidates."""
     tail: Float64Array | None
@@ -42,13 +43,14 @@ class TeacherDistribution:
     def of(
         cls, sets: CandidateSets, counts: BoolArray, *, num_ids: int | None, smallest_tail: float
     ) -> TeacherDistribution:
-        """Build the teacher's distribution at the positions that count.
+        """Build the teacher's distribution at the counted positions.
 
         Args:
             sets: the teacher's sets, with log-probs over the whole vocabulary.
-            counts: bool [T], True for positions that count.
+            counts: bool [T], True for counted positions.
             num_ids: the size of the vocabulary, or None for no tail.
-            smallest_tail: a smaller tail is raised to this mass, unless the set is the whole vocabulary.
+            smallest_tail: the smallest mass of a tail. A tail with less mass is raised to `smallest_tail`,
+                unless the set is the whole vocabulary.
 
         Raises:
             InvalidInputError: the sets have no log-probs.
@@ -78,7 +80,7 @@ class TeacherDistribution:
 
 
 def _only(sets: CandidateSets, kept: BoolArray) -> CandidateSets:
-    """Return the sets with the `kept` entries only. Each set's first entry becomes its sampled token."""
+    """Return only the `kept` entries of the sets. The first entry of each set becomes its sampled token."""
     if not kept.all():
         sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))
         token_ids, logprobs, offsets = sets.token_ids[kept], sets.logprobs[kept], offsets_of(sizes)

@@ -1,4 +1,4 @@
-"""Apply an LM head over the whole vocabulary, one chunk of positions at a time: logits and gradients.
+"""Compute an LM head's logits and gradients over the whole vocabulary, one chunk of positions at a time.
 
 Shape legend: T positions, H hidden size, V ids held by this rank without padding, C positions of one chunk.
 """
@@ -15,7 +15,7 @@ from sglang_topp.replay.vocab_softmax import row_parts
 
 __all__ = ["CHUNK_BYTES", "HeadGradients", "VocabHead"]
 
-# Bytes of logits held at a time, unless the caller passes `chunk_rows`.
+# The size of one chunk's logits in bytes, unless the caller passes `chunk_rows`.
 CHUNK_BYTES = 1 << 28
 _WEIGHT_ROWS = 1 << 13
 
@@ -95,9 +95,9 @@ class HeadGradients:
         ]
 
     def add(self, part: slice, grad_CV: Tensor, slope_CV: Tensor | None) -> None:
-        """Accumulate the gradients that follow from `grad_CV`, the gradient of `head.logits(part)`.
+        """Backpropagate `grad_CV`, the gradient of `head.logits(part)`, and accumulate the results.
 
-        `grad_CV` is overwritten. `slope_CV` is the transform's `softcap_slope` at these logits.
+        `grad_CV` is overwritten. `slope_CV` is the transform's `softcap_slope` at the same logits.
         """
         hidden_TH, weight_VH, bias_V = self._sums
         self._head.transform.backward_rows_(grad_CV, slope_CV, part)

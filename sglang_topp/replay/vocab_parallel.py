@@ -1,8 +1,8 @@
-"""A vocabulary split over tensor-parallel ranks: the ids that each rank holds, and reductions over the ranks.
+"""Tensor parallelism over the vocabulary: the ids that each rank holds, and reductions over the ranks.
 
-`group=None` means no tensor parallelism: this process holds the whole vocabulary, and nothing is sent. In
-torch.distributed, None means all processes. To reduce over all processes here, pass the group of all
-processes.
+`group=None` means no tensor parallelism: this process holds the whole vocabulary, and sends nothing. In
+torch.distributed itself, None means all processes. To reduce over all processes with this module, pass the
+group of all processes.
 """
 
 from __future__ import annotations

@@ -20,21 +20,22 @@ from sglang_topp.replay.vocab_parallel import first_true, reduce_max, reduce_sum
 
 __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "some_rows", "to_gradient"]
 
-# `exp` of any value below this is 0 in float32 and float64, so clamping changes no result. Unlike -inf, this
-# value times 0 is not NaN.
+# `exp(_LOWEST)` is 0 in float32 and float64, so raising lower logits to `_LOWEST` changes no result. A
+# product of 0 and `_LOWEST` is 0, but a product of 0 and -inf is NaN.
 _LOWEST = -1.0e4
-# The bytes of exponentials held at a time. They fit in a CPU's cache, and amortize kernel launches on a GPU.
+# The bytes of exponentials to hold at a time: few enough to fit in a CPU's cache, and enough to amortize
+# kernel launches on a GPU.
 _EXP_BYTES_CPU = 1 << 21
 _EXP_BYTES = 1 << 26
 
 
 def row_parts(num_rows: int, chunk_rows: int) -> list[slice]:
-    """Return slices of `chunk_rows` rows that cover `num_rows`. The last one may be shorter."""
+    """Return slices of `chunk_rows` rows that cover `num_rows`. The last slice may be shorter."""
     return [slice(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
 
 
 def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> int:
-    """Return `chunk_rows`, or if None, how many rows of `row_bytes` fit in `chunk_bytes`, at least 1."""
+    """Return `chunk_rows`, or by default as many rows of `row_bytes` as fit in `chunk_bytes`, at least 1."""
     if chunk_rows is None:
         return max(1, chunk_bytes // max(1, row_bytes))
     if chunk_rows < 1:
@@ -43,7 +44,7 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
 
 
 def some_rows(logits_CV: Tensor) -> list[slice]:
-    """Return slices that cover all rows, so that callers can hold one slice's exponentials at a time."""
+    """Return slices that cover all rows. The exponentials of one slice are small enough to hold at a time."""
     row_bytes = logits_CV.shape[1] * logits_CV.itemsize
     return row_parts(
         len(logits_CV), rows_per_chunk(None, row_bytes, _EXP_BYTES_CPU if logits_CV.is_cpu else _EXP_BYTES)
@@ -54,7 +55,7 @@ def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | No
     """Return int64 [T]: each target's column on this rank, or -1 if another rank holds it.
 
     Raises:
-        InvalidInputError: no rank, or more than one, holds a target.
+        InvalidInputError: a target is held by no rank or by several ranks.
     """
     column_T = targets_T.to(torch.int64) - shard.start
     held_T = (column_T >= 0) & (column_T < shard.num_ids)
@@ -97,9 +98,9 @@ class RowSums:
         return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
 
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
-        """Accumulate the rows `part`, and subtract `subtracted_T` from `logits_CV` in place.
+        """Add the sums of the rows in slice `part`, and subtract `subtracted_T` from `logits_CV` in place.
 
-        A logit so low that its probability is 0 may be replaced by another value of probability 0.
+        A logit with probability 0 may be raised to a higher value that also has probability 0.
         """
         if logits_CV.shape[1] == 0:
             return
@@ -151,7 +152,7 @@ def to_gradient(
     grad_logprobs_T: Tensor | None,
     grad_entropy_T: Tensor | None,
 ) -> Tensor:
-    """Overwrite the logits of the rows `part` with their gradient.
+    """Overwrite the logits of the rows in the slice `part` with their gradient.
 
     ::
 

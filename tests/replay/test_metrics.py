@@ -71,12 +71,13 @@ def test_a_token_that_the_rollout_gave_no_probability():
     assert math.isnan(replay_metrics(torch.tensor([-math.inf]), replayed_old_logprobs(sets), sets).ratios)
 
 
-def test_at_p_1_only_the_impossible_is_forced():
-    """The mass above a rare token rounds to 1 or more. The token is still in the nucleus."""
-    third = float(np.nextafter(np.float32(math.log(1 / 3)), np.float32(0)))
+@pytest.mark.parametrize("rounded_to", [-2, 0])
+def test_at_p_1_only_the_impossible_is_forced(rounded_to: int):
+    """The float32 mass above the last token is below 1 or above 1. Neither decides whether it is forced."""
+    third = float(np.nextafter(np.float32(math.log(1 / 3)), np.float32(rounded_to)))
     for rare, forced in ((-20.0, 0), (-np.inf, 1), (float(np.finfo(np.float32).min), 1)):
         sets = CandidateSets([1, 2, 3, 4], [third, third, third, rare], [0, 4], [4])
-        assert np.exp(sets.logprobs[:3], dtype=np.float64).sum() > 1
+        assert (np.exp(sets.logprobs[:3], dtype=np.float64).sum() > 1) == (rounded_to == 0)
         assert replay_metrics(torch.zeros(1), torch.zeros(1), sets, p=1.0).forced_tokens == forced
 
 

@@ -103,11 +103,11 @@ class FrameReader:
         self.record: dict[str, Any] = record
 
     def int32(self, count: int, what: str) -> NDArray[np.int32]:
-        """Read the next `count` numbers as a read-only array. Errors refer to the numbers as `what`."""
+        """Read the next `count` numbers as a read-only array. `what` describes the numbers in errors."""
         return self._array(INT32, count, what)
 
     def float32(self, count: int, what: str) -> NDArray[np.float32]:
-        """Read the next `count` numbers as a read-only array. Errors refer to the numbers as `what`."""
+        """Read the next `count` numbers as a read-only array. `what` describes the numbers in errors."""
         return self._array(FLOAT32, count, what)
 
     def sets(self, sampled_ids: NDArray[np.int32]) -> CandidateSets | None:
@@ -135,7 +135,7 @@ class FrameReader:
             block = in_bytes[start : start + _BLOCK]
             block[...] = planes[4 * start : 4 * (start + len(block))].reshape(4, -1).T
         values = in_bytes.reshape(-1).view(dtype).astype(dtype.newbyteorder("="), copy=False)
-        values.flags.writeable = False  # arrays decoded from JSON are read-only too
+        values.flags.writeable = False  # because arrays decoded from JSON are read-only as well
         return values
 
     def _take(self, num_bytes: int, what: str) -> memoryview:

@@ -20,7 +20,7 @@ def check_sets(
     field: str,
     may_be_extended: bool = False,
 ) -> None:
-    """Raise WireError unless the sets belong to these tokens and hold exactly these log-probs.
+    """Raise WireError unless each set has the given sampled token with exactly the given log-prob.
 
     The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
     compares them for equality. A set from another position, temperature, or request fails this check.

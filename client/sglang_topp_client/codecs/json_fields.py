@@ -101,7 +101,7 @@ def check_ids(field: str, ids: NDArray[np.int32]) -> None:
 
 
 def check_seconds(field: str, value: float) -> float:
-    """Return `value` as a float. Raise WireError if it is not between 0 and 1e12 seconds."""
+    """Return `value` as a float. Raise WireError if `value` is not between 0 and 1e12 seconds."""
     # Compare before the conversion, because an integer with hundreds of digits does not fit into a float.
     if not 0 <= value <= _MAX_SECONDS:
         raise WireError(field, f"got {describe(value)}, expected seconds")

@@ -23,7 +23,7 @@ from sglang_topp_client.types.rollout import Rollout
 __all__ = ["MEDIA_TYPE", "rollout_from_bytes", "rollout_to_bytes"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.rollouts.v1"
-"""The media type of a framed answer (`framing.py`): rollouts are binary, and other messages are JSON."""
+"""The media type of an answer in frames (`framing.py`): binary rollouts, and other messages as JSON."""
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 

@@ -43,7 +43,7 @@ from sglang_topp_client.types.score import Score
 __all__ = ["MEDIA_TYPE", "score_from_bytes", "score_from_json", "score_to_bytes", "score_to_json"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.scores.v1"
-"""The media type of a framed answer (`framing.py`): scores are binary, and other messages are JSON."""
+"""The media type of an answer in frames (`framing.py`): binary scores, and other messages as JSON."""
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 

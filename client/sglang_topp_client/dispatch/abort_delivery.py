@@ -54,14 +54,17 @@ class AbortDelivery:
             self._changed.set()
 
     def start(self, request_id: str, engine_ids: Iterable[str]) -> None:
-        """Start aborting `engine_ids`, sent for the caller's request `request_id`, and return at once."""
+        """Start the aborts of the engine requests `engine_ids`, and return at once.
+
+        `request_id` is the name of the caller's request that the engine requests belong to.
+        """
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         for engine_id in engine_ids:
             self._start(_Abort(request_id, engine_id, deadline))
         self._keep_loop()
 
     async def finish(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds for the aborts of `request_id`. None waits for all aborts."""
+        """Wait up to three seconds for the aborts of `request_id`, or for all aborts if it is None."""
         if request_id is None:
             if self._keeper is not None:
                 await asyncio.wait([self._keeper])
@@ -96,8 +99,8 @@ class AbortDelivery:
     async def _keep(self) -> None:
         """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
 
-        When `asyncio.run` ends, it waits only for tasks that exist at that time. Without this task,
-        `asyncio.run` would not wait for an abort that is restarted afterwards.
+        When `asyncio.run` ends, it cancels all tasks, and waits only for these tasks. A restarted abort is a
+        new task, so `asyncio.run` would not wait for it without this task.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -110,6 +113,6 @@ class AbortDelivery:
 
     def _kept(self, task: asyncio.Task[None]) -> None:
         self._keeper = None
-        # An abort may have started between the keeper's last check and its end.
+        # An abort may have started after the last check in `_keep`, and before its task ended.
         if not task.get_loop().is_closed():
             self._keep_loop()

@@ -51,7 +51,7 @@ OnFailure: TypeAlias = Callable[[tuple[int, int], SglangToppError], None]
 
 @dataclass(frozen=True)
 class Operation(Generic[Result]):
-    """The kind of result that a request asks for, rollouts or scores, with its protocols and accessors.
+    """A kind of result (rollouts or scores): its protocols, and functions that read or copy a result.
 
     Attributes:
         singular, plural: the singular and plural noun for a result in messages.
@@ -88,13 +88,13 @@ SCORES = Operation[Score](
 
 
 class ResultSink(Protocol[_Taken]):
-    """The consumer of one request's results, which also decides which samples to request."""
+    """A consumer of one request's results. It also decides which samples are requested."""
 
     def begin(self) -> Iterable[SampleRequest]:
         """Return the first requests."""
 
     def take(self, result: _Taken, /) -> tuple[SampleRequest, float] | None:
-        """Take a result. To continue it, return a request for the rest and a delay in seconds, else None."""
+        """Take a result. If it must be continued, return a request for the rest and a delay in seconds."""
 
 
 class Dispatcher(Generic[Result]):
@@ -112,8 +112,8 @@ class Dispatcher(Generic[Result]):
         max_message_bytes: the maximum length of a message after decompression.
         repeats_aborted: whether a call that the engine aborted is sent again; see `RetryBudget`.
         on_failure: called for each sample that failed, while the other samples continue. With a callback,
-            each prompt is sent in its own call, because a server refuses a call as a whole. With None, the
-            first error ends the request.
+            each prompt is sent in its own call, because a server that refuses one prompt refuses the whole
+            call. With None, the first error ends the request.
     """
 
     def __init__(
@@ -167,14 +167,14 @@ class Dispatcher(Generic[Result]):
             first = failed.exceptions[0]
         else:
             return
-        # Raise outside of the `except` block. Inside the block, or with `from None`, the error would lose its
-        # cause.
+        # Raise outside of the `except` block. A raise inside the block would overwrite the error's context,
+        # and `from None` would remove its cause.
         raise first
 
     def _samples_per_call(
         self, exchange_type: type[_Exchange[Result]], groups: Collection[Sequence[SampleRequest]]
     ) -> int:
-        """Return the number of samples at which a call is full, low enough that every server gets a call."""
+        """Return how many samples fill a call. The number is low enough that every server gets a call."""
         if self._on_failure is not None:
             return 1
         num_samples = sum(len(request.samples) for group in groups for request in group)
@@ -236,7 +236,7 @@ class Dispatcher(Generic[Result]):
             try:
                 await self._exchange(endpoint, exchange, key, take)
             except SglangToppError as error:
-                # If the connection breaks after the last sample arrived, nothing is missing.
+                # Ignore a connection that breaks after the last sample has arrived.
                 if missing or not is_retryable(error):
                     raise
             finally:

@@ -32,11 +32,11 @@ _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
 # generates a token.
 _PROBE_PATHS: dict[Kind, str] = {"sidecar": "/healthz", "sglang": "/model_info"}
 _PROBE_TIMEOUT_S = 10.0
-# This limit is long, because a busy scheduler answers only between two steps.
+# A busy scheduler answers only between two steps, so a short time limit would fail.
 _INFO_TIMEOUT_S = 30.0
-# This limit is long, because a new engine compiles kernels for its first request.
+# A new engine compiles kernels during its first request, so a short time limit would fail.
 _FIELD_CHECK_TIMEOUT_S = 120.0
-# This limit is long, because a sidecar answers only after its engine has stopped the request.
+# A sidecar answers only after its engine has stopped the request, so a short time limit would fail.
 _SIDECAR_ABORT_TIMEOUT_S = 10.0
 
 
@@ -66,8 +66,8 @@ class Endpoint:
         """Return the routing key of a request to this server.
 
         Args:
-            earlier: the key of the rollout that the request continues, or empty. The new key has the same
-                prefix.
+            earlier: the key of the rollout that the request continues, or empty. The returned key keeps the
+                prefix of this key.
         """
         return f"{earlier.partition('-')[0] or secrets.token_hex(8)}-{self._key_suffix}"
 

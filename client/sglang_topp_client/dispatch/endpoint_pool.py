@@ -94,7 +94,7 @@ class EndpointPool:
                     with self._balancer.pick(num_samples(), preferred, without=failed) as endpoint:
                         return await attempt(endpoint)
             except FileLimitError as error:
-                # File descriptors become free when other calls of this client end.
+                # Do not count a retry: other calls of this client free their file descriptors when they end.
                 wait_s = _FILE_WAIT_S if self._balancer.num_in_flight else budget.next_delay_s(error)
                 if wait_s is None:
                     raise
@@ -125,7 +125,7 @@ class EndpointPool:
 
         Raises:
             SglangToppError: a server refused the order, or no server answered. If some servers answer, the
-                servers that do not answer are ignored, because they have nothing in flight.
+                others are ignored: a dead server runs no requests, and calls to a hung one time out.
         """
         outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -142,15 +142,15 @@ class EndpointPool:
             yield
 
     async def aborts_delivered(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds for the aborts of `request_id`. None waits for all aborts."""
+        """Wait up to three seconds for the aborts of `request_id`, or for all aborts if it is None."""
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:
-        """Return the server that made the rollout to continue, or None if it is unknown."""
+        """Return the server that generated the rollout that `request` continues, or None if unknown."""
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests by the server that made the rollout to continue."""
+        """Group requests by the server that generated the continued rollout. All others form one group."""
         groups: dict[Endpoint | None, list[SampleRequest]] = {}
         for request in requests:
             issuer = self.that_issued(request) if request.routing_key else None

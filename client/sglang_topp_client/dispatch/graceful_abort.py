@@ -30,7 +30,7 @@ class GracefulAbort:
         self._received_at = 0.0
 
     def request(self) -> None:
-        """Begin the abort, which soon ends every call in `run`."""
+        """Begin the abort. A call in `run` ends once its server has aborted it, or at the idle timeout."""
         self.note_received()
         self._requested.set()
 
@@ -43,14 +43,14 @@ class GracefulAbort:
         call: Coroutine[Any, Any, None],
         open_orders: Callable[[], Mapping[str, Callable[[], Awaitable[object]]] | None],
     ) -> None:
-        """Run a call. Once `request` is called, order the engine to abort the call, and wait until it ends.
+        """Run a call until it ends. After the abort has begun, also order the server to abort the call.
 
         Args:
-            call: the call, with its retries. The idle timeout cancels the call. If `request` was called
-                before, the call is not started.
-            open_orders: returns, for each open HTTP request, its name at the server and a function that sends
-                its abort. Requests whose names are still unknown are left out. Returns None if no request is
-                open; the call is then cancelled.
+            call: the call, with its retries. The idle timeout cancels the call. If the abort has already
+                begun, the call is not started.
+            open_orders: returns one entry for each open HTTP request: the request's name at the server, and a
+                function that sends its abort. A request without a known name has no entry. Returns None if no
+                request is open. The call is then cancelled.
 
         Raises:
             Exception: the call's own error.

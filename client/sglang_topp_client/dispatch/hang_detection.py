@@ -1,4 +1,4 @@
-"""HealthCheck: probe a server that sends nothing, and fail its calls if the probes are not answered."""
+"""Detect a server that hangs: probe it when it sends nothing, and fail its calls if no probe is answered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HealthCheck:
         self._probing: asyncio.Task[None] | None = None
 
     def note_received(self) -> None:
-        """Note that bytes have arrived from the server."""
+        """Record that bytes have arrived from the server."""
         self._heard_at = asyncio.get_running_loop().time()
 
     @asynccontextmanager

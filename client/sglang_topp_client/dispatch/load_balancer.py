@@ -31,9 +31,9 @@ class _State(Generic[_T]):
 class LoadBalancer(Generic[_T]):
     """The load balancer of one client, within one event loop.
 
-    After a failure (an incomplete answer, 429, or 5xx), an endpoint gets no calls for as long as a first
-    retry waits. Each further failure about doubles this waiting time. One call then tries the endpoint. Other
-    calls follow if that call succeeds.
+    After a failure (an incomplete answer, 429, or 5xx), an endpoint gets no calls for the delay of a first
+    retry. Each further failure about doubles the delay. After the delay, a single call tests the endpoint. If
+    this call succeeds, the endpoint gets further calls.
 
     Args:
         endpoints: one endpoint or several.
@@ -79,7 +79,7 @@ class LoadBalancer(Generic[_T]):
         try:
             yield state.endpoint
         except SglangToppError as error:
-            # A lack of file descriptors in this process says nothing about the endpoint.
+            # The endpoint has not failed if this process has no free file descriptor.
             if is_retryable(error) and not isinstance(error, FileLimitError):
                 self._note_failure(state, error)
             raise

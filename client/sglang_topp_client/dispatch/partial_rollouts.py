@@ -23,8 +23,8 @@ class PartialRollouts:
         requests: one request for each prompt, as if nothing had been generated yet.
         on_abort: with `"resume"`, aborted samples are continued.
         deliver: called with each sample that is finished, or aborted and not continued.
-        existing: rollouts to continue, by prompt index. Each of these prompts has one sample, which is
-            delivered with this prompt index and the sample index 0.
+        existing: rollouts to continue, by prompt index. A prompt with such a rollout has one sample. The
+            sample is delivered with this prompt index and the sample index 0.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PartialRollouts:
                 yield continuation_request(part, request, 0)
 
     def take(self, rollout: Rollout) -> tuple[SampleRequest, float] | None:
-        """Take a sample or its next part, and deliver the sample unless it is to be continued.
+        """Take a sample or its next part. Deliver the sample unless it must be continued.
 
         Returns:
             The request for the rest and the seconds to wait before it is sent; None if the sample was
@@ -65,8 +65,7 @@ class PartialRollouts:
         joined = rollout if part is None else join_parts(part, rollout)
         request = self._requests[rollout.prompt_index]
         if self._on_abort != "resume" or joined.finish_reason != ABORT:
-            # The rollout records the caller's parameters, because a part is requested with lower token
-            # limits.
+            # Record the caller's parameters, because the requests for later parts have lower token limits.
             params, p = request.sampling_params, request.top_logprobs_p
             self._deliver(replace(joined, sampling_params=params, top_logprobs_p=p))
             return None

@@ -39,7 +39,8 @@ from sglang_topp_client.types.score import Score
 __all__ = ["RequestRunner"]
 
 _CALLER_FIRST_S = 0.02
-# Idle timeouts after an abort, in seconds. A sidecar gets more, because it first waits for its own engine.
+# Idle timeouts after an abort, in seconds. The timeout for a sidecar is longer, because the sidecar first
+# waits for its engine.
 _GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 _MAX_WAITING_RESULTS = 1024
 
@@ -63,7 +64,7 @@ class _LoopState:
 
 @dataclass(frozen=True)
 class _WholeResults(Generic[Result]):
-    """A `ResultSink` for results that never arrive in parts."""
+    """A `ResultSink` for scores, which always arrive complete."""
 
     requests: Sequence[SampleRequest]
     deliver: Callable[[Result], None]
@@ -84,8 +85,8 @@ class RequestRunner:
         configs: the connection settings of one or several servers, all of the same kind.
         kind: the servers' kind, or None to ask the servers.
         max_retries: how often a failed call is retried.
-        max_long_messages: see `LongMessageLimit`. The default is unlimited, because a server may drop a
-            client that stops reading.
+        max_long_messages: see `LongMessageLimit`. The default is no limit. At a limit, the client would stop
+            reading, and a server may drop such a client.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class RequestRunner:
 
         Args:
             requests: one request for each prompt.
-            existing: rollouts to continue, by prompt index. Each of these prompts has one sample.
+            existing: rollouts to continue, by prompt index. A prompt with such a rollout has one sample.
             on_abort: how to treat aborted samples.
             timeout_s: the time limit.
             progress: see `Progress`.
@@ -275,8 +276,7 @@ class RequestRunner:
             del here.running[task]
             results.close()
             if not task.cancelled():
-                # Mark the exception as retrieved. Otherwise, asyncio logs the exception if the caller stops
-                # iterating.
+                # Retrieve the exception. Otherwise, asyncio logs it if the caller has stopped iterating.
                 task.exception()
 
         task.add_done_callback(end)
@@ -337,7 +337,7 @@ async def _dispatch(
 
 
 def _abort_gracefully(here: _LoopState, tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
-    """Start a graceful abort of the `tasks` that return partial samples, and return only these tasks."""
+    """Find the `tasks` that return partial samples, start their graceful aborts, and return them."""
     graceful = []
     for task in tasks:
         request = here.running[task]

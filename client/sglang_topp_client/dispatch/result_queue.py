@@ -39,8 +39,7 @@ class ResultQueue(Generic[_T]):
     async def get(self) -> _T | None:
         """Wait for the next result and return it; return None after the last one."""
         result = await self._results.get()
-        # Make room only once half of the results are taken, so that waiting calls do not wake for each
-        # result.
+        # Wait until half of the results are taken. Otherwise, each taken result would wake the waiting calls.
         if self._results.qsize() <= self._max_waiting // 2:
             self._has_room.set()
         return result
@@ -50,6 +49,6 @@ class ResultQueue(Generic[_T]):
         await self._has_room.wait()
 
     def lift_limit(self) -> None:
-        """Remove the limit, because a caller that aborts may take no results until the request has ended."""
+        """Remove the limit, so that an aborted request ends even if its caller takes no more results."""
         self._max_waiting = 1 << 60
         self._has_room.set()

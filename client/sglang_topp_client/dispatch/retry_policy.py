@@ -71,7 +71,7 @@ def delay_s(retry: int, error: SglangToppError) -> float:
     """
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return min(error.retry_after_s, _MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)
-    # Further doublings would not change the delay, and after hours they would overflow.
+    # 16 doublings exceed the maximum delay. Without this limit, `2.0**doublings` overflows after hours.
     doublings = min(retry - 1, 16)
     return min(_FIRST_DELAY_S * 2.0**doublings, _MAX_DELAY_S) * random.uniform(0.5, 1.0)
 

@@ -24,7 +24,7 @@ REFUSABLE = ("top_logprobs_source", RESUMED)
 _Meta: TypeAlias = Mapping[str, Any]
 _BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
 
-# Maps each request field to the sign in the answer that proves its arrival: the sign's name, and a test.
+# For each request field: what an answer contains if the field arrived, as a phrase for errors and as a test.
 _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
     "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
     "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),
@@ -43,7 +43,7 @@ def field_check_requests() -> list[dict[str, Any]]:
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}
     asked: list[dict[str, Any]] = [
-        {},  # first, because the engine refuses the requests below if `return_logprob` was lost
+        {},  # sent first, because the engine refuses the other bodies if `return_logprob` is lost
         {"top_logprobs_p": 0.01, **base64},
         {"top_logprobs_source": SAMPLER, "sampling_params": {**params, "top_k": 1}, **base64},
         {"top_logprobs_p": 0.01, RESUMED: 1, **base64},

@@ -18,13 +18,16 @@ __all__ = ["parse_token_logprobs", "read_weight_version"]
 def parse_token_logprobs(
     field: str, entries: list[Any], token_ids: NDArray[np.int32], *, of: str
 ) -> NDArray[np.float32]:
-    """Return the log-probs of SGLang's `[[logprob, token_id, text or null], ...]`, and check the token ids.
+    """Return the log-probs in SGLang's list of `[logprob, token_id, text or null]` entries, float32 [T].
 
     Args:
         field: the name of the field that holds the entries.
-        entries: one for each token.
+        entries: one entry for each token.
         token_ids: int32 [T], the expected tokens.
-        of: the noun that errors use for the tokens.
+        of: the name of the tokens in error messages, such as `"output"`.
+
+    Raises:
+        WireError: an entry is malformed, has no log-prob, or has another token id than expected.
     """
     if len(entries) != len(token_ids):
         raise WireError(field, f"got {len(entries)} entries for {len(token_ids)} {of}_ids")
@@ -46,9 +49,9 @@ def parse_token_logprobs(
 
 
 def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
-    """Return the field `weight_version` as text, or None if the weights have no name."""
+    """Return the field `weight_version` as text, or None if the answer has no weight version."""
     version = meta_info.get("weight_version")
     if version is None:
         return None
-    # SGLang returns the value that was sent with the weights, which may be a number.
+    # SGLang returns the version as it was sent with the weights. A version may be a number.
     return str(version) if type(version) is int else read_text(meta_info, "weight_version")

@@ -1,9 +1,11 @@
 """Protocol of SGLang's `POST /tokenize`, which turns chat messages into token ids.
 
-The engine applies its chat template and tokenizes as for `/v1/chat/completions`. The client then sends these
-ids to `/generate`. The client therefore knows the prompt's ids, and can resume an interrupted sample. The
-chat route itself returns no prompt ids and accepts no `resumed_tokens`. Every supported release has
-`/tokenize`.
+The engine applies its chat template and tokenizes the messages as it does for `/v1/chat/completions`. The
+client then sends the token ids to `/generate`.
+
+The client needs the prompt's token ids to resume an interrupted sample. It does not use
+`/v1/chat/completions`, because that route does not return them and does not support `resumed_tokens`. Every
+supported release of SGLang has `/tokenize`.
 
 Request::
 

@@ -1,18 +1,17 @@
 """Protocol of a patched SGLang's `POST /generate`: write the request for one prompt, and read the answer.
 
-The request always streams, with a stream interval that no generation reaches. SGLang then sends two chunks
-per sample: its first token, and the complete sample. Streaming has these advantages over an unstreamed
-request:
+The client always requests a stream, and sets `stream_interval` to more tokens than any sample has. SGLang
+then sends two chunks per sample: the first token, and later the complete sample. A streamed request has these
+advantages over an unstreamed one:
 
-- A closed connection cancels the handler at once, which aborts every sample, including queued ones. SGLang
-  checks the connection of an unstreamed request only every 4 s.
-- The first chunk contains the engine's id of each sample. With `n > 1`, SGLang gives the samples random ids,
-  whatever the request's `rid` is, and `/abort_request` accepts only the random ids.
-- With `n > 1`, each sample arrives as it finishes, and does not wait for the slowest sample.
+- If the client closes the connection, SGLang cancels the handler at once. The cancellation aborts every
+  sample, including queued ones. SGLang checks the connection of an unstreamed request only every 4 s.
+- The first chunk contains the engine's id of the sample. With `n > 1`, SGLang ignores the request's `rid` and
+  gives each sample a random id. `/abort_request` accepts only these random ids.
+- With `n > 1`, each sample arrives as soon as it finishes.
 
-The client does not split the `n` samples of a prompt into single requests. SGLang computes the prompt once
-for all `n` samples and shares it through the prefix cache. Simultaneous single requests would each compute
-the prompt.
+The client sends one request for all `n` samples of a prompt. SGLang prefills the prompt once and shares it
+through the prefix cache. With `n` simultaneous requests, SGLang would prefill the prompt `n` times.
 """
 
 from __future__ import annotations
@@ -51,21 +50,24 @@ __all__ = ["GenerateExchange", "StreamedExchange"]
 
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
-# Parts of the error messages of SGLang's tokenizer manager and scheduler.
+# Phrases in the errors of SGLang's tokenizer manager and scheduler for a prompt that is too long.
 _TOO_LONG = ("is longer than the model's context length", "exceeds the maximum allowed length")
 _Result = TypeVar("_Result")
 
 
 class StreamedExchange(ABC, Generic[_Result]):
-    """One `POST /generate` for one prompt: the body to send, and the chunks received so far.
+    """One `POST /generate` for one prompt: the request body, and the chunks received so far.
 
-    A subclass decodes each sample into one `_Result`.
+    A subclass decodes the chunks of each sample into a result, such as a `Rollout`.
     """
 
     path = "/generate"
     accept = None
     samples_per_call = 1
-    """The number of samples at which a call is full. With 1, a call has one prompt and all of its samples."""
+    """The dispatcher adds prompts to a call until the call has this many samples.
+
+    With 1, each call has one prompt, with all of its samples.
+    """
     missing_route = ""
     prompts_field = "prompts"
     """The name of the caller's argument that holds the prompts, for error messages."""
@@ -73,10 +75,13 @@ class StreamedExchange(ABC, Generic[_Result]):
     def __init__(
         self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
     ) -> None:
-        """Prepare one call; see `SidecarExchange`. SGLang supports no time limit, so `timeout_s` is not sent.
+        """Prepare one call. `SidecarExchange` documents the arguments.
 
-        The id that is sent to the engine ends in a new random part of fixed length. SGLang rejects an id that
-        is in use, and its scheduler aborts by prefix: an abort of `a-1` would also abort `a-10`.
+        SGLang has no time limit for a request, so the client does not send `timeout_s`.
+
+        The client sends `request_id` with a random suffix, because SGLang rejects an id that is in use. The
+        suffix has a fixed length, because SGLang's scheduler aborts every id that begins with the given text.
+        An abort of `a-1` would also abort `a-10`.
         """
         (self._wanted,) = wanted
         self._rid = fresh_id(request_id)
@@ -113,7 +118,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         return body
 
     def open_ids(self) -> list[str]:
-        """Return the engine ids by which the request can be aborted now."""
+        """Return the ids to send to the engine's `/abort_request`."""
         return self.unfinished_ids()
 
     def unfinished_ids(self) -> list[str]:
@@ -121,16 +126,20 @@ class StreamedExchange(ABC, Generic[_Result]):
         return list(self._engine_ids.values())
 
     def read(self, line: bytes) -> list[_Result]:
-        """Take one line of the answer. Return a list with the sample that the line finishes, or no sample.
+        """Read one line of the answer. If the line finishes a sample, return a list with its result.
+
+        Otherwise, return an empty list.
 
         Raises:
-            WireError: the line is not in SGLang's format, or the sample contradicts itself or the request.
+            WireError: the line is not in SGLang's format, or the sample is inconsistent or does not match the
+                request.
             RolloutError: the engine gave up on a sample.
-            AbortedError: the engine aborted a sample that is not interruptible.
+            AbortedError: the engine aborted a sample, and the request does not accept partial samples.
             ResponseError: the line reports an error.
         """
         if not line or line.startswith(b":"):
-            # The line ends an event or is a comment. Gateways send comments to keep a connection alive.
+            # An empty line ends an event. A line that begins with a colon is a comment, which gateways send
+            # to keep a connection alive.
             return []
         start = 5 if line.startswith(b"data:") else 0
         if not start and not line.startswith(b"{"):
@@ -169,7 +178,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
             _check_finish(reason, self.prompts_field)
         _check_resumed(self._wanted, meta_info)
-        # With --incremental-streaming-output, a chunk has only the new tokens, so earlier chunks are kept.
+        # With --incremental-streaming-output, a chunk has only the new tokens. Keep the earlier chunks.
         is_whole = meta_info.get("completion_tokens") == len(read_field(chunk, "output_ids", list))
         earlier = [] if is_whole else self._chunks.get(index, [])
         self._chunks[index] = [*earlier, chunk]
@@ -184,7 +193,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         """Decode the chunks of a finished sample."""
 
     def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
-        """Return the prompt's token ids as the engine saw them; `last` is the last chunk of a sample."""
+        """Return the prompt's token ids, and check their number against `last`, a sample's last chunk."""
         if isinstance(self._wanted.prompt, str):
             prompt_ids = _text_prompt_ids(last)
         else:
@@ -232,7 +241,8 @@ class GenerateExchange(StreamedExchange[Rollout]):
             check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
             if wanted.top_logprobs_p is not None:
                 check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
-            # Without sets, `weight_versions` is SGLang's own record, which can be off by one token.
+            # Read `weight_versions` only with sets. Without sets, SGLang itself writes this field, and the
+            # boundary between two versions can be off by one token.
             weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
 
         return Rollout(
@@ -257,7 +267,10 @@ class GenerateExchange(StreamedExchange[Rollout]):
 
 
 def _is_order(reason: Any) -> bool:
-    """Return whether a sample was aborted on request, not refused. A refusal has a status code."""
+    """Return whether an abort request, a pause, or a weight update ended the sample.
+
+    If the engine refuses a sample, the abort has a status code.
+    """
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 
 
@@ -292,7 +305,7 @@ def _empty_rollout_from_chunk(wanted: SampleRequest, sample: int, chunk: Mapping
 
 
 def _check_finish(reason: Any, prompts_field: str) -> None:
-    """Raise unless the sample finished with `"stop"` or `"length"`."""
+    """Raise an error unless the sample finished with `"stop"` or `"length"`."""
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind in _FINISHED:
         return
@@ -307,7 +320,8 @@ def _check_finish(reason: Any, prompts_field: str) -> None:
             body=truncate(reason, MAX_BODY_CHARS),
         )
     message = f"{field}the engine gave up on a sample: {describe(kind)}, {words}"
-    # An abort with an HTTP status is a refusal: a full queue, or a prompt that is too long.
+    # An abort with an HTTP status means that the engine refused the sample: its queue is full, or the prompt
+    # is too long.
     raise _engine_error(message, reason.get("status_code"), RolloutError, reason)
 
 
@@ -319,9 +333,9 @@ def _reported_error(error: Any, prompts_field: str) -> ResponseError:
 
 
 def _field_at_fault(words: str, prompts_field: str) -> str:
-    """Return the name of the field that is too long, as a prefix of a message, or "".
+    """Return a message prefix with the name of the argument that is too long, or "".
 
-    SGLang's own messages do not name the field.
+    SGLang's own messages do not name the argument.
     """
     if "Requested token count exceeds" in words:
         return f"{prompts_field}, sampling_params.max_new_tokens: "
@@ -329,7 +343,7 @@ def _field_at_fault(words: str, prompts_field: str) -> str:
 
 
 def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
-    """Return the error for this HTTP status, or an error of type `otherwise` if it is not an error status."""
+    """Return the error for an HTTP error status, or an error of type `otherwise` for any other `status`."""
     kind = otherwise
     if status == 429:
         kind = OverloadedError

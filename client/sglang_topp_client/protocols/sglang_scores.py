@@ -1,8 +1,8 @@
-"""Protocol for scoring existing sequences with a patched SGLang: a `POST /generate` that generates nothing.
+"""Protocol for scoring existing sequences with a patched SGLang: `POST /generate` without new tokens.
 
-SGLang computes distributions from position `logprob_start_len` on. Each distribution predicts the next token,
-so the first token with a log-prob is the one after that position. Tokens before `logprob_start_len` may come
-from the prefix cache.
+SGLang computes the next-token distribution at every position from `logprob_start_len` on. The first token
+with a log-prob is therefore at `logprob_start_len + 1`. Tokens before `logprob_start_len` may come from the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sglang_topp_client.types.score import Score
 __all__ = ["GenerateScoreExchange"]
 
 _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
-# The client sends this threshold if the caller wants only log-probs. Requesting sets makes the engine
-# guarantee one weight version per score, and it reveals an unpatched engine. At this threshold, a set has one
-# or two tokens.
+# The client requests sets with this threshold even if the caller wants only log-probs. With sets, the engine
+# guarantees one weight version per score. The sets also show that the engine is patched. At this threshold, a
+# set has one or two tokens.
 _LEAST_P = 1e-9
 
 
@@ -85,13 +85,16 @@ class GenerateScoreExchange(StreamedExchange[Score]):
 
 
 def _logprobs(entries: list[Any], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
-    """Return the log-probs, float32 [L - start], of SGLang's entries, which begin at `start - 1`."""
+    """Return the log-probs of the tokens from `start` on, float32 [L - start].
+
+    The first of SGLang's entries belongs to the token at `start - 1`, and has no log-prob.
+    """
     first = entries[0] if entries else None
     if not isinstance(first, list) or not first or first[0] is not None:
         raise WireError(_LOGPROBS, f"expected a first entry without a log-prob, for position {start - 1}")
     rest, as_reported = entries[1:], token_ids[start:].copy()
     for t in np.flatnonzero(as_reported == token_ids.max()).tolist():
-        # SGLang 0.5.23 reports the vocabulary's last id as 0.
+        # SGLang 0.5.23 reports the id 0 instead of the vocabulary's last id.
         if t < len(rest) and isinstance(rest[t], list) and rest[t][1:2] == [0]:
             as_reported[t] = 0
     return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")

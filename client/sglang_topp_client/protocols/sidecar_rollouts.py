@@ -1,4 +1,4 @@
-"""Protocol of the sidecar's `POST /rollouts`: write the request for some prompts, and read the answer.
+"""Protocol of the sidecar's `POST /rollouts`: write the request for several prompts, and read the answer.
 
 Request::
 
@@ -6,16 +6,17 @@ Request::
      "top_logprobs_source": "sampler", "on_abort": "return", "resumed_tokens": k | [k, ...],
      "request_id": "...", "timeout_s": seconds | null, "stream": true}
 
-Answer: one message per sample as it finishes, and a last message, which a truncated answer lacks::
+The sidecar sends one message as each sample finishes, and then a final message. A truncated answer has no
+final message. Answer::
 
     {"prompt_index": 0, "sample_index": 2, ...}
     {"done": true, "rollouts": 8}
 
-A failure is a message `{"error": {...}}`; the client ignores later messages.
+The message `{"error": {...}}` reports a failure. The client ignores all messages after it.
 
-By default, messages are lines of JSON (`rollout_json.py`). If the sidecar supports the media type that
-`Accept` names first, messages are frames (`framing.py`): samples are binary (`rollout_binary.py`), and other
-messages are JSON.
+The client's `Accept` header asks for binary frames. A sidecar that supports them sends each message as a
+frame (`framing.py`). A frame holds a sample in binary form (`rollout_binary.py`), or another message in JSON.
+Any other sidecar sends lines of JSON (`rollout_json.py`).
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ SERVICE = "sglang-topp"
 
 
 class SidecarExchange(ABC, Generic[_Result]):
-    """One POST to a route of the sidecar: the body to send, and the results received so far.
+    """One POST to a route of the sidecar: the request body, and the results received so far.
 
-    A subclass decodes each sample into one `_Result`.
+    A subclass decodes each record into a result, such as a `Rollout`.
 
     Attributes:
-        path: the route. Without its slash, it is also the field name of the result count in the last message.
-        media_type: the media type of frames.
+        path: the route, such as `"/rollouts"`. The final message has the number of results in a field of this
+            name, without the slash.
+        media_type: the media type of an answer in frames.
         missing_route: the error message if the sidecar has no such route.
     """
 
@@ -60,8 +62,11 @@ class SidecarExchange(ABC, Generic[_Result]):
     media_type: str
     missing_route = ""
     samples_per_call = 128
-    """The number of samples at which a call is full. This limit keeps a request body below a few MB, limits
-    how many samples a lost connection costs, and spreads a large batch over several sidecars."""
+    """The dispatcher adds prompts to a call until the call has this many samples.
+
+    The limit keeps a request body below a few MB, and spreads a large batch over several sidecars. It also
+    limits how many samples are lost with a connection.
+    """
 
     def __init__(
         self,
@@ -74,11 +79,10 @@ class SidecarExchange(ABC, Generic[_Result]):
         """Prepare one call.
 
         Args:
-            wanted: the prompts, and the samples to generate from them.
-            request_id: the caller's name for the request. The client sends this name with a random part
-                added.
+            wanted: the prompts, and the samples to generate from each prompt.
+            request_id: the caller's id of the request. The client sends it with a random suffix.
             timeout_s: the time limit that the sidecar enforces; None for no limit.
-            max_bytes: the maximum length of a sample after decompression.
+            max_bytes: the maximum size of a sample after decompression, in bytes.
         """
         self.accept = f"{self.media_type}, application/x-ndjson;q=0.5"
         self._max_bytes = max_bytes
@@ -94,27 +98,35 @@ class SidecarExchange(ABC, Generic[_Result]):
 
     @abstractmethod
     def _from_bytes(self, raw: bytes) -> _Result:
-        """Decode and check a binary record, mark it as finished, and return it with the caller's indices."""
+        """Decode and check a binary record, and note that its sample is finished.
+
+        Return the result with its indices in the caller's request.
+        """
 
     @abstractmethod
     def _from_json(self, record: dict[str, Any]) -> _Result:
-        """Decode and check a JSON record, mark it as finished, and return it with the caller's indices."""
+        """Decode and check a JSON record, and note that its sample is finished.
+
+        Return the result with its indices in the caller's request.
+        """
 
     def open_ids(self) -> list[str]:
-        """Return the name by which the sidecar can abort the request now."""
+        """Return a list with the id by which the sidecar aborts this request."""
         return [self._request_id]
 
     def unfinished_ids(self) -> list[str]:
-        """Return no ids, because the sidecar aborts every request whose connection closes."""
+        """Return an empty list. The sidecar itself aborts a request when its connection closes."""
         return []
 
     def read(self, line: bytes) -> list[_Result]:
-        """Take one message of the answer. Return a list with the sample in it, or an empty list.
+        """Read one message of the answer. If the message holds a sample, return a list with its result.
+
+        Otherwise, return an empty list.
 
         Raises:
-            WireError: the message is not in the sidecar's format, or the sample contradicts itself or the
-                request.
-            SglangToppError: the message reports an error, which is raised.
+            WireError: the message is not in the sidecar's format, or the sample is inconsistent or does not
+                match the request.
+            SglangToppError: the sidecar reports this error in the message.
         """
         if not line:
             return []
@@ -161,7 +173,7 @@ class RolloutsExchange(SidecarExchange[Rollout]):
             "timeout_s": self._timeout_s,
             "stream": True,
         }
-        # Older sidecars do not know the fields below, so these fields are sent only if needed.
+        # Older sidecars do not know the fields below. Send each field only if the request needs it.
         if SAMPLER in sources:
             body["top_logprobs_source"] = SAMPLER if set(sources) == {SAMPLER} else sources
         if any(one.is_interruptible for one in self._wanted):
@@ -178,7 +190,7 @@ class RolloutsExchange(SidecarExchange[Rollout]):
         return self._place(rollout_from_json(record))
 
     def _place(self, rollout: Rollout) -> Rollout:
-        """Check a sample, and return it with the caller's indices."""
+        """Check a sample, and return it with its prompt and sample indices in the caller's request."""
         at = (rollout.prompt_index, rollout.sample_index)
         if rollout.prompt_index >= len(self._wanted):
             raise WireError("prompt_index", f"got {at[0]}, expected one of {len(self._wanted)} prompts")

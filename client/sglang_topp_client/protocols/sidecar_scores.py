@@ -1,11 +1,12 @@
-"""Protocol of the sidecar's `POST /scores`: write the request for some sequences, and read the answer.
+"""Protocol of the sidecar's `POST /scores`: write the request for several sequences, and read the answer.
 
 Request::
 
     {"sequences": [...], "start": [1, ...], "top_logprobs_p": p | [p, ...] | null, "request_id": "...",
      "timeout_s": seconds | null, "stream": true}
 
-Answer: one message per sequence once it is scored, and a last message, which a truncated answer lacks::
+The sidecar sends a message for each sequence once it is scored, and then a final message. A truncated answer
+has no final message. Answer::
 
     {"sequence_index": 0, ...}
     {"done": true, "scores": 8}
@@ -40,7 +41,10 @@ class ScoresExchange(SidecarExchange[Score]):
         " client's version there, or use its engine directly (kind='sglang')"
     )
     samples_per_call = 16
-    """The number of sequences at which a call is full. A sequence may be as long as the engine's context."""
+    """The dispatcher adds sequences to a call until the call has this many.
+
+    The number is low, because a sequence may be as long as the engine's context.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class ScoresExchange(SidecarExchange[Score]):
         return self._place(score_from_json(record))
 
     def _place(self, score: Score) -> Score:
-        """Check a score, and return it with the caller's index."""
+        """Check a score, and return it with its index in the caller's request."""
         at = score.sequence_index
         if at >= len(self._sequences) or (at, 0) in self._finished:
             raise WireError(

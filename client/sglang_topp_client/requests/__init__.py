@@ -1,1 +1,1 @@
-"""Check a caller's arguments and build generate, resume, and score requests, before anything is sent."""
+"""Check a caller's arguments, and build the requests for `generate`, `resume`, and `score`."""

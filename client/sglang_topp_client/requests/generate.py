@@ -29,7 +29,8 @@ SamplingParams: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]] | No
 TopLogprobsP: TypeAlias = float | Sequence[float | None] | None
 TopLogprobsSource: TypeAlias = str | Sequence[str | None] | None
 
-# Each sample needs a few objects in this process before anything is sent, so a huge `n` would exhaust memory.
+# The client creates a few objects per sample before it sends the first request. A huge `n` would exhaust the
+# memory of the process.
 _MAX_SAMPLES = 1 << 20
 
 
@@ -42,11 +43,11 @@ class SampleRequest:
         prompt: text, token ids, or chat messages.
         sampling_params: SGLang's sampling parameters, without `n`.
         samples: the indices of the samples to generate. A retry asks only for the missing samples.
-        top_logprobs_p: the threshold in (0, 1], or None if no threshold is used.
+        top_logprobs_p: the threshold in (0, 1], or None for no threshold.
         top_logprobs_source: `DISTRIBUTION` or `SAMPLER`, or None for no candidate sets.
         routing_key: the `Rollout.routing_key` of the rollout that this request continues, or empty.
-        resumed_tokens: how many of the last prompt tokens already belong to the answer; 0 for a new answer
-            that may be resumed later, None for an answer that may not be resumed.
+        resumed_tokens: how many of the last prompt tokens already belong to the answer. 0 means a new answer
+            that may be resumed later. None means an answer that may not be resumed.
         is_interruptible: whether an aborted sample is returned as a partial rollout. Otherwise an abort is an
             error.
     """
@@ -76,8 +77,9 @@ def plan(
         sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n` is
             the number of samples of each prompt, 1 by default.
         top_logprobs_p: one threshold for all prompts, or one per prompt; None or 0 requests no sets.
-        top_logprobs_source: one rule for all prompts, or one per prompt. `SAMPLER` returns the tokens that
-            the sampler could draw, without a threshold. `DISTRIBUTION` or None uses the threshold.
+        top_logprobs_source: one rule for all prompts, or one per prompt. With `SAMPLER`, each set has the
+            tokens that the sampler could draw, without a threshold. `DISTRIBUTION` and None use the
+            threshold.
 
     Raises:
         InvalidInputError: an argument is wrong; the error names the argument.
@@ -115,7 +117,7 @@ def plan(
 
 
 def check_source(wanted: SampleRequest, source: Any) -> None:
-    """Raise WireError if the answer's sets were made by another rule than the requested one."""
+    """Raise WireError unless `source`, the rule of the answer's sets, is the requested rule."""
     if source != wanted.top_logprobs_source:
         raise WireError(
             "top_logprobs_source",
@@ -139,12 +141,12 @@ def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
 
 
 def thresholds_of(given: Any, count: int, *, per: str = "prompt") -> list[float | None]:
-    """Return one threshold per prompt. None stands for no candidate sets.
+    """Return one threshold per prompt, or None for each prompt without candidate sets.
 
     Args:
         given: one threshold for all prompts, or one per prompt; None and 0 mean no sets.
         count: the number of prompts.
-        per: the noun that errors use for a prompt.
+        per: the name of a prompt in error messages.
 
     Raises:
         InvalidInputError: a threshold is not a number from 0 to 1, or the number of thresholds is not
@@ -187,12 +189,12 @@ def one_each(name: str, values: Any, count: int, *, per: str = "prompt") -> Sequ
     """Return `values` as a list of `count` values, one for each prompt.
 
     Raises:
-        InvalidInputError: the number of values is not `count`. The error uses `name` for the values and `per`
-            for a prompt.
+        InvalidInputError: the number of values is not `count`. The message calls the values `name` and a
+            prompt `per`.
     """
     try:
         given = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
-    except TypeError:  # an iterator, or a zero-dimensional array
+    except TypeError:  # iterators and zero-dimensional arrays have no length
         given = None
     if given is None:
         raise InvalidInputError(f"{name}: got {type(values).__name__}, expected one value, or one per {per}")

@@ -45,7 +45,7 @@ _NO_MEDIA = (
 
 
 def find_media(fields: Mapping[Any, Any]) -> str | None:
-    """Return why the fields are refused if one holds images, audio, or video; otherwise return None."""
+    """Return an error message if a field holds images, audio, or video, or else None."""
     found = next((name for name in _MEDIA if fields.get(name) is not None), None)
     return None if found is None else f"got {found}, expected text only; {_NO_MEDIA}"
 
@@ -54,7 +54,7 @@ def prompts_of(name: str, prompts: Any, *, takes_messages: bool = False) -> list
     """Check a caller's prompts, and return each one as text, token ids, or chat messages.
 
     Args:
-        name: the argument's name, for errors.
+        name: the argument's name, for error messages.
         prompts: the value of the argument.
         takes_messages: whether the prompts may be chat messages.
 
@@ -105,7 +105,7 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def _messages(name: str, messages: Any) -> Messages:
-    """Check the chat messages of one prompt, as far as that is possible without the engine's template."""
+    """Check the chat messages of one prompt. Only the engine can check them against its chat template."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidInputError(f"{name}: got {describe(messages)} among chats, expected a list of messages")
     for i, message in enumerate(messages):

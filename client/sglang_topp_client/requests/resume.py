@@ -1,8 +1,10 @@
 """Requests for `resume`: check the rollouts to continue, and build the requests for their remaining tokens.
 
 The prompt of a resume request consists of the original prompt's ids and the ids generated so far.
-`resumed_tokens` tells the engine how many of these ids belong to the answer, so that stop strings and text
-work as in an uninterrupted sample. Sampling parameters whose effect an interruption would change are refused
+`resumed_tokens` tells the engine how many of these ids belong to the answer. The engine then matches stop
+strings and returns text as for an uninterrupted sample.
+
+An interruption would change the effect of some sampling parameters. The client refuses these parameters
 (`sglang_topp.engine_contract.resume_rules`).
 """
 
@@ -53,11 +55,10 @@ def check_on_abort(on_abort: Any) -> None:
 
 
 def mark_interruptible(wanted: Sequence[SampleRequest], on_abort: OnAbort) -> list[SampleRequest]:
-    """Return the requests, marked as interruptible unless `on_abort` is `"raise"`.
+    """Return the requests. Unless `on_abort` is `"raise"`, mark them as interruptible.
 
     Raises:
-        InvalidInputError: `on_abort` is `"resume"`, and an interruption would change a sampling parameter's
-            effect.
+        InvalidInputError: `on_abort` is `"resume"`, and `check_resumable` refuses a sampling parameter.
     """
     if on_abort == "raise":
         return list(wanted)
@@ -94,13 +95,15 @@ def plan_resume(
 
     Args:
         rollouts: one `Rollout` or several.
-        sampling_params: as for `plan`; the parameters that generated the rollouts. `n` is ignored.
-        top_logprobs_p: as for `plan`.
-        top_logprobs_source: as for `plan`.
+        sampling_params: the parameters that generated the rollouts; one mapping for all rollouts, or one per
+            rollout. `n` is ignored.
+        top_logprobs_p: one threshold for all rollouts, or one per rollout; None or 0 requests no sets.
+        top_logprobs_source: one rule for all rollouts, or one per rollout; see `plan`.
 
     Returns:
         A list of requests and a list of the rollouts. Each request asks for the whole answer of one rollout,
-        as if no token had been generated. A request's prompt index is the rollout's index in `rollouts`.
+        from its first token on. `continuation_request` turns it into a request for the missing tokens. A
+        request's prompt index is the rollout's index in `rollouts`.
 
     Raises:
         InvalidInputError: an argument is wrong, or differs from the request that generated the rollout; the
@@ -129,8 +132,8 @@ def plan_resume(
 def as_finished(rollout: Rollout, wanted: SampleRequest) -> Rollout | None:
     """Return the rollout if it is finished, or None if tokens are left to generate.
 
-    A rollout that finished with `"stop"` is returned unchanged. If its last turn has `max_new_tokens` tokens
-    or more, its finish reason becomes `"length"`.
+    A rollout that finished with `"stop"` is returned unchanged. Any other rollout is finished if its last
+    turn has `max_new_tokens` tokens or more. The returned copy then has the finish reason `"length"`.
     """
     if rollout.finish_reason == "stop":
         return rollout
@@ -145,13 +148,13 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
     """Return the request that continues a rollout.
 
     Args:
-        rollout: the rollout so far, for which `as_finished` returned None.
-        wanted: the original request.
+        rollout: the unfinished rollout; see `as_finished`.
+        wanted: the request for the whole answer.
         sample: the sample index of the rollout in `wanted`.
     """
     start = rollout.turn_start
     num_tokens = len(rollout.output_ids) - start
-    # If the original request already continues an answer, count that answer's tokens too.
+    # The request for the whole answer may itself continue an earlier answer. Count that answer's tokens too.
     num_before = 0 if start else wanted.resumed_tokens or 0
     params = dict(wanted.sampling_params)
     if num_tokens:
@@ -197,7 +200,7 @@ def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollou
 
 
 def _without_n(params: Any) -> Any:
-    """Return the parameters without `n`. Leave values that are not mappings to `plan`, which refuses them."""
+    """Return the parameters without `n`. Return other values unchanged, because `plan` checks their types."""
     if isinstance(params, Mapping):
         return {name: value for name, value in params.items() if name != "n"}
     if isinstance(params, list | tuple):
@@ -220,7 +223,7 @@ def _check_whole(name: str, rollout: Rollout) -> None:
 
 
 def _check_sets(name: str, rollout: Rollout, wanted: SampleRequest) -> None:
-    """Raise InvalidInputError if the joined rollout would mix sets of two rules or two distributions."""
+    """Raise InvalidInputError unless `wanted` keeps the rule and the distribution of the rollout's sets."""
     if not len(rollout.output_ids):
         return
     if (rollout.candidates is None) != (wanted.top_logprobs_source is None):

@@ -26,14 +26,14 @@ Sequences: TypeAlias = (
 )
 Start: TypeAlias = int | Sequence[int | None] | None
 
-# The engine generates no token, and scores at temperature 1.
+# With these sampling parameters, the engine does not generate a token, and scores at temperature 1.
 _NO_TOKEN = {"max_new_tokens": 0, "temperature": 1.0}
 _MAX_START = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True)
 class ScoreRequest(SampleRequest):
-    """One sequence to score: a prompt from which the engine generates nothing.
+    """One sequence to score, sent as a prompt with `max_new_tokens` 0.
 
     Attributes:
         start: the first scored position, at least 1.
@@ -67,7 +67,8 @@ def plan_scores(
         given = list(one_each("start", start, count, per="sequence"))
         names = [f"start[{i}]" for i in range(count)]
     firsts = [len(rollout.prompt_ids) for rollout in rollouts] or [1] * count
-    # The routing key leads to the server that made the rollout and has the sequence in its prefix cache.
+    # Gateways send a request with this key to the server that generated the rollout. That server has the
+    # sequence in its prefix cache.
     keys = [rollout.routing_key for rollout in rollouts] or [""] * count
     return [
         ScoreRequest(
@@ -85,7 +86,7 @@ def plan_scores(
 
 
 def _rollouts(sequences: Any) -> list[Rollout]:
-    """Return the sequences if they are Rollouts, or an empty list."""
+    """Return the sequences as a list if they are Rollouts, or else an empty list."""
     if isinstance(sequences, Rollout):
         return [sequences]
     if not isinstance(sequences, list | tuple) or not any(isinstance(one, Rollout) for one in sequences):
@@ -110,7 +111,7 @@ def _start(name: str, given: Any, prompt: Prompt) -> int:
             f"{name}: got {describe(given)}, expected 1 or more: the token at position 0 has no distribution,"
             " because no token precedes it"
         )
-    # Only the engine knows how many tokens a text has.
+    # The client cannot check `start` against the length of a text, because only the engine tokenizes it.
     most = _MAX_START if isinstance(prompt, str) else len(prompt)
     if given > most:
         raise InvalidInputError(

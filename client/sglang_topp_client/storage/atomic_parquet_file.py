@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AtomicParquetFile", "sync_directory"]
 
-# Only text columns have dictionaries: a dictionary may return another number of equal value (0.0 for -0.0).
+# Use dictionary encoding for text columns only. In a float column, it may replace a value by an equal one
+# with other bits, such as -0.0 by 0.0.
 _DICTIONARIES = [
     "top_logprobs_source",
     "sampling_params",
@@ -31,13 +32,14 @@ _STATISTICS = ["prompt_index", "sample_index", "finish_reason", "weight_version"
 class AtomicParquetFile:
     """A context manager that writes a Parquet file under a hidden name, and renames it once it is complete.
 
-    After an error, the file is removed. pyarrow writes to memory, and this class copies the bytes to disk. If
-    pyarrow wrote to a full disk, it would still append a footer after the partial row group, and its errors
-    would not name the path.
+    After an error, the hidden file is removed.
+
+    pyarrow writes to memory, and this class copies the bytes to disk. On a full disk, pyarrow itself would
+    still append a footer after a partial row group. Its errors would also not name the path.
 
     Args:
         path: the final path of the file.
-        more_fields: one `pyarrow.Field` for each additional column; these columns follow the rollout columns.
+        more_fields: one `pyarrow.Field` for each additional column. These columns follow the rollout columns.
     """
 
     def __init__(self, path: Path, more_fields: Sequence[Any] = ()) -> None:
@@ -83,7 +85,8 @@ class AtomicParquetFile:
                     try:
                         sync_directory(self._path.parent)
                     except BaseException:
-                        # Remove the file, because a caller that gets an error may write its rollouts again.
+                        # Remove the file. A caller that gets this error may write the rollouts again, which
+                        # would store them twice.
                         self._path.unlink()
                         raise
         finally:
@@ -104,7 +107,7 @@ class AtomicParquetFile:
 
 
 class _NamingErrors:
-    """A context manager that adds the path to an OSError."""
+    """A context manager that adds the path of the file to any OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -120,9 +123,9 @@ class _NamingErrors:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory's file names to disk, so that a renamed file survives a crash of the machine.
+    """Sync a directory to disk, so that a renamed file in it survives a crash of the machine.
 
-    Do nothing on systems that cannot flush a directory.
+    Do nothing on systems that cannot sync a directory.
     """
     if hasattr(os, "O_DIRECTORY"):
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

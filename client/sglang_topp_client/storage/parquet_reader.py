@@ -33,7 +33,7 @@ def files_of(path: str | os.PathLike[str]) -> list[str]:
 
 
 def num_rows_of(path: str) -> int:
-    """Return the number of rollouts in one file, from its footer."""
+    """Return the number of rollouts in one file, read from the file's footer."""
     with open(path, "rb") as file:
         return int(pyarrow().parquet.read_metadata(file).num_rows)
 
@@ -41,11 +41,11 @@ def num_rows_of(path: str) -> int:
 def load_rows(
     path: str, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, Rollout, TrainerScores]]:
-    """For each row of a file, yield its number, its rollout, and its values in the trainer's columns.
+    """Yield the row number, the rollout, and the trainer's values of each row in a file.
 
     Args:
         path: the file.
-        wanted: the numbers of the rows to read; None reads all. Row groups without a wanted row are skipped.
+        wanted: the row numbers to read, from 0; None reads all. Row groups without a wanted row are skipped.
     """
     pa = pyarrow()
     with open(path, "rb") as file:
@@ -61,8 +61,8 @@ def load_rows(
             for number in range(parquet.num_row_groups):
                 num_rows = parquet.metadata.row_group(number).num_rows
                 rows = [row for row in range(num_rows) if wanted is None or start + row in wanted]
-                # A separate generator reads each row group, so that the group is freed before the next one is
-                # read.
+                # Read each row group in its own generator, so that its memory is freed before the next group
+                # is read.
                 for row, rollout, scores in _load_group(path, parquet, number, rows) if rows else ():
                     yield start + row, rollout, scores
                 start += num_rows

@@ -110,7 +110,7 @@ def schema() -> Any:
 
 
 def check_rollout(rollout: Rollout) -> None:
-    """Check that the columns can hold `rollout`. If not, raise an InvalidInputError that names the field."""
+    """Raise InvalidInputError if the columns cannot hold `rollout`. The error names the field."""
     if not isinstance(rollout, Rollout):
         raise InvalidInputError(f"got {type(rollout).__name__}, expected a Rollout")
     for name in _COUNTS:
@@ -168,7 +168,10 @@ def num_bytes_of(rollout: Rollout) -> int:
 
 
 def to_table(rollouts: Sequence[Rollout]) -> Any:
-    """Return a `pyarrow.Table` of checked rollouts. They must have fewer than 2^31 candidates in total."""
+    """Return a `pyarrow.Table` of rollouts that `check_rollout` accepts.
+
+    The rollouts must have fewer than 2^31 candidates in total.
+    """
     pa = pyarrow()
     kinds = schema()
     sets = [rollout.candidates for rollout in rollouts]
@@ -228,7 +231,7 @@ def to_rollouts(table: Any) -> Iterator[Rollout]:
 
 
 class _Lists:
-    """A column of lists. Each row is returned as a copy, so that a row does not keep the column in memory."""
+    """A column of lists. Indexing copies a row, so that the row does not keep the whole column in memory."""
 
     def __init__(self, column: Any) -> None:
         self.offsets = column.offsets.to_numpy()
@@ -247,7 +250,7 @@ class _Lists:
 
 
 class _Sets:
-    """A reader of the three columns of candidate sets."""
+    """A reader of the three columns that hold candidate sets."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self._ids, self._logprobs = _Lists(columns["candidate_ids"]), _Lists(columns["candidate_logprobs"])
@@ -266,7 +269,7 @@ class _Sets:
 
     @staticmethod
     def _flat(lists: _Lists, rows: slice) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return a copy of the numbers in consecutive lists, and the offsets of these lists."""
+        """Return the numbers of consecutive lists as one new array, and the offsets of the lists in it."""
         offsets = lists.offsets[rows.start : rows.stop + 1].astype(np.int64)
         return lists.values.to_numpy()[offsets[0] : offsets[-1]].copy(), offsets - offsets[0]
 
@@ -282,7 +285,7 @@ def _nested(
     values: Sequence[NDArray[Any] | None],
     dtype: type[np.number[Any]],
 ) -> Any:
-    """Return a column of nested lists: each row's `values`, split by the sizes of the row's `sets`."""
+    """Return a column of nested lists. Each row has one inner list of `values` for each of its sets."""
     sizes = [None if one is None else one.sizes for one in sets]
     flat = np.concatenate([np.empty(0, dtype), *(row for row in values if row is not None)])
     inner_sizes = np.concatenate([np.empty(0, np.int64), *(row for row in sizes if row is not None)])

@@ -1,8 +1,8 @@
 """Save rollouts to Parquet files and load them. Needs pyarrow (`sglang-topp[data]`).
 
-A file is written under a hidden name that ends in `.tmp`, synced, and renamed. A file therefore appears under
-its final name only once it is complete and on disk. Parquet's checksums cover the file's pages.
-`rollout_columns.py` lists the columns.
+The writer creates each file under a hidden name that ends in `.tmp`, syncs it to disk, and renames it. A file
+therefore appears under its final name only once it is complete and on disk. Parquet's checksums cover the
+file's pages. `rollout_columns.py` lists the columns.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MAX_GROUP_BYTES = 1 << 26
 def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: int = 256) -> None:
     """Write rollouts to one new Parquet file.
 
-    The file appears once it is complete. If iterating over `rollouts` raises, no file is written; use
-    `RolloutWriter` to keep the rollouts before an error.
+    The file appears once it is complete. If iterating over `rollouts` raises, no file is written. To keep the
+    rollouts before an error, use `RolloutWriter`.
 
     Args:
         path: the file, which must not exist yet.
-        rollouts: any number; the iterable is consumed one rollout at a time.
+        rollouts: any number of rollouts. The iterable is consumed one rollout at a time.
         row_group_size: how many rollouts form a row group. This function and `load_rollouts` hold one row
             group in memory. A row group also ends when it reaches 64 MiB.
 
@@ -71,8 +71,8 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
 def load_rollouts(path: _Path) -> Iterator[Rollout]:
     """Yield the rollouts of a file, or of all finished parts of a directory, in the order of writing.
 
-    Every bit of every field is restored. One row group is held in memory at a time. Another process may write
-    to the directory meanwhile: this function reads the parts that exist at the time of the call.
+    Every field is restored bit for bit. One row group is held in memory at a time. Another process may write
+    to the directory at the same time. This function reads only the parts that exist when it is called.
 
     Raises:
         WireError: a file was altered or cut, or does not hold rollouts; the error names the file. The
@@ -102,8 +102,8 @@ class RolloutWriter:
 
     Args:
         path: the directory; it is created if it does not exist.
-        append: whether to add to existing parts. If False, a directory with parts is an error, so that two
-            runs are not mixed by accident.
+        append: whether to add parts to a directory that already has some. If False, such a directory raises
+            an error, so that two runs are not mixed by accident.
         part_size: how many rollouts form a part. A part is held in memory until it is written. A part also
             ends when it reaches 64 MiB.
 
@@ -148,8 +148,8 @@ class RolloutWriter:
         Raises:
             InvalidInputError: an array has another dtype or length than `Rollout` documents, or a text cannot
                 be encoded as UTF-8; the error names the field. The rollout was not added.
-            OSError: the part cannot be written; the error names it. The rollout was not added, and the writer
-                keeps the earlier rollouts, so the call can be repeated.
+            OSError: the part cannot be written; the error names it. The rollout was not added, but the writer
+                keeps the earlier rollouts. The caller may retry.
         """
         self._check_open()
         check_rollout(rollout)
@@ -167,7 +167,8 @@ class RolloutWriter:
         """Finish the part in progress. All rollouts written so far are then on disk.
 
         Raises:
-            OSError: the part cannot be written; the error names it. The writer keeps its rollouts.
+            OSError: the part cannot be written; the error names it. The writer keeps the rollouts of the
+                part, so the caller may retry.
         """
         self._check_open()
         if not self._group.rollouts:
@@ -183,8 +184,8 @@ class RolloutWriter:
         """Finish the part in progress and close the writer. Closing a closed writer does nothing.
 
         Raises:
-            OSError: the part cannot be written; the error names it. The writer stays open and keeps its
-                rollouts, so the call can be repeated.
+            OSError: the part cannot be written; the error names it. The writer stays open and keeps the
+                rollouts of the part, so the caller may retry.
         """
         if not self._is_closed:
             self.flush()
@@ -204,7 +205,7 @@ class RolloutWriter:
 
 
 class _Group:
-    """The rollouts of the next row group or part."""
+    """A buffer for the rollouts of the next row group or part."""
 
     def __init__(self, max_rollouts: int) -> None:
         self._max_rollouts = max_rollouts

@@ -34,11 +34,11 @@ class ScoredRollout(NamedTuple):
 def load_scored_rollouts(
     path: _Path, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, ScoredRollout]]:
-    """Yield each rollout in a file or a directory, with its number and the trainer's values.
+    """Yield the number of each rollout in a file or a directory, and the rollout with the trainer's values.
 
     Args:
         path: a file, or a directory written by `RolloutWriter`.
-        wanted: the numbers of the rollouts to read, from 0; None reads all.
+        wanted: the numbers of the rollouts to read, counted from 0 over all files; None reads all.
 
     Raises:
         WireError: a file was altered or cut, or does not hold rollouts; the error names the file.
@@ -68,12 +68,11 @@ def add_trainer_columns(
 ) -> None:
     """Copy saved rollouts to a new Parquet file, and add a trainer's log-probs and rewards as columns.
 
-    `load_rollouts` reads the new file like the old one, and `sglang-topp view` shows its importance ratios
-    and rewards. Each column has one value per rollout, in the order of the saved rollouts. None stands for a
-    missing value.
+    `load_rollouts` can read the new file. `sglang-topp view` shows its importance ratios and rewards. Each
+    column has one value per rollout, in the order of the saved rollouts. None stands for a missing value.
 
     Args:
-        path: the saved rollouts: a file, or a directory written by `RolloutWriter`.
+        path: the file of the saved rollouts, or a directory written by `RolloutWriter`.
         target: the new file, which must not exist yet.
         trainer_logprobs: float [T] for each rollout, the trainer's log-probs of the output tokens over the
             whole vocabulary, at the rollout's temperature. Values at appended tokens are ignored.
@@ -119,7 +118,7 @@ def add_trainer_columns(
 
 
 class _Column:
-    """The values of one column, which are read and checked one rollout at a time."""
+    """A reader that checks the values of one column, one rollout at a time."""
 
     def __init__(self, name: str, values: Iterable[Any]) -> None:
         self._name, self._values = name, iter(values)
@@ -127,7 +126,7 @@ class _Column:
         self._num_taken = 0
 
     def take(self, num_tokens: int) -> None:
-        """Take the value of the next rollout."""
+        """Read, check, and keep the value of the next rollout."""
         try:
             value = next(self._values)
         except StopIteration:
@@ -149,7 +148,7 @@ class _Column:
         return floats
 
     def flush(self) -> Any:
-        """Return the values taken since the last call, as a `pyarrow.Array`."""
+        """Return the values read since the last `flush`, as a `pyarrow.Array`."""
         taken, self._taken = self._taken, []
         return pyarrow().array(taken, trainer_fields()[self._name].type)
 

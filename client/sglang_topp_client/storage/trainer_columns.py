@@ -1,6 +1,6 @@
 """Columns that a trainer adds to saved rollouts: its own log-probs, and rewards.
 
-All columns are optional, and may be null in a row. T is the number of the row's output tokens::
+Each column is optional. A row may have null in any of them. T is the number of the row's output tokens::
 
     trainer_logprobs                list<float>, T; natural log-probs over the whole vocabulary
     trainer_masked_logprobs         list<float>, T; natural log-probs over the candidate sets
@@ -57,7 +57,7 @@ def has_rollout_columns(found: Any) -> bool:
 
 
 class TrainerRows:
-    """A reader of the trainer's columns in a table of rollouts. Missing columns read as null."""
+    """A reader of the trainer's columns in a table of rollouts. A missing column counts as null."""
 
     def __init__(self, table: Any) -> None:
         self._columns = {

@@ -1,8 +1,8 @@
 """File-descriptor limit: how many connections a client may open, and the error if no descriptor is left.
 
-Every connection is an open file. The soft limit (`ulimit -n`, RLIMIT_NOFILE) is often 1,024, and 256 on
-macOS. The client does not raise the limit, because `select` elsewhere in the process fails on descriptors of
-1,024 and above.
+Every connection takes one file descriptor. The soft limit on descriptors (`ulimit -n`, RLIMIT_NOFILE) is
+often 1,024, and 256 on macOS. The client does not raise the limit, because other code in the process may call
+`select`, which fails on descriptors of 1,024 and above.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ except ImportError:  # pragma: no cover - Windows has no such limit
 
 __all__ = ["FileLimitError", "max_connections", "shortage"]
 
-# This many descriptors stay free for files that the process opens later, and for connection attempts: threads
-# resolve names, and two addresses may be tried at once.
+# Keep this many descriptors free for files that the process opens later, and for attempts to connect. An
+# attempt may take several: a thread resolves the name, and the client may try two addresses at once.
 _RESERVE = 64
 
 
 class FileLimitError(TransportError):
-    """This process, or the machine, has no file descriptor left for a connection."""
+    """A connection failed to open, because the process or the machine has no free file descriptor."""
 
 
 def max_connections(wanted: int) -> int:
-    """Return how many connections a client may have: `wanted`, or fewer if the limit of open files is low.
+    """Return how many connections a client may have: `wanted`, or fewer if the limit on open files is low.
 
     The upper bound is the process's limit on open files, minus the files open now and a reserve. The reserve
-    is 64 files, or an eighth of the limit if that is less. A client may always have one connection, because
-    an error about the shortage is better than an endless wait.
+    is 64 files, or an eighth of the limit if that is less. The result is at least 1. If no descriptor is
+    free, the client then raises an error instead of waiting forever.
     """
     limit = _limit()
     if limit is None:
@@ -42,7 +42,7 @@ def max_connections(wanted: int) -> int:
 
 
 def shortage(error: BaseException) -> str | None:
-    """Return a sentence with a remedy if a lack of file descriptors caused `error`, or else None."""
+    """Return a sentence with a remedy if `error` comes from a lack of file descriptors, or else None."""
     codes = _error_numbers(error, set())
     if errno.ENFILE in codes:
         return "the machine has no file left for a connection (ENFILE, fs.file-max): close some, or raise it"
@@ -84,9 +84,10 @@ def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
 
 
 def _is_none_left() -> bool:
-    """Return whether opening a file fails now, because no file descriptor is left.
+    """Return whether the process has no file descriptor left. The test is to open a file.
 
-    This test covers name lookups: without a descriptor, they raise an error whose `errno` hides the cause.
+    This test is needed for name lookups. Without a descriptor, they raise an error whose `errno` is not
+    EMFILE.
     """
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))

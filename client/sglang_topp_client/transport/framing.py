@@ -1,10 +1,10 @@
 """Message framing: split the byte stream of an answer into messages, which are lines or frames.
 
-Lines end with a line feed (NDJSON, server-sent events). Frames may hold any bytes; each frame begins with its
+Lines end with a line feed (NDJSON, server-sent events). Frames may hold any bytes. Each frame begins with its
 length, a little-endian uint64.
 
-A frame takes memory only for the bytes that have arrived, whatever length it announces. A message that
-exceeds the limit raises an error before all of it has arrived.
+Memory for a frame grows only as its bytes arrive, so a huge length prefix allocates nothing. If a message is
+longer than the limit, the reader raises an error before the whole message has arrived.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ async def lines(
         WireError: a line is longer than `max_bytes`; the rest is not read.
         TransportError: the answer ends within a line.
     """
-    # Use one buffer instead of a list of chunks, because malloc returns freed large buffers to the OS at
-    # once.
+    # Collect a line in one large buffer, not in a list of chunks. malloc returns the memory of a large buffer
+    # to the OS as soon as the buffer is freed.
     pending = bytearray()
     with limit.reader() as reader:
         async for data in body:
@@ -44,8 +44,8 @@ async def lines(
                 _check_length(len(pending) + len(end), max_bytes)
                 pending += end
                 line = bytes(pending).rstrip(b"\r")
-                # Free the buffer before the caller decodes the line, and free the line before reading the
-                # next one.
+                # To save memory, free the buffer before the caller decodes the line. Free the line before the
+                # next line is read.
                 pending = bytearray()
                 yield line
                 del line
@@ -94,7 +94,7 @@ async def frames(
 
 
 async def whole(body: AsyncIterator[bytes], max_bytes: int) -> bytes:
-    """Return the whole answer.
+    """Return the whole answer as bytes.
 
     Raises:
         WireError: the answer is longer than `max_bytes`.

@@ -1,12 +1,12 @@
 """HTTP client of one server, built on aiohttp: send requests, stream answers, and turn statuses into errors.
 
-The client is sized for hundreds of generations at once. The client sets no limit on the time between two
-reads, because a generation may take an hour.
+The client supports hundreds of generations at once. It has no read timeout, because a generation may take an
+hour. The connection pool has no limit, because the client already limits the calls in flight.
 
-The connection pool has no limit, because the client already limits the calls in flight. aiohttp was chosen
-for its speed. In paired runs with 1,000 samples in flight to `benchmarks/harness/fake_engine.py`, aiohttp
-finished 1.2 to 1.4 times as many samples per second as a pool over httpcore; httpx's own pool finished 0.6
-times as many. httpx compares every idle connection with every other one whenever a request starts or ends.
+The client uses aiohttp for its speed. In paired runs against `benchmarks/harness/fake_engine.py`, 1,000
+samples were in flight. aiohttp finished 1.2 to 1.4 times as many samples per second as a pool over httpcore.
+httpx's own pool finished 0.6 times as many as that pool. httpx compares every idle connection with every
+other one whenever a request starts or ends.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from sglang_topp_client.transport.trace_context import trace_headers
 __all__ = ["HttpClient", "ServerConfig", "check_key", "check_url"]
 
 _CONNECT_TIMEOUT_S = 10.0
-# SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request that starts
-# while the server closes its connection fails, so the client closes idle connections earlier.
+# SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if it
+# starts while the server closes the connection. The client therefore closes idle connections earlier.
 _KEEPALIVE_S = 3.0
-# Longer bodies are passed as a stream, because aiohttp warns about long bodies in bytes.
+# Pass longer bodies to aiohttp as a stream, because it warns about long bodies in bytes.
 _MAX_BYTES_BODY = 1 << 20
 _MAX_ERROR_BYTES = 1 << 16
 _USER_AGENT = "sglang-topp"
@@ -63,7 +63,7 @@ _FRAMED = (rollout_binary.MEDIA_TYPE, score_codecs.MEDIA_TYPE)
 
 _log = logging.getLogger(__name__)
 
-# The kernel detects a lost peer after 60 + 4 * 15 s.
+# With these TCP keepalive options, the kernel detects a lost peer after 60 + 4 * 15 s.
 _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
@@ -75,7 +75,7 @@ _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 class ServerConfig:
     """The configuration of one server's connections: address, key, headers, TLS settings, and limits.
 
-    Proxies from the environment are not used, because rollouts stay inside a cluster.
+    The client ignores proxies from the environment, because rollouts stay inside a cluster.
 
     Raises:
         InvalidInputError: `base_url` is not an http(s) address, `api_key` or `headers` cannot be sent, `ssl`
@@ -168,8 +168,8 @@ class HttpClient:
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
         """POST `body` as JSON, and yield the messages of the answer as they arrive.
 
-        The answer's media type says whether the messages are lines or frames (`framing.py`). Leaving the
-        context early closes the connection.
+        The answer's media type decides whether the messages are lines or frames (`framing.py`). If the caller
+        leaves the context early, the connection is closed.
 
         Args:
             path: the route.
@@ -179,7 +179,7 @@ class HttpClient:
 
         Raises:
             ResponseError: the answer's status is not 200. If a sidecar's answer names another
-                SglangToppError, that error is raised instead.
+                SglangToppError, the client raises the named error instead.
             TransportError: the answer did not arrive completely.
             WireError: a message is longer than `max_message_bytes`; the rest is not read.
         """
@@ -242,10 +242,10 @@ class HttpClient:
             raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
 
     async def is_answering(self, path: str, *, timeout_s: float) -> bool:
-        """Return whether an answer to a GET begins within `timeout_s`, whatever its status.
+        """Return whether the server begins to answer a GET within `timeout_s`, with any status.
 
-        An immediate error counts as an answer. For example, a server that is shutting down refuses new
-        connections but finishes its requests.
+        A connection error within that time counts as an answer. For example, a server that is shutting down
+        refuses new connections, but still finishes its requests.
         """
         try:
             async with asyncio.timeout(timeout_s), self._send("GET", path, None, {}):
@@ -261,7 +261,7 @@ class HttpClient:
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """Yield the answer once its headers have arrived.
 
-        Redirects are not followed, because the redirect's target would get the key.
+        The client does not follow redirects, because the target of a redirect would get the API key.
         """
         session = await self._open()
         data = io.BytesIO(content) if content is not None and len(content) > _MAX_BYTES_BODY else content
@@ -275,7 +275,7 @@ class HttpClient:
         try:
             yield response
         finally:
-            # Release the connection. This closes the connection unless the answer was read to its end.
+            # Release the connection. aiohttp closes it if part of the answer is still unread.
             response.release()
 
     async def _open(self) -> aiohttp.ClientSession:
@@ -292,7 +292,8 @@ class HttpClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
-            # Start a generator that closes the session: a loop that shuts down closes its async generators.
+            # Start a generator that closes the session at its end. When the event loop shuts down, it closes
+            # all of its asynchronous generators.
             self._closer = _close_at_end(self._session)
             await anext(self._closer)
         return self._session
@@ -303,7 +304,7 @@ async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, 
         yield
     finally:
         await session.close()
-        # Wait for the loop's next iteration, in which the transports close.
+        # Let the event loop run once more. The transports close in its next iteration.
         await asyncio.sleep(0)
 
 
@@ -344,7 +345,8 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
     except (aiohttp.ClientError, OSError) as error:
         is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
         if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
-            # The shortage may pass, so the call is retried. The log tells the user why the call takes long.
+            # The client retries this error, because descriptors may become free. The log tells the user why
+            # the call takes long.
             _log.warning("%s: %s", url, sentence)
             raise FileLimitError(f"{url}: {sentence}") from error
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
@@ -389,7 +391,10 @@ async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
 
 
 def _reported(raw: bytes) -> dict[str, Any]:
-    """Return the fields of an error body: `{"error": {...}}`, `{"error": "..."}`, or a flat object."""
+    """Return the fields of an error body, or no fields if the body has none of the known forms.
+
+    The known forms are `{"error": {...}}`, `{"error": "..."}`, and a flat object.
+    """
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):

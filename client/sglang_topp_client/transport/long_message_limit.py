@@ -1,8 +1,8 @@
 """LongMessageLimit: limit how many long messages are read at the same time, to save memory.
 
-A message holds all candidate sets of a sample, and can be decoded only once it is complete. Without a limit,
-many samples that end together would all be in memory, half read. While a message waits for its turn, its
-unread part stays at the server.
+A message holds all candidate sets of a sample, and can be decoded only once it is complete. Many samples may
+end together. Without a limit, the client would hold all of their incomplete messages in memory. While a
+message waits for a slot, its unread part stays on the server.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LongMessageLimit:
     """A limit on the long messages that are read at the same time, within one event loop.
 
     Args:
-        max_long_messages: how many long messages are read at once. If these messages make no progress for 5
-            s, more messages are read.
+        max_long_messages: the number of slots. Each long message takes one slot while it is read. If no
+            message with a slot makes progress for 5 s, the waiting messages are read without a slot.
     """
 
     def __init__(self, max_long_messages: int) -> None:
@@ -35,7 +35,7 @@ class LongMessageLimit:
 
     @contextmanager
     def reader(self) -> Generator[MessageReader, None, None]:
-        """Yield a reader of one answer's messages."""
+        """Yield a reader for one answer. Free its slot at the end."""
         reader = MessageReader(self)
         try:
             yield reader
@@ -43,14 +43,14 @@ class LongMessageLimit:
             reader.end_message()
 
     def step(self) -> None:
-        """Note that a long message has made progress."""
+        """Record that a long message has made progress."""
         self._num_steps += 1
 
     async def enter(self) -> bool:
-        """Wait for a place. Return True, or False if the caller may continue without a place.
+        """Wait for a slot. Return True, or False if the caller may continue without a slot.
 
-        The wait ends without a place if the messages that hold places make no progress for 5 s. A server that
-        hangs in the middle of its messages must not block the messages of other servers.
+        The wait ends without a slot if no long message makes progress for 5 s. A server that hangs in the
+        middle of its messages must not block the messages of other servers.
         """
         while True:
             num_steps = self._num_steps
@@ -63,31 +63,35 @@ class LongMessageLimit:
                     return False
 
     def leave(self) -> None:
-        """Give a place back."""
+        """Free a slot."""
         self.step()
         self._free.release()
 
 
 class MessageReader:
-    """A reader of one answer. Each long message takes one of the limit's places while it is read."""
+    """The reader of one answer. Each of its long messages takes a slot while it is read."""
 
     def __init__(self, limit: LongMessageLimit) -> None:
         self._limit = limit
         self._is_long = self._has_place = False
 
     def note_received(self) -> None:
-        """Note that a part of the answer has arrived."""
+        """Record that a part of the answer has arrived."""
         if self._is_long:
             self._limit.step()
 
     async def hold(self, num_bytes: int) -> None:
-        """Wait for a place if the `num_bytes` that have arrived make the message long."""
+        """Wait for a slot once more than `LONG_BYTES` of a message have arrived.
+
+        Args:
+            num_bytes: how many bytes of the message have arrived.
+        """
         if num_bytes > LONG_BYTES and not self._is_long:
             self._is_long = True
             self._has_place = await self._limit.enter()
 
     def end_message(self) -> None:
-        """Give the place back, because the message was decoded or abandoned."""
+        """Free the slot after a message was decoded or abandoned."""
         if self._has_place:
             self._limit.leave()
         self._is_long = self._has_place = False

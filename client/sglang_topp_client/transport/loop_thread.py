@@ -1,4 +1,4 @@
-"""LoopThread: a background thread with an event loop, on which synchronous code runs coroutines."""
+"""LoopThread: a background thread whose event loop runs coroutines for synchronous code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _T = TypeVar("_T")
 class LoopThread:
     """A background thread with an event loop.
 
-    The thread starts at the first `run`, and again after a fork, because a fork does not copy threads. The
-    thread ends when `stop` is called, when this object is collected, or when the interpreter exits.
+    The first `run` starts the thread. In a forked process, the next `run` starts a new thread, because a fork
+    does not copy threads. The thread ends at `stop`, at the garbage collection of this object, or at the exit
+    of the interpreter.
     """
 
     def __init__(self) -> None:
-        # The lock is reentrant: while it is held, the garbage collector may close a generator, which calls
-        # `run`.
+        # The lock must be reentrant. While a thread holds the lock, the garbage collector may close a
+        # generator on that thread. The generator then calls `run`.
         self._lock = threading.RLock()
         self._running: _Running | None = None
         self._pid = os.getpid()
@@ -35,8 +36,8 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run `coroutine` on the loop and return its result.
 
-        If an exception such as KeyboardInterrupt ends the wait, the coroutine is cancelled, and this method
-        waits until the coroutine has cleaned up.
+        An exception such as KeyboardInterrupt may end the wait early. This method then cancels the coroutine,
+        and waits until it has cleaned up.
 
         Raises:
             TransportError: the thread or its loop could not start, for example because no file descriptor is
@@ -72,7 +73,7 @@ class LoopThread:
 
     @property
     def can_wait(self) -> bool:
-        """Whether waiting is possible: this thread runs, and it is not the caller's own thread."""
+        """Whether the caller may wait for the loop: its thread runs, and is not the caller's own thread."""
         running = self._running
         return (
             running is not None
@@ -93,7 +94,8 @@ class LoopThread:
 
     def _call(self, callback: Callable[[], None]) -> asyncio.AbstractEventLoop:
         """Schedule `callback` on the loop, and return the loop."""
-        # Hold the lock, because a loop that `stop` has ended would never run the callback.
+        # Hold the lock, so that `stop` cannot end the loop in between. An ended loop would never run the
+        # callback.
         with self._lock:
             if self._running is None or self._pid != os.getpid():
                 self._pid = os.getpid()
@@ -104,7 +106,10 @@ class LoopThread:
 
 
 class _Running:
-    """The thread and its loop. Neither refers to the LoopThread, which can thus be collected."""
+    """The thread and its event loop.
+
+    They hold no reference to the LoopThread, so that it can be garbage-collected while the thread runs.
+    """
 
     finalizer: weakref.finalize[..., LoopThread]
 

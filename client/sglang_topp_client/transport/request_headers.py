@@ -1,4 +1,4 @@
-"""Check a caller's additional HTTP headers, and define the name of the header `X-SMG-Routing-Key`."""
+"""Request headers: check a caller's additional HTTP headers, and name the header of the routing key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 """The header of the routing key. Gateways send requests with the same key to the same worker."""
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# The client sets these headers for each request. Another value would break the connection or the answer's
-# decoding.
+# The client sets these headers itself. A caller's value would break the connection or the decoding of the
+# answer.
 _RESERVED = {
     "accept",
     "accept-encoding",
@@ -32,8 +32,8 @@ def as_headers(headers: Any) -> dict[str, str]:
     """Return a copy of a caller's headers with lowercase names.
 
     Raises:
-        InvalidInputError: a name or a value cannot be sent, or the client sets that header itself. The
-            message shows no value, because a value may be a secret.
+        InvalidInputError: a name or a value is invalid in HTTP, or the client sets the header itself. The
+            message hides the values, because a value may be a secret.
     """
     if not isinstance(headers, Mapping):
         raise InvalidInputError(

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 __all__ = ["forward_trace", "trace_headers"]
 
 _PARENT, _STATE = "traceparent", "tracestate"
-# https://www.w3.org/TR/trace-context/: later versions may append fields.
+# The format of `traceparent` (https://www.w3.org/TR/trace-context/). Later versions may append fields.
 _PARENT_VALUE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?")
 _MAX_STATE_CHARS = 512
 
@@ -22,10 +22,11 @@ _forwarded: ContextVar[Mapping[str, str] | None] = ContextVar("forwarded_trace",
 def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
     """Send the trace context in `headers` with every request of this task and its child tasks.
 
-    A `traceparent` that the standard does not allow is ignored, together with its `tracestate`.
+    An invalid `traceparent` is ignored, together with its `tracestate`.
 
     Args:
-        headers: the headers of a received request, a mapping whose names are lowercase or case-insensitive.
+        headers: the headers of a received request. The names must be lowercase, or the mapping must ignore
+            case.
     """
     parent, state = headers.get(_PARENT, ""), headers.get(_STATE, "")
     forwarded = {}
@@ -44,7 +45,7 @@ def trace_headers() -> Mapping[str, str]:
     """Return the trace context of the current task: the forwarded one, or OpenTelemetry's current span."""
     if (forwarded := _forwarded.get()) is not None:
         return forwarded
-    # A program that uses tracing has imported OpenTelemetry already.
+    # Do not import OpenTelemetry only for this check. A program that uses it has already imported it.
     if "opentelemetry" not in sys.modules:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

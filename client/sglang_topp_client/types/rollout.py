@@ -37,11 +37,12 @@ class Rollout:
         text: the generated text as the engine detokenized it; after `extend`, the text of the last turn only.
         logprobs: float32 [T], natural log-prob of each generated token over the full vocabulary; 0 for
             appended tokens.
-        candidates: the candidate set of each token, T positions; empty for appended tokens. None if the
+        candidates: the candidate set of each token, T sets; an empty set for each appended token. None if the
             request did not ask for sets.
         finish_reason: `"stop"` or `"length"`; `"abort"` if the sample was interrupted and the request had
             `on_abort="return"`; `"extended"` if `extend` appended the last tokens.
-        weight_version: the engine's name for the weights of the last token; None if the weights have no name.
+        weight_version: the weight version of the last token, as the engine reports it; None if the engine
+            reports no version.
         cached_tokens: how many prompt tokens came from the engine's prefix cache; for a resumed sample, the
             count of its first request.
         latency_s: seconds from the engine's receipt of the request to its last token; for a resumed sample,
@@ -83,7 +84,7 @@ class Rollout:
 
     @property
     def weight_versions(self) -> tuple[str, ...] | None:
-        """The weight version of each token and its candidate set, T names; None if `weight_spans` is None."""
+        """The weight version of each token and its set, one per token; None if `weight_spans` is None."""
         return None if self.weight_spans is None else expand_spans(self.weight_spans)
 
     @property
@@ -108,15 +109,15 @@ class Rollout:
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
         """Return a copy of this rollout with the token ids of a tool or an environment appended.
 
-        Appended tokens get empty candidate sets (no replay, and no loss), the log-prob 0, and the weight
-        version "". `resume` then generates the next turn, and `max_new_tokens`, stop strings, and `text`
-        apply to that turn alone.
+        Appended tokens get empty candidate sets, the log-prob 0, and the weight version "". They take no part
+        in replay or in the loss. `resume` then generates the next turn. `max_new_tokens`, stop strings, and
+        `text` apply to that turn alone.
 
         Args:
             token_ids: one or more token ids.
 
         Raises:
-            InvalidInputError: `token_ids` are not token ids.
+            InvalidInputError: `token_ids` is empty, or holds anything other than token ids.
         """
         ids = np.array(as_token_ids("token_ids", token_ids), np.int32)
         start, end = len(self.output_ids), len(self.output_ids) + len(ids)

@@ -16,21 +16,21 @@ __all__ = ["Score"]
 class Score:
     """One scored sequence. L is the number of its tokens; positions `start` to L - 1 are scored.
 
-    The distribution at a position is the model's own, given all tokens before it: at temperature 1, without
-    penalties, bias, or grammar, even if the sequence was sampled with other settings.
+    Each log-prob comes from the model's own distribution at temperature 1, given all earlier tokens.
+    Penalties, bias, and grammars do not apply, even if the sequence was sampled with them.
 
     Attributes:
         sequence_index: the index of the sequence in the request, from 0.
         request_id: the engine's id of the request.
-        token_ids: int32 [L], the whole sequence as the engine saw it.
+        token_ids: int32 [L], the token ids of the whole sequence.
         start: the first scored position, 1 to L; L if no position is scored.
-        logprobs: float32 [L - start], natural log-prob of `token_ids[t]`, given the tokens before it, over
-            the full vocabulary, for every `t` from `start` on.
+        logprobs: float32 [L - start], the natural log-prob over the full vocabulary of each token from
+            `start` on, given all earlier tokens.
         candidates: the candidate set of each scored position, L - start sets, with `token_ids[t]` as the
             sampled token; None if the request did not ask for sets.
-        weight_version: the engine's name for the weights that scored every position. On SGLang before 0.5.19,
-            the name only holds for the end of the request: if weights were pushed during an `in_place` pause,
-            older weights may have scored earlier positions.
+        weight_version: the version of the weights that scored every position, as the engine reports it. On
+            SGLang before 0.5.19, this is the version at the end of the request. If weights were pushed during
+            an `in_place` pause, older weights may have scored earlier positions.
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """
 

@@ -4,7 +4,7 @@ SGLang's field `weight_versions` has one object for each span, in order::
 
     [{"version": name, "start": first token, "end": one past the last token}, ...]
 
-A sample without tokens has one object that ends at 0, or no object.
+A sample without tokens has no object, or one object that ends at 0.
 """
 
 from __future__ import annotations

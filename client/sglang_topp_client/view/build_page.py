@@ -28,12 +28,15 @@ __all__ = ["MAX_DETAILED", "page_of_file", "page_of_rollouts"]
 
 MAX_DETAILED = 64
 _MAX_DETAIL_BYTES = 28 * 2**20
-"""The maximum total size of the encoded rollouts. As base64, they take 37 MiB of a page below 50 MB."""
+"""The maximum total size of the encoded rollouts in bytes.
+
+In base64, this size becomes 37 MiB, so that the page stays below 50 MB.
+"""
 
 _CONTEXT = 12
 _MAX_SIBLINGS = 7
 Step: TypeAlias = Callable[[str, int, int], None]
-"""A progress callback. It takes the stage, the number of rollouts, and the number of tokens."""
+"""A progress callback. Its arguments are the stage, the number of rollouts, and the number of tokens."""
 
 _Read: TypeAlias = Callable[["Collection[int] | None"], Iterable[tuple[int, ScoredRollout]]]
 
@@ -47,7 +50,7 @@ def page_of_file(
 ) -> Iterator[bytes]:
     """Yield the HTML of the page for the rollouts in a file or a directory, in chunks.
 
-    Memory holds one row group at a time, and the content of the page.
+    At any time, memory holds one row group and the content of the page.
 
     Args:
         path: a file written by `save_rollouts` or `add_trainer_columns`, or a directory written by
@@ -152,7 +155,7 @@ def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], coun
 
 
 class _Details:
-    """The encoded tokens of the rollouts in `order`, as many as fit in the page."""
+    """The encoded tokens of the rollouts in `order`. `chosen` returns the rollouts that fit in the page."""
 
     def __init__(self, order: list[int]) -> None:
         self._order = order
@@ -162,12 +165,12 @@ class _Details:
         return len(self._encoded)
 
     def add(self, row: int, scored: ScoredRollout) -> None:
-        """Encode and keep a rollout if `order` contains it."""
+        """Encode and keep a rollout if `order` contains its row number."""
         if row in self._order:
             self._encoded[row] = encode_detail(scored)
 
     def chosen(self) -> list[tuple[int, bytes]]:
-        """Return the rollouts that fit, in order."""
+        """Return the row numbers and the bytes of the rollouts that fit in the page, sorted as `order`."""
         chosen, num_bytes = [], 0
         for row in self._order:
             if num_bytes + len(self._encoded[row]) <= _MAX_DETAIL_BYTES:

@@ -1,7 +1,7 @@
 """Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
-The data are in script elements of types that no browser runs. The data cannot close their script element,
-because `<` is escaped in JSON and does not occur in base64.
+The data are in script elements with types that browsers do not execute. The data never contain `<`, so they
+cannot end a script element early: `_json_text` escapes `<`, and base64 does not use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["content_security_policy", "page_chunks", "script_text"]
 
-# The order matters: a module may use only the modules before it.
+# The modules form one script in this order. Code outside of functions may use only the earlier modules.
 _MODULES = (
     "dom.js",
     "token_colors.js",
@@ -44,7 +44,10 @@ def _asset(name: str) -> str:
 
 @cache
 def script_text() -> str:
-    """Return all modules as one script, without imports and exports. No two modules define the same name."""
+    """Return all modules as one script, without imports and exports.
+
+    Two modules must not define the same name.
+    """
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _asset(name))) for name in _MODULES)
 
 
@@ -62,7 +65,7 @@ def content_security_policy() -> str:
 
 
 def _json_text(value: Any) -> str:
-    """Encode `value` as JSON in which no HTML element can begin or end."""
+    """Encode `value` as JSON with `<`, `>`, and `&` escaped, so that it contains no HTML tags."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -75,7 +78,7 @@ def page_chunks(
     Args:
         title: the page's title, any text.
         overview: the statistics and the table of all rollouts, as JSON values.
-        details: the number and the encoded tokens of each rollout that is shown token by token.
+        details: the row number and the encoded tokens of each rollout that the page shows token by token.
     """
     head, body, tail = re.split(r"<!-- (?:STYLE|DATA) -->\n", _asset("page.html"))
     yield (

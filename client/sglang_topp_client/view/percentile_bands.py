@@ -1,7 +1,7 @@
 """Percentile bands for the charts of `sglang-topp view`: median, p10, and p90 by position in the output.
 
-Rollouts are added one by one, and memory does not grow, because each value is counted at the nearest point of
-a fixed grid. A percentile is exact to one step of the grid, which is far finer than a chart can show.
+Each value is counted at the nearest point of a fixed grid, so memory does not grow with the number of
+rollouts. A percentile is exact to one step of the grid. A chart cannot show a difference of one step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Grid:
     """A fixed grid: each value is counted at the nearest grid point.
 
     Args:
-        points: float64 [G], ascending. A value beyond an end is counted at that end.
+        points: float64 [G], ascending. A value below the first point or above the last one is counted at that
+            point.
     """
 
     def __init__(self, points: NDArray[np.float64]) -> None:
@@ -31,13 +32,13 @@ class Grid:
         return len(self.points)
 
     def index(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the index of the point nearest to each value, int64."""
+        """Return the index of the grid point nearest to each value, int64."""
         index: NDArray[np.int64] = np.searchsorted(self._bounds, values, side="left")
         return index
 
 
 def _size_points() -> NDArray[np.float64]:
-    """Return every size up to 1,024, and then sizes in steps of 1 % up to four million."""
+    """Return every size from 1 to 1,024, and then sizes in steps of 1 % up to four million."""
     above = np.unique(np.round(1024 * 1.01 ** np.arange(1, 836)))
     points: NDArray[np.float64] = np.concatenate([np.arange(1.0, 1025.0), above])
     return points
@@ -61,7 +62,7 @@ class PositionBands:
         self._width = 1
 
     def add(self, positions: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """Count values at positions in the output."""
+        """Count each value in the bin of its position in the output. `positions` must be ascending."""
         if not len(positions):
             return
         while positions[-1] >= NUM_BINS * self._width:

@@ -13,12 +13,12 @@ OFF = 0.1
 """An importance ratio is an outlier if it differs from 1 by more than this value."""
 
 # The bounds of the histogram's bars, in log-ratios. The middle bar is centered on 0, which is the ratio 1.
-# The two outer bars count everything beyond.
+# The first and the last bar count all smaller and all larger ratios.
 _EDGES = np.concatenate([[-np.inf], np.arange(-50.5, 51.0) * 0.02, [np.inf]])
 
 
 class RatioSummary:
-    """Statistics of importance ratios, which are added as log-ratios.
+    """Statistics of importance ratios. The caller adds the ratios as log-ratios.
 
     Attributes:
         num_tokens: the number of ratios.
@@ -35,7 +35,8 @@ class RatioSummary:
         log_ratios = log_ratios[~np.isnan(log_ratios)]
         if not len(log_ratios):
             return
-        # The cap avoids infinite ratios in float64. The histogram's last bar counts the values either way.
+        # Cap the log-ratios at 700, so that the ratios are finite in float64. The histogram needs no cap,
+        # because its last bar counts all larger values.
         ratios = np.exp(np.minimum(log_ratios, 700.0))
         self.num_tokens += len(ratios)
         self._sum += float(ratios.sum())
@@ -46,7 +47,7 @@ class RatioSummary:
         )
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return the statistics, or None if there is no ratio."""
+        """Return the statistics, or None if no ratio was added."""
         if not self.num_tokens:
             return None
         return {

@@ -1,4 +1,4 @@
-"""RolloutTable: the table of `sglang-topp view`, with one row per rollout, and groups of rows by prompt."""
+"""RolloutTable: the table of rollouts in `sglang-topp view`, with a lookup of all samples of a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_VERSIONS = 8
 
 
 class RolloutTable:
-    """The rows of the first `MAX_ROWS` rollouts."""
+    """The table rows of the first `MAX_ROWS` rollouts. Later rollouts get no row."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -37,7 +37,8 @@ class RolloutTable:
         if len(self._rows) == MAX_ROWS:
             return
         rollout = scored.rollout
-        # A directory may hold several training steps, and each step numbers its prompts from 0.
+        # Include the token ids in the key. A directory may hold several training steps, and each step numbers
+        # its prompts from 0.
         key = (rollout.prompt_index, hashlib.sha256(rollout.prompt_ids.tobytes()).digest())
         prompt = self._prompts.setdefault(key, len(self._prompts))
         if prompt == len(self._members):

@@ -1,6 +1,6 @@
 """Per-token numbers of one rollout: set size, kept mass, entropy, and importance ratios.
 
-In shapes, T is the number of output tokens, and n is the total number of candidates.
+In shapes, T is the number of output tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ class TokenMetrics:
     Attributes:
         sizes: int64 [T], the size of each set; 0 without a set.
         is_appended: bool [T], the tokens of a tool or an environment.
-        is_missing: bool [T], generated tokens without a set, on which training would be wrong.
+        is_missing: bool [T], generated tokens without a set. A trainer must not train on them.
         mass: float64 [T], the kept mass; NaN if unknown.
         entropy: float64 [T], the entropy of the distribution within the set, in nats; NaN if unknown.
-        log_ratio: float64 [T], the log of the importance ratio without replay: the trainer's log-prob over
-            the whole vocabulary minus the rollout's log-prob within the set. NaN if the trainer's log-prob is
+        log_ratio: float64 [T], the log of the importance ratio without replay. This is the trainer's log-prob
+            over the whole vocabulary minus the rollout's log-prob within the set. NaN if the trainer's
+            log-prob is unknown.
+        log_replayed_ratio: float64 [T], the log of the importance ratio with replay. This is the trainer's
+            log-prob minus the rollout's log-prob, both within the set. NaN if the trainer's log-prob is
             unknown.
-        log_replayed_ratio: float64 [T], the log of the importance ratio with replay: the trainer's log-prob
-            minus the rollout's, both within the set. NaN if the trainer's log-prob is unknown.
     """
 
     sizes: NDArray[np.int64]
@@ -45,9 +46,10 @@ class TokenMetrics:
 
     @property
     def log_ratio_or_mass(self) -> Float64Array:
-        """`log_ratio`, or the log of the kept mass if the trainer's log-prob is unknown; float64 [T].
+        """The log-ratio of each token without replay, or an estimate if it is unknown; float64 [T].
 
-        For a trainer with the rollout's own weights, the log-ratio equals the log of the kept mass.
+        The estimate is the log of the kept mass. This is the log-ratio of a trainer with the same weights as
+        the rollout.
         """
         with np.errstate(divide="ignore"):
             return np.where(np.isnan(self.log_ratio), np.log(self.mass), self.log_ratio)

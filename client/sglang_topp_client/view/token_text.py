@@ -18,7 +18,7 @@ from sglang_topp_client.types.rollout import Rollout
 __all__ = ["TokenTexts"]
 
 TokenText: TypeAlias = "str | list[int]"
-"""The text of a token, or its byte values if the token is not valid UTF-8 by itself."""
+"""The text of a token, or the list of its bytes if they are not valid UTF-8 by themselves."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -52,7 +52,7 @@ class TokenTexts:
                 f"--tokenizer: got {os.fspath(path)}, expected a tokenizer.json or the directory of a model"
                 f" that holds one: {error.strerror}"
             ) from None
-        except Exception as error:  # tokenizers raises plain Exception
+        except Exception as error:  # tokenizers raises the class Exception itself
             raise InvalidInputError(f"--tokenizer: {file} holds no tokenizer: {error}") from None
         self._added = {
             token_id: token.content for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -75,14 +75,14 @@ class TokenTexts:
 
     def _to_bytes(self, piece: str) -> bytes:
         if self._bytes_of is not None:
-            # A character outside the alphabet stands for itself.
+            # A character outside the byte-level alphabet stands for its own UTF-8 bytes.
             return b"".join(self._bytes_of.get(one, one.encode()) for one in piece)
         if match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
         return piece.replace("▁", " ").encode()
 
     def texts_of(self, token_ids: Iterable[int]) -> dict[str, TokenText]:
-        """Return the texts of tokens by id. Ids that the tokenizer lacks are left out."""
+        """Return a mapping from ids to texts. Ids that the tokenizer lacks are left out."""
         texts = ((token_id, self.text_of(token_id)) for token_id in token_ids)
         return {str(token_id): text for token_id, text in texts if text is not None}
 

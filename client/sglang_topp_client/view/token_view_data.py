@@ -1,4 +1,4 @@
-"""Encode one rollout's tokens as bytes for the page's token view, which decodes the bytes on demand.
+"""Encode one rollout's tokens for the token view of `sglang-topp view`. The page decodes them on demand.
 
 The bytes are a gzip stream of three parts, little-endian: the length of the header (uint32), the header in
 JSON, and the arrays, each aligned to four bytes. The header's field `arrays` lists the `[name, dtype,
@@ -78,7 +78,7 @@ def _arrays(rollout: Rollout, metrics: TokenMetrics) -> dict[str, NDArray[Any]]:
 
 
 def listed_candidates(rollout: Rollout) -> NDArray[np.bool_]:
-    """Return which of a rollout's n candidates the page lists, bool [n]."""
+    """Return a mask of the candidates that the page lists, bool [n], from all n candidates of a rollout."""
     sets = rollout.candidates
     assert sets is not None
     ranks = np.arange(len(sets.token_ids)) - np.repeat(sets.offsets[:-1], sets.sizes)

@@ -1,6 +1,7 @@
 """Keep the tokens with the highest values of a metric, while rollouts are added one by one.
 
-The page calls them the worst tokens. If small values are the worst, the caller negates them.
+`sglang-topp view` shows these tokens as the worst tokens. For a metric whose low values are bad, the caller
+adds negated values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class TopTokens:
 
     Args:
         count: the number of tokens to keep.
-        per_rollout: the maximum number of tokens to keep from one rollout; None sets no limit.
+        per_rollout: the maximum number of tokens to keep from one rollout; None for any number.
     """
 
     def __init__(self, count: int, *, per_rollout: int | None = None) -> None:

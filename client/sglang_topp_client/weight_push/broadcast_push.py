@@ -20,7 +20,7 @@ from sglang_topp_client.weight_push.named_tensors import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
 
-# Seconds to wait for the other engines once one engine has failed. Their operation may never end.
+# Once one engine has failed, wait at most this many seconds for the others, whose operation may never end.
 _GRACE_S = 5.0
 
 
@@ -29,11 +29,11 @@ async def push_broadcasts(
 ) -> Outcomes:
     """Broadcast a model's tensors to paused engines, and return the outcome of each engine.
 
-    This process is rank 0 of a group that exists for this push. If one engine fails, the push fails on all
-    engines, because all of them take part in the same collective operations.
+    This process is rank 0 of a process group that exists only during this push. If one engine fails, the push
+    fails on all engines, because all of them take part in the same collective operations.
 
     Args:
-        engines: the engines, whose `tp_size` is already set by `EngineControl.check`.
+        engines: the engines. `EngineControl.check` has already set their `tp_size`.
         parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
         timeout_s: the time limit of each collective operation.
@@ -45,8 +45,8 @@ async def push_broadcasts(
     try:
         await group.broadcast(parts, version)
     except SglangToppError as error:
-        # An engine that still waits for other engines cannot end its update session. The next push ends that
-        # session.
+        # Leave the update sessions open. An engine that still waits for other engines cannot end its session.
+        # The next push ends the sessions.
         return [group.failures.get(engine, error) for engine in engines]
     finally:
         await group.destroy()
@@ -68,7 +68,7 @@ class _Group:
         """Form the group and broadcast all tensors.
 
         Raises:
-            SglangToppError: an engine or the group failed; `failures` has the error of each failed engine.
+            SglangToppError: an engine or the group failed. `failures` maps each failed engine to its error.
         """
         bucket, is_last = await asyncio.to_thread(next, parts)
         first = bucket[0][1]
@@ -105,7 +105,7 @@ class _Group:
 
         address = await asyncio.to_thread(_own_address, [engine.base_url for engine in self._engines])
         world_size = 1 + sum(engine.tp_size for engine in self._engines)
-        # torch does not declare this public name to type checkers.
+        # `TCPStore` is public, but torch does not declare the name to type checkers.
         store = distributed.TCPStore(  # type: ignore[attr-defined]
             address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
@@ -129,13 +129,13 @@ class _Group:
     def _join(self, store: Any, world_size: int, backend: str) -> None:
         """Join the group as rank 0.
 
-        torch's public functions form groups only within the default group, which the engines do not belong
-        to. SGLang's ranks therefore join through private functions of torch. This process must call the same
-        functions, because all ranks exchange keys through one store.
+        torch's public functions form a group only from members of the default group. The engines are not
+        members. SGLang's ranks therefore join through private functions of torch. This process must call the
+        same functions, because all ranks exchange keys through one store.
         """
         from torch.distributed import distributed_c10d
 
-        # Use `Any`, because the module's types differ between torch releases.
+        # Declare the module as `Any`, because its types differ between torch releases.
         c10d: Any = distributed_c10d
         group, _ = c10d._new_process_group_helper(
             world_size,
@@ -181,7 +181,8 @@ class _Group:
                 future.cancel()
             await asyncio.wait({own, *steps})
             if own.cancelled():
-                # The thread still waits for its peers, and frees the group when the operation times out.
+                # The daemon thread still waits for the engines. It frees the group when its operation times
+                # out.
                 self._group, self._has_engines = None, False
         for task, engine in steps.items():
             error = None if task.cancelled() else task.exception()
@@ -220,6 +221,6 @@ def _own_address(urls: Sequence[str]) -> str:
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
         family, kind, _, _, to = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(to)  # connecting a UDP socket sends nothing
+            probe.connect(to)  # for UDP, `connect` sends no packet and only selects the local address
             addresses.append(str(probe.getsockname()[0]))
     return next((one for one in addresses if not one.startswith("127.") and one != "::1"), addresses[0])

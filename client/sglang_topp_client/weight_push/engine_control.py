@@ -15,7 +15,7 @@ PAUSE_MODES = ("retract", "abort", "in_place")
 Transport: TypeAlias = Literal["disk", "tensor", "distributed"]
 TRANSPORTS = ("disk", "tensor", "distributed")
 
-# Seconds that a flush waits for aborted requests, which leave the scheduler within a few steps.
+# A flush waits up to this many seconds for aborted requests. They leave the scheduler within a few steps.
 _ABORTED_LEAVE_S = 30
 
 
@@ -40,7 +40,7 @@ class EngineControl:
         self._timeout_s = timeout_s
 
     async def check(self) -> None:
-        """Check that the server is an engine, not a sidecar or a gateway, and accepts this transport.
+        """Check that the server is an engine that accepts this transport, and not a sidecar or a gateway.
 
         Raises:
             InvalidInputError: the server is not an engine, or the transport cannot reach all of its ranks.
@@ -68,7 +68,7 @@ class EngineControl:
                 )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generation. Requests in flight wait; with the mode `"abort"`, they end."""
+        """Stop generation. The mode `"abort"` ends the requests in flight. Other modes let them wait."""
         await self._post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
@@ -79,11 +79,11 @@ class EngineControl:
         """Free the KV cache of a paused engine.
 
         Raises:
-            BadRequestError: requests still hold the cache. SGLang before 0.5.21, and SGLang with --pp-size,
-                also refuse a flush while retracted requests wait.
+            BadRequestError: requests still hold the cache. SGLang before 0.5.21 also refuses a flush while
+                retracted requests wait, and so does any SGLang with --pp-size.
         """
-        # A paused scheduler never checks a flush's timeout. Only the mode "abort" leaves the scheduler
-        # running.
+        # Send a timeout only in the mode "abort", in which the scheduler keeps running. In the other modes,
+        # the scheduler is paused and never checks the timeout.
         path = f"/flush_cache?timeout={_ABORTED_LEAVE_S}" if mode == "abort" else "/flush_cache"
         try:
             await self._http.request("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
@@ -112,8 +112,8 @@ class EngineControl:
     async def begin_update(self) -> None:
         """Begin an update session, in which the engine accepts tensors.
 
-        SGLang requires a session since 0.5.21. On earlier releases, which have no sessions, this method does
-        nothing.
+        SGLang requires a session since 0.5.21. Earlier releases have no sessions, so this method does nothing
+        there.
 
         Raises:
             SglangToppError: the engine did not begin a session.
@@ -129,7 +129,7 @@ class EngineControl:
         self._is_updating = True
 
     async def update_from_tensors(self, body: bytes) -> None:
-        """Let the engine load one bucket of tensors. `body` is the request's JSON, which holds the values.
+        """Let the engine load one bucket of tensors. `body` is the request's JSON with the tensors' values.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.

@@ -26,8 +26,8 @@ async def push_to_fleet(
 ) -> None:
     """Pause all engines, send them the weights, flush their caches, and continue.
 
-    After an error or a cancellation, paused engines stay paused, because their weights may differ after this
-    push or an earlier one.
+    After an error or a cancellation, paused engines stay paused, because this push or an earlier one may have
+    left them with different weights.
 
     Args:
         engines: the engines.
@@ -36,8 +36,9 @@ async def push_to_fleet(
         mode: how to pause. Every mode except `"in_place"` flushes the caches before and after the update.
 
     Raises:
-        WeightPushError: some engines may have the new weights, and some engines do not continue.
-        SglangToppError: an engine could not be paused or flushed; no weights were sent.
+        WeightPushError: the push failed after weights were sent. Some engines may have the new weights, and
+            some engines do not continue.
+        SglangToppError: an engine failed the check, or could not be paused or flushed. No weights were sent.
     """
     _raise_first(await on_each(engines, EngineControl.check))
     unsent = f"no weights were sent. {_PAUSED}"
@@ -82,7 +83,7 @@ async def on_each(
 ) -> Outcomes:
     """Run a step on all engines at once, and return the outcomes.
 
-    Exceptions other than SglangToppError are raised.
+    An outcome is None or a SglangToppError. The function raises any other exception.
     """
 
     async def outcome(engine: EngineControl) -> SglangToppError | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 Bucket: TypeAlias = tuple[list[NamedTensor], bool]
-"""Consecutive tensors of a model, and whether they are the model's last tensors."""
+"""A group of consecutive tensors of a model, and whether it is the model's last group."""
 
 __all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_or_tensors", "named_tensors"]
 
@@ -89,7 +89,7 @@ def buckets(tensors: Iterable[NamedTensor]) -> Iterator[Bucket]:
 
 
 def _as_saved(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that `save_pretrained` writes, without writing them."""
+    """Return the tensors that `save_pretrained` would write, under the same names."""
     state: dict[str, torch.Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()

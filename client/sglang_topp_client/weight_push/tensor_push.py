@@ -22,7 +22,7 @@ async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket]
     An engine that fails gets no further tensors. The other engines get all tensors.
 
     Args:
-        engines: the engines, whose `tp_size` is already set by `EngineControl.check`.
+        engines: the engines. `EngineControl.check` has already set their `tp_size`.
         parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
     """
@@ -48,7 +48,7 @@ async def _send_to_healthy(
 
 
 def _bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
-    """For each bucket, yield the JSON request body for each tensor-parallel size in `tp_sizes`."""
+    """Yield one mapping per bucket, from each tensor-parallel size in `tp_sizes` to the JSON request body."""
     import torch
 
     for bucket, is_last in parts:

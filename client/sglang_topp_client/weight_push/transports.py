@@ -24,7 +24,7 @@ _Send: TypeAlias = Callable[[Sequence[EngineControl]], Awaitable[Outcomes]]
 async def weight_sender(
     weights: Any, version: str, via: Transport, timeout_s: float
 ) -> AsyncGenerator[_Send, None]:
-    """Yield the function that sends the weights to paused engines.
+    """Yield a function that sends the weights to a list of paused engines.
 
     Args:
         weights: the weights, already checked for this transport.
@@ -33,7 +33,7 @@ async def weight_sender(
         timeout_s: the time limit of one step.
 
     Raises:
-        InvalidInputError: the first bucket of tensors is invalid.
+        InvalidInputError: there are no tensors, or the first bucket has an invalid one.
     """
     if via == "disk":
         async with model_folder(weights) as folder:

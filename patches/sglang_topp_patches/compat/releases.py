@@ -1,9 +1,9 @@
 """List the SGLang releases that the patch set supports, and the features that it refuses with each release.
 
-No other module looks up the release number. For each release, the list names an adapter to its internals, the
-SGLang functions that the hooks use (its seams), and the refused features. The patch set refuses an unlisted
-release even if the signatures of all these functions match: a signature does not show how a release defines
-its log-probs.
+No other module looks up the release number. For each release, the list names an adapter to SGLang's
+internals, the seams, and the refused features. A seam is an SGLang function that the hooks wrap or call. The
+patch set refuses an unlisted release even if the signatures of all seams match. The reason is that a
+signature does not show how a release defines its log-probs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals
 
 
 class Feature(StrEnum):
-    """A feature that some releases cannot serve. Its value is the server option or request field."""
+    """A feature that some releases cannot serve. The value names a server option or request field."""
 
     SAMPLER_SOURCE = "top_logprobs_source"
     WEIGHT_VERSIONS = "weight_versions"
@@ -111,8 +111,8 @@ _BEFORE_0_5_19 = {
 }
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
-    # In 0.5.12, tensors reach the HTTP process unconverted. Also, 0.5.12 completes nixl transfers only for
-    # hybrid models.
+    # SGLang 0.5.12 does not convert tensors before it sends them to the HTTP process. Also, 0.5.12 completes
+    # nixl transfers only for hybrid models.
     Feature.DISAGGREGATION: "a request for `top_logprobs_num` ends SGLang's prefill server",
 }
 
@@ -171,7 +171,8 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.17": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.16": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
-        # Speculative decoding was tested on 0.5.15.post1. In 0.5.15, the hooked functions are the same.
+        # Speculative decoding was tested on 0.5.15.post1. The functions that the hooks wrap are the same in
+        # 0.5.15.
         "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTESTED),

@@ -1,8 +1,8 @@
 """Check that the running SGLang has every seam: each function and attribute that the patch set uses.
 
-SGLang logs and swallows a plugin's exceptions, so this module records problems instead of raising. If there
-is a problem, the request hooks refuse every request for sets. `GET /server_info` and `sglang-topp doctor`
-list all problems.
+SGLang logs and swallows a plugin's exceptions, so this module records problems instead of raising
+errors. If there is a problem, the request hooks refuse every request for sets. `GET /server_info` and
+`sglang-topp doctor` list all problems.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Status:
 
     Attributes:
         sglang_version: the version of the installed SGLang; empty if SGLang is not installed.
-        checks: one check per seam. Empty if the release is not supported.
+        checks: one check per seam. The tuple is empty if the release is not supported.
         problems: every reason why candidate sets are refused; empty if this process serves sets.
     """
 
@@ -82,7 +82,7 @@ def _patch_of_slime() -> str:
     """Return a problem if the installed SGLang has slime's patch of the sampler, else an empty string.
 
     The seam checks do not find slime's patch. But the patch renormalizes some requests' log-probs before the
-    hooks see them.
+    hooks read them.
     """
     for module in ("sampler", "utils.logprob", "logprob_processor"):
         try:
@@ -126,7 +126,7 @@ def status() -> Status:
 def _problem(seam: Seam) -> str:
     try:
         target = pkgutil.resolve_name(seam.target)
-    except Exception as error:  # any error during the import means that the seam is missing
+    except Exception as error:  # the import may raise any error
         return f"not found ({type(error).__name__}: {error})"
     try:
         names = tuple(inspect.signature(target).parameters)

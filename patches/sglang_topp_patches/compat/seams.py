@@ -1,7 +1,7 @@
 """List every SGLang function that the patch set depends on, in groups by feature and release.
 
 A seam is an SGLang function that hooks wrap or call. `seam_check` verifies at startup that each seam exists,
-and takes the parameters that the hooks rely on. `releases` selects the groups for each release.
+and that it takes the parameters that the hooks rely on. `releases` selects the groups for each release.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class Hook:
     """A function of this package that wraps a seam.
 
     Attributes:
-        kind: BEFORE, AFTER, or AROUND, as SGLang's `HookType` names them.
+        kind: the name in SGLang's `HookType`, which is BEFORE, AFTER, or AROUND.
         function: the hook's path in this package, as `module.function`.
-        always: whether the hook is installed even if sets are refused, because it refuses requests or reports
-            problems.
-        state: the field of `plugin.ProcessState` that the hook gets as its first argument. Empty for a hook
-            without state.
+        always: whether the hook is installed even if sets are refused. Such a hook refuses requests or
+            reports problems.
+        state: the field of `plugin.ProcessState` that the hook gets as its first argument. A hook without
+            state has an empty string.
     """
 
     kind: str
@@ -38,7 +38,8 @@ class Seam:
         target: the dotted path, `module.attribute` or `module.Class.method`.
         parameters: parameter names that the signature must have, in this order.
         purpose: what the patch set does at this seam.
-        hooks: the hooks, the innermost first. Empty where the patch set only calls or extends the target.
+        hooks: the hooks, the innermost first. A seam has no hooks if the patch set only calls or extends
+            the target.
     """
 
     target: str
@@ -495,7 +496,7 @@ SAMPLER_SOURCE = (
         "reads which backend samples",
     ),
 )
-"""The seams of the sampler, which can return its weights since 0.5.20."""
+"""The seams of the sampler. Since 0.5.20, the sampler can return the token weights that it drew from."""
 
 TOP_K_RANKING = (
     Seam(
@@ -505,7 +506,7 @@ TOP_K_RANKING = (
         (_around("scheduler.sampler_support.rank_only_top_k"),),
     ),
 )
-"""The seam of the torch sampler, which can rank only as many tokens as top_k keeps since 0.5.22."""
+"""The seam of the torch sampler. Since 0.5.22, this sampler can rank only the tokens that top_k keeps."""
 
 LOGPROB_PROCESSORS = (
     Seam(
@@ -563,7 +564,7 @@ SEND_WITH_STATE = (
         (_around("http.tokenizer_manager.write_sets", state="http"),),
     ),
 )
-"""The seam of the function that sends an answer. Since 0.5.19, the function takes the answer's state."""
+"""The seam of the function that sends an answer since 0.5.19. The function takes the answer's state."""
 
 FEW_STATUSES = (
     Seam(
@@ -573,7 +574,7 @@ FEW_STATUSES = (
         (_after("http.tokenizer_manager.answer_with_status"),),
     ),
 )
-"""The seam for error statuses before 0.5.23, where SGLang gives only few errors their own status."""
+"""The seam for error statuses before 0.5.23, where SGLang gives only some errors their own status."""
 
 STREAMER = (
     Seam(
@@ -706,7 +707,7 @@ SEND_BY_LOOKUP = (
         (_around("http.tokenizer_manager.write_sets_of", state="http"),),
     ),
 )
-"""The seam of the function that sends an answer. Before 0.5.19, it looks up the answer's state."""
+"""The seam of the function that sends an answer before 0.5.19. The function looks up the answer's state."""
 
 PROMPT_TOKEN_IDS = (
     Seam(

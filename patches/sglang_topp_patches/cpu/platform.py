@@ -1,11 +1,11 @@
 """An SGLang platform that serves on a CPU, on machines without an accelerator.
 
 `SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang chooses its platform at import, before it
-parses arguments, so `--device cpu` comes too late. Without `SGLANG_PLATFORM`, this package changes nothing:
-SGLang still refuses to start on a machine whose driver is broken.
+parses arguments, so `--device cpu` comes too late. Without `SGLANG_PLATFORM`, this package changes nothing.
+For example, SGLang still refuses to start on a machine whose driver is broken.
 
 SGLang's own CPU engine needs kernels that no package ships. This platform takes SGLang's plain-torch paths
-instead. They are slow, but the scheduler, sampler, and HTTP server are the same as on other platforms.
+instead. These paths are slow, but the scheduler, sampler, and HTTP server are the same as on other platforms.
 
 SGLang's platform interface changed between 0.5.12 and 0.5.23. `TorchCpuPlatform` implements all versions of
 the interface, so no method depends on the release.
@@ -39,7 +39,7 @@ def activate() -> str | None:
 
     Raises:
         PatchError: the machine has an accelerator, or `SGLANG_USE_CPU_ENGINE=1` asks for another platform.
-            SGLang then does not start.
+            SGLang does not start after this error.
     """
     if not _is_selected():
         return None
@@ -54,7 +54,7 @@ def activate() -> str | None:
     # In older releases, tensor-parallel ranks use NCCL wherever its library loads. NCCL does not work on a
     # CPU.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
-    if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # this module exists since 0.5.14
+    if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # SGLang before 0.5.14
         kernel_stubs.install()
     return f"{__name__}.{TorchCpuPlatform.__name__}"
 
@@ -66,13 +66,13 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    # Since 0.5.13, SGLang asks the platform for the device. A later release removed
-    # `_handle_missing_default_values`.
+    # SGLang 0.5.12 needs this hook, because it does not ask the platform for the device. A later release
+    # removed the hooked function.
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
-    # In 0.5.12, both of these methods pin memory without asking the platform. Only that release has the
-    # second method.
+    # In 0.5.12, the two methods in `pins` pin memory without asking the platform. The second method exists
+    # only in 0.5.12, so its presence identifies the release.
     pins = [f"{_LOGITS}._get_pruned_states", f"{_LOGITS}._expand_metadata_for_logprobs"]
     if PackageSource.installed().has(pins[-1]):
         for target in pins:
@@ -120,7 +120,7 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_dispatch_key_name(self) -> str:
         return "native"
 
-    # These methods describe the device: all ranks share one CPU and its memory.
+    # The next methods describe the device. All ranks share one CPU and its memory.
 
     def get_device(self, device_id: int = 0) -> str:
         # Return a string, because SGLang splits the device's name (`device.split(":")`).

@@ -1,9 +1,9 @@
-"""On a decode server, fetch the candidate sets of the prompt and first token from the prefill server.
+"""Fetch the candidate sets of a prompt and its first token from the prefill server, on a decode server.
 
 While a request runs, the decode server's HTTP process asks the prefill server's bootstrap server for the sets
 (`open_question`). The sets cannot use the connection between the schedulers, because its buffers have a fixed
-size. No scheduler waits for the sets. If the prefill server has no sets, or its sets belong to another first
-token, the request ends as an error.
+size. The schedulers do not wait for the sets. If the prefill server has no sets, or its sets belong to
+another first token, the request ends as an error.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_que
 # The prefill server answers a question after 20 s at the latest.
 _READ_S = 40.0
 _RETRY_S = 0.5
-# The decode server waits this long for the sets. The sets arrive after the KV cache, because they pass
-# through the prefill server's scheduler and HTTP process.
+# `fetch_first_token` gives up after this number of seconds. The sets arrive after the KV cache, because they
+# pass through the prefill server's scheduler and HTTP process.
 _LATE_S = 30.0
 
 
 def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: mark the prefill server's token.
 
-    The token arrives with the KV cache. The hook runs in the decode server's scheduler, and notes that the
+    The token arrives with the KV cache. The hook runs in the decode server's scheduler, and records that the
     prefill server has the token's set.
     """
     req = decode_req.req
@@ -44,29 +44,32 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
-    # A retracted request comes back with its last token, which already has an entry.
+    # A retracted request is transferred again with its last token, which already has an entry.
     while len(entries) < len(req.output_ids):
-        if getattr(decode_req, "is_rebootstrap", False):  # the attribute exists since 0.5.16
+        if getattr(decode_req, "is_rebootstrap", False):  # `is_rebootstrap` exists since 0.5.16
             entries.append(Entry(None, "the prefill server drew the token again, without log-probs"))
         else:
             entries.append(Entry(None, handed_over=True))
 
 
 def num_scored_here(server_args: Any, state: Any) -> int | None:
-    """Return how many prompt positions have reported log-probs. Each such position needs a set.
+    """Return the number of prompt positions that need a set, because SGLang reports their log-probs.
 
     Returns:
-        None on a decode server, which gets the prompt's sets together with the first token's set.
+        The number, or None on a decode server. A decode server gets the prompt's sets together with the
+        first token's set.
     """
     return None if server_args.disaggregation_mode == "decode" else len(state.input_token_logprobs_val)
 
 
 @asynccontextmanager
 async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Task[FirstToken] | None]:
-    """Ask the prefill server for the sets of a request's first token and prompt, while the context is open.
+    """Ask the prefill server for the sets of a request's first token and prompt.
+
+    The task that asks is canceled when the context exits.
 
     Yields:
-        The task that fetches the first token's sets; None if this server is not a decode server.
+        The task that fetches the sets, or None if this server is not a decode server.
     """
     if server_args.disaggregation_mode != "decode":
         yield None
@@ -86,7 +89,7 @@ async def fetch_first_token(
     Args:
         question: the task that `open_question` yielded.
         state: SGLang's `ReqState`.
-        token_id: the token with which the answer begins.
+        token_id: the first token of the answer.
     """
     assert question is not None, "only a decode server's scheduler leaves a token's set elsewhere"
     try:

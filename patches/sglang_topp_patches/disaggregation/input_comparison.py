@@ -13,10 +13,10 @@ __all__ = ["differing_names", "first_token_inputs"]
 
 
 def first_token_inputs(obj: Any) -> dict[str, str]:
-    """Return, by name, the inputs (as strings) that determine the sets of a request's prompt and first token.
+    """Return the inputs that determine the sets of a request's prompt and first token, as strings by name.
 
-    `max_new_tokens` is left out: a router may send the prefill server another value, because that server
-    draws only one token.
+    `max_new_tokens` is left out. The prefill server draws only one token, so a router may send another value
+    to the prefill server.
 
     Args:
         obj: SGLang's `GenerateReqInput`.
@@ -24,8 +24,8 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     sampling = {**(obj.sampling_params or {})}
     sampling.pop("max_new_tokens", None)
     if isinstance(custom := sampling.get("custom_params"), dict):
-        # Leave out our own fields, and the cost (`KEY`) that accompanies them. The fields are compared below,
-        # wherever the caller put them.
+        # Leave out our own fields, and `KEY`, which holds the cost of a candidate. The dict below includes
+        # our fields, wherever the caller put them.
         others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
         sampling["custom_params"] = others or None
     if sampling.get("custom_params") is None:

@@ -1,9 +1,9 @@
 """Store a prefill server's candidate sets until a decode server fetches them.
 
 The prefill server draws a request's first token and scores its prompt. SGLang sends the token and the KV
-cache to the decode server, in buffers of fixed size. The sets have no fixed size. So they wait in the prefill
-server's HTTP process until the decode server's HTTP process asks for them. The key of the sets is the
-request's bootstrap room.
+cache to the decode server, in buffers of fixed size. The sets have no fixed size. So the sets wait in the
+prefill server's HTTP process until the decode server's HTTP process asks for them. The store finds the sets
+by the request's bootstrap room.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATH = "/sglang_topp/first"
 """The route, on a prefill server's bootstrap server, that delivers the sets of first tokens."""
 
 KEPT_S = 120.0
-"""The number of seconds for which sets wait for a decode server. By then, their request has ended."""
+"""The number of seconds for which the store keeps sets. A request ends before this time is over."""
 
 _FIELD = "the first token's set"
 _LINE_END = b"\n"
@@ -43,7 +43,7 @@ class FirstToken:
         token_id: the id of the token.
         inputs: the request's inputs on the prefill server, from `input_comparison.first_token_inputs`.
         entry: the token's set, or the reason why it is missing.
-        prompt: the set of each scored prompt position; None for a position without a distribution.
+        prompt: the set of each scored prompt position, with None for the first position.
     """
 
     token_id: int
@@ -57,9 +57,9 @@ class FirstToken:
         return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
 
     def to_bytes(self) -> bytes:
-        """Serialize to a line of JSON, all token ids (int32), and all log-probs (float32), little-endian.
+        """Return a line of JSON, followed by all token ids (int32) and all log-probs (float32).
 
-        Only the same version of this package can read the result, with `from_bytes`.
+        Both arrays are little-endian. Only `from_bytes` of the same package version can read the result.
         """
         positions = join((self.entry.candidates, *self.prompt))
         head = {
@@ -123,18 +123,18 @@ Answer: TypeAlias = FirstToken | tuple[str, ...]
 
 @dataclass(eq=False)
 class _Question:
-    """A decode server's open question for one bootstrap room."""
+    """A decode server's request for the sets of one bootstrap room, which waits for an answer."""
 
     inputs: Mapping[str, str]
     answer: asyncio.Future[Answer]
 
 
 class PrefillSets:
-    """The sets that wait in a prefill server's HTTP process, and the decode servers' open questions.
+    """The sets that wait in a prefill server's HTTP process, and the decode servers' waiting questions.
 
     All calls must come from one event loop. Each entry is delivered once, and only to a caller whose request
-    inputs match. Entries count against the process's budget. An entry that exceeds the budget is replaced
-    with a refusal, which is delivered instead.
+    inputs match. The candidates of all entries count against the process's budget. If an entry exceeds the
+    budget, the store replaces the entry with a refusal.
     """
 
     def __init__(self, in_flight: InFlight, kept_s: float = KEPT_S) -> None:
@@ -167,12 +167,12 @@ class PrefillSets:
                     del self._expected[room]
 
     def put(self, room: int, first: FirstToken) -> None:
-        """Answer an open question for the room with `first`, or store `first` for a later question.
+        """Send `first` to the question that waits for the room, or store `first` for a later question.
 
-        An earlier entry of the room is dropped.
+        In both cases, the store drops an earlier entry of the room.
         """
         is_taken = False
-        # Answer the newest question first: the connections of older questions may be closed.
+        # Answer the newest question first, because the connections of older questions may be closed.
         for question in reversed(self._questions.pop(room, [])):
             names = differing_names(question.inputs, first.inputs)
             if question.answer.done() or (is_taken and not names):
@@ -188,10 +188,10 @@ class PrefillSets:
         asyncio.get_running_loop().call_later(self._kept_s, self._drop, room, account)
 
     def note_request_without_sets(self, room: int) -> None:
-        """Note that the room's request asks for no sets.
+        """Record that the room's request does not ask for sets.
 
-        Every open or later question for the room is answered with `top_logprobs_p`, the name of the input
-        that differs.
+        The store answers all waiting and later questions for the room with `top_logprobs_p`, the name of the
+        input that differs.
         """
         self._without_sets.add(room)
         asyncio.get_running_loop().call_later(self._kept_s, self._without_sets.discard, room)
@@ -203,8 +203,9 @@ class PrefillSets:
         """Wait for the room's sets, and remove them from the store.
 
         Returns:
-            The sets, if they were made from the same inputs. Otherwise, the names of the inputs that differ,
-            and the sets stay in the store. None if no sets arrive within `wait_s` seconds.
+            The sets, if their inputs equal `inputs`. If inputs differ, the result is the names of those
+            inputs, and the sets stay in the store. If no sets arrive within `wait_s` seconds, the result is
+            None.
         """
         if room in self._entries:
             first, account = self._entries[room]
@@ -232,7 +233,7 @@ class PrefillSets:
                     del self._questions[room]
 
     def _drop(self, room: int, account: Account | None = None) -> None:
-        """Free the room's entry. If `account` is given, free only an entry that belongs to this account."""
+        """Free the room's entry. If `account` is given, free only an entry that `account` counts."""
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):
             del self._entries[room]

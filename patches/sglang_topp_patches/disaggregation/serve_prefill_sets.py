@@ -1,9 +1,10 @@
-"""On a prefill server, serve the candidate sets of prompts and first tokens to decode servers.
+"""Serve the candidate sets of prompts and first tokens from a prefill server to decode servers.
 
 The decode server answers the client, but the prefill server draws the first token. So while a request runs,
-the decode server's HTTP process asks the prefill server's HTTP process for the sets, through SGLang's
-bootstrap server. A decode server without the patch set would not ask, and would answer without sets. So the
-prefill server holds a request for sets back from its scheduler until a decode server asks for its sets.
+the decode server's HTTP process asks the prefill server's HTTP process for the sets. The question goes
+through SGLang's bootstrap server. A decode server without the patch set does not ask, and would answer
+without sets. So the prefill server passes a request for sets to its scheduler only after a decode server has
+asked for the sets.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
 
 __all__ = ["PrefillServer"]
 
-# A question without an answer ends after this time, and then the decode server asks again. A proxy between
-# the servers may close a connection that is silent for longer.
+# If the sets are not ready within this number of seconds, the prefill server answers without sets. The decode
+# server then asks again. Without this limit, a proxy between the servers might close the silent connection.
 _QUESTION_S = 20.0
 _RETRY_S = 0.5
-# A request waits this long for its decode server's question. Both servers receive a request at about the same
-# time, unless one of them is paused.
+# A request waits at most this number of seconds until a decode server asks for the request's sets. Both
+# servers receive a request at about the same time, unless one of them is paused.
 _SKEW_S = 30.0
 
 
 class PrefillServer:
-    """The hooks of a prefill server's HTTP process. On other servers, they do nothing.
+    """The hooks of a prefill server's HTTP process. On other servers, the hooks do nothing.
 
     Attributes:
-        sets: the sets that wait for a decode server. Only the HTTP process's event loop accesses them.
+        sets: the sets that wait for a decode server. Only the HTTP process's event loop accesses the sets.
     """
 
     def __init__(self, in_flight: InFlight) -> None:
         self.sets = PrefillSets(in_flight)
-        self._loop: asyncio.AbstractEventLoop | None = None  # set by the first request
+        self._loop: asyncio.AbstractEventLoop | None = None  # None before the first request
 
     async def await_decode_server(
         self, original: Callable[..., Awaitable[Any]], manager: Any, obj: Any
@@ -59,7 +60,8 @@ class PrefillServer:
     ) -> Any:
         """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: wait until the decode server asks.
 
-        SGLang calls the hooked function to tokenize all prompts of a request at once.
+        SGLang calls the hooked function to tokenize all prompts of a request at once. The hook waits for a
+        question about each prompt's sets.
         """
         tokenized = await original(manager, batch_size, obj)
         if _is_prefill_server(manager.server_args):
@@ -68,7 +70,7 @@ class PrefillServer:
         return tokenized
 
     async def _await_question(self, obj: Any) -> None:
-        """Wait until the decode server asks for the sets of a request.
+        """Wait until a decode server asks for the sets of a request.
 
         Raises:
             CallEndedError: no decode server asked in time, and the answer is streamed.
@@ -100,12 +102,12 @@ class PrefillServer:
         token_id: int | None,
         first_entry: Callable[[], tuple[Entry, tuple[Span | None, ...]]],
     ) -> None:
-        """Keep a finished request's sets for its decode server, if this is a prefill server.
+        """Store a finished request's sets for its decode server, if this is a prefill server.
 
         Args:
             server_args: SGLang's `ServerArgs`.
             obj: SGLang's `GenerateReqInput`.
-            token_id: the first token; None if no token became visible.
+            token_id: the first token, or None if no token became visible.
             first_entry: returns the first token's entry, and the set of each scored prompt position.
         """
         if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
@@ -129,7 +131,7 @@ class PrefillServer:
             return web.Response(status=400, text="expected a JSON object with room and inputs")
         if type(room) is not int or not isinstance(inputs, dict):
             return web.Response(status=400, text="room: expected an integer; inputs: an object")
-        if self._loop is None:  # no request has come yet
+        if self._loop is None:  # no request has arrived yet
             await asyncio.sleep(_RETRY_S)
             return web.Response(status=204)
         answer = await asyncio.wrap_future(

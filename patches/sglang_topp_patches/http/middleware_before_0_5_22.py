@@ -1,8 +1,8 @@
 """Middleware that checks requests and reports the patch set's status, for SGLang before 0.5.22.
 
-The HTTP servers of these releases offer no functions that hooks could wrap for this purpose. The middleware
-answers bad input to `/generate` with a 400 before a stream begins, and adds the patch set's status to `GET
-/server_info`.
+In these releases, SGLang's HTTP server has no functions that hooks could wrap instead. The middleware answers
+bad input to `/generate` with a 400 before a stream begins. The middleware also adds the patch set's status to
+`GET /server_info`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SERVER_INFO = ("/server_info", "/get_server_info")
 
 
 class OlderReleaseMiddleware:
-    """ASGI middleware for SGLang before 0.5.22. It runs after authentication."""
+    """ASGI middleware for SGLang before 0.5.22. The middleware runs after authentication."""
 
     def __init__(self, app: ASGIApp, process: HttpProcess) -> None:
         self._app, self._process = app, process
@@ -83,9 +83,10 @@ def _manager() -> Any:
 
 
 def _names_our_fields(body: bytes) -> bool:
-    """Return whether a body may contain one of our fields. JSON may escape a field's name.
+    """Return whether a body may contain one of our fields.
 
-    Bodies without our fields go to SGLang unchecked.
+    The result is True for any body with JSON escapes, because an escape can hide a field's name. The
+    middleware passes any other body on to SGLang without a check.
     """
     return b"\\u" in body or any(field.encode() in body for field in FIELDS)
 
@@ -101,7 +102,7 @@ def _problem(process: HttpProcess, body: bytes, manager: Any) -> str | None:
 def _sampling_problem(body: Any, manager: Any) -> str | None:
     """Return the problem that SGLang's own checks of `sampling_params` find, or None.
 
-    SGLang itself runs these checks later. For a streamed answer, SGLang then reports the problem without a
+    SGLang itself runs these checks later. In a streamed answer, SGLang then reports the problem without a
     status, or closes the connection.
     """
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -113,7 +114,7 @@ def _sampling_problem(body: Any, manager: Any) -> str | None:
                 checked = SamplingParams(**{**(manager.preferred_sampling_params or {}), **params})
                 checked.normalize(manager.tokenizer)
                 checked.verify(manager.model_config.vocab_size)
-            except Exception as error:  # a bad `stop_regex` or `stop` may raise any error
+            except Exception as error:  # `stop_regex` and `stop` may raise any error
                 return f"sampling_params: {error}"
     return None
 

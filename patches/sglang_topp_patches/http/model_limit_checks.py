@@ -1,7 +1,7 @@
-"""Refuse values that do not fit the served model and would crash the scheduler, in requests for sets.
+"""Refuse requests for sets with values that do not fit the served model and would crash the scheduler.
 
-SGLang does not check all values of a request against the model. The checks in this file cover texts, token
-ids, embeddings, positions, list lengths, and sampling parameters. A bad value is answered with a 400.
+SGLang does not check all values of a request against the model. This module checks texts, token ids,
+embeddings, positions, list lengths, and sampling parameters. The server answers a bad value with a 400.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_topp.errors import InvalidInputError
 __all__ = ["ModelLimits", "num_prompts"]
 
 _MAX_SAMPLES = 8192  # the limit for one request, which is also the sidecar's default
-_TOKEN_CHARS = 64  # the assumed length of the longest token if the tokenizer does not list its tokens
+_TOKEN_CHARS = 64  # the longest token's length, if the tokenizer cannot list its tokens
 _JSON = (bool, int, float, str, list, dict)
 _ONE_OR_PER_PROMPT = (
     *("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt"),
@@ -32,8 +32,8 @@ _ONE_OR_PER_PROMPT = (
     *("custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
     *("decode_tp_size", "extra_key"),
 )
-# SGLang's buffers between a prefill and a decode server (`MetadataBuffers`) hold at most this many top
-# log-probs.
+# A prefill server sends its results to a decode server in SGLang's `MetadataBuffers`. These buffers hold at
+# most this number of top log-probs.
 _MAX_TRANSFERRED_TOP_LOGPROBS = 128
 
 
@@ -73,22 +73,22 @@ class ModelLimits:
         return _MAX_TRANSFERRED_TOP_LOGPROBS if self.is_disaggregated else self.model.vocab_size
 
     def to_record(self) -> dict[str, int]:
-        """Return the model's sizes for `GET /server_info`."""
+        """Return the attributes of `model` by name, for `GET /server_info`."""
         return asdict(self.model)
 
     def check_request(self, field: Callable[[str], Any]) -> None:
         """Check a request for candidate sets.
 
         Args:
-            field: returns a field's value as the caller sent it, before SGLang normalized the request; None
-                if the caller did not send the field.
+            field: returns a field's value as the caller sent it, before SGLang normalized the request. The
+                result is None for a field that the caller did not send.
 
         Raises:
             InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
         """
         for name, text in _each("text", field("text"), str):
             if not text:
-                # The scheduler fails on a prompt without a token.
+                # The scheduler fails on a prompt that has no tokens.
                 raise InvalidInputError(f"{name}: got an empty text, expected at least one token")
             if sentence := overlong_text(name, text, self.model):
                 raise InvalidInputError(sentence)
@@ -97,7 +97,7 @@ class ModelLimits:
         is_batch = _holds(ids, list)
         if (
             isinstance(ids, list) and not ids and field("text") is not None
-        ):  # if there is no text, SGLang itself refuses the empty list
+        ):  # without a text, SGLang itself refuses an empty `input_ids`
             raise InvalidInputError("input_ids: got no token id, expected at least one")
         for name, one in (
             _each("input_ids", ids, list) if is_batch else [("input_ids", () if ids is None else ids)]
@@ -113,7 +113,7 @@ class ModelLimits:
         overrides = field("positional_embed_overrides")
         given = overrides if isinstance(overrides, list) and overrides else [overrides]
         if any(isinstance(one, _JSON) for one in given):
-            # The field takes only Python objects. The scheduler fails on any other value.
+            # This field needs Python objects that JSON cannot express. A JSON value makes the scheduler fail.
             raise InvalidInputError(
                 "positional_embed_overrides: got JSON, which cannot hold it; leave it out"
             )
@@ -124,7 +124,7 @@ class ModelLimits:
             if not isinstance(session, dict) or not session.keys() <= known:
                 raise InvalidInputError(f"session_params: expected an object with {', '.join(sorted(known))}")
         for name, params in _each("sampling_params", field("sampling_params"), dict):
-            # SGLang copies the prompts `n` times before it checks anything.
+            # SGLang copies the prompts `n` times before it checks `n`.
             n, most = params.get("n", 1), max(1, _MAX_SAMPLES // count)
             if not isinstance(n, int) or n > most:
                 raise InvalidInputError(
@@ -135,8 +135,8 @@ class ModelLimits:
                     f"{name}.n: got {n}, expected 1: SGLang's decode server never ends it"
                 )
             if self.is_disaggregated and params.get("max_new_tokens") == 0:
-                # With 0, the prefill server would still draw a token, but the decode server would end without
-                # that token.
+                # If `max_new_tokens` is 0, the prefill server still draws a token, but the decode server ends
+                # the request without that token.
                 raise InvalidInputError(
                     f"{name}.max_new_tokens: got 0, expected 1 or more: on a disaggregated server a prompt's"
                     " sets come with the first token"
@@ -147,13 +147,13 @@ class ModelLimits:
 
 
 def num_prompts(field: Callable[[str], Any]) -> int | None:
-    """Return the number of prompts in a request; None for one prompt that is not in a list."""
+    """Return the number of prompts in a request, or None for a single prompt outside a list."""
     text, ids, embeds = field("text"), field("input_ids"), field("input_embeds")
     if isinstance(text, list):
         return len(text)
     if text is None and _holds(ids, list):
         return len(ids)
-    # A single prompt of embeddings is already a list of lists.
+    # One prompt of embeddings is already a list of lists, so a list of prompts is one level deeper.
     if text is None and ids is None and _holds(embeds, list) and _holds(embeds[0], list):
         return len(embeds)
     return None
@@ -168,7 +168,7 @@ def _session_fields() -> set[str]:
 def _check_processor(name: str, given: str) -> None:
     """Raise InvalidInputError unless a custom logit processor has SGLang's serialized form.
 
-    The scheduler fails on any other form. The code of the processor is not checked.
+    The scheduler fails on any other form. This function does not check the processor's code.
     """
     try:
         bytes.fromhex(json.loads(given)["callable"])
@@ -198,13 +198,13 @@ def _check_embeds(embeds: Any, limits: ModelLimits) -> None:
 
 
 def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
-    """Check fields that take one value, or a list with one value per prompt. Return the number of prompts."""
+    """Check fields that hold one value, or a list of one value per prompt. Return the number of prompts."""
     count = num_prompts(field)
     for name in _ONE_OR_PER_PROMPT:
         value = field(name)
         if name == "lora_id" and count is not None and isinstance(value, str):
             raise InvalidInputError(f"{name}: got {value!r}, expected one for each of {count} prompts")
-        # If there is only one prompt, SGLang passes a list to the scheduler unchecked.
+        # For a single prompt, SGLang passes a list on to the scheduler without a check.
         if isinstance(value, list) and len(value) != count:
             expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
             raise InvalidInputError(f"{name}: got a list of {len(value)}, expected {expected}")
@@ -212,7 +212,7 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
             if not isinstance(one, int):
                 continue
             if name == "logprob_start_len" and one < -1:
-                # The scheduler does not count negative positions from the prompt's end, as Python does.
+                # The scheduler does not read a negative position as an offset from the prompt's end.
                 raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
             if name == "top_logprobs_num" and one > limits.max_top_logprobs:
                 is_all = limits.max_top_logprobs == limits.model.vocab_size

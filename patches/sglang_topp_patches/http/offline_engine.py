@@ -1,7 +1,8 @@
 """Accept the patch set's request fields as keyword arguments of the offline engine, `sglang.Engine`.
 
-`Engine.generate` and `Engine.async_generate` pass a request object to `TokenizerManager.generate_request`
-without an `await` in between. So a context variable can carry the keyword arguments to the request object.
+The hooks on `Engine.generate` and `Engine.async_generate` put the keyword arguments into a context variable.
+The hook on `TokenizerManager.generate_request` copies the arguments to the request object. This works because
+SGLang calls `generate_request` without an `await` in between.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ async def async_generate(
 
 
 def set_fields(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `TokenizerManager.generate_request`: copy the keywords to the request."""
+    """BEFORE hook on `TokenizerManager.generate_request`: copy the keyword arguments to the request."""
     fields = _keywords.get() or {}
     while fields:
         name, value = fields.popitem()

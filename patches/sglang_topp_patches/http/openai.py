@@ -1,14 +1,15 @@
 """Serve candidate sets on the OpenAI routes, in the HTTP process.
 
-SGLang turns an OpenAI request into a native request. The hooks copy our fields, which `route_policy.Guard`
-found in the OpenAI body, to the native request. They then collect the sets from the engine's answers.
-Finally, they add the sets to the OpenAI answer's `sglext`, where SGLang puts its own extensions:
+SGLang turns an OpenAI request into a native request. `route_policy.Guard` finds our fields in the OpenAI
+body, and the hooks copy the fields to the native request. The hooks then collect the sets from the engine's
+answers. Finally, the hooks add the sets to `sglext`, which is the field of the OpenAI answer for SGLang's
+extensions:
 
     "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 
-For each choice, `candidate_sets` has one entry, with the choice's index and the fields that `/generate`
-returns in `meta_info`. In a stream, an additional last chunk has the entries, and no choices. If a choice has
-no entry, the answer is an error.
+`candidate_sets` has one entry for each choice. The entry holds the choice's index, and the fields that
+`/generate` returns in `meta_info`. A stream ends with an additional chunk, which has the entries and no
+choices. If the engine sends no sets for a choice, the client gets an error.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ _COLLECTOR = "sglang_topp_collector"
 
 
 class _Collector:
-    """Collects one call's sets from the engine's answers.
+    """A collector of one call's sets from the engine's answers.
 
     Attributes:
-        entries: the sets of each finished sample, by its index; None for a sample that did not ask for sets.
-        problem: why a finished sample has no sets; empty while every finished sample has sets.
-        status: the HTTP status of the error that ended the call; 0 if there is no such status.
+        entries: the sets of each finished sample, by the sample's index. The entry is None for a sample
+            that did not ask for sets.
+        problem: why a finished sample has no sets, or an empty string.
+        status: the HTTP status of the error that ended the call, or 0.
     """
 
     def __init__(self, request: Any) -> None:
@@ -75,7 +77,7 @@ async def add_to_answer(
     collector = _ask(adapted_request)
     answer = await original(self, adapted_request, request, raw_request)
     if collector is None or not hasattr(answer, "model_dump"):
-        return answer  # the call asks for no sets, or the answer is an error
+        return answer  # either the call does not ask for sets, or the answer is an error
     import orjson
     from starlette.responses import Response
 
@@ -117,7 +119,7 @@ def _ask(adapted_request: Any) -> _Collector | None:
     for name, value in call.fields.items():
         setattr(adapted_request, name, value)
     call.fields = None
-    # This flag does not add OpenAI's own log-probs to the answer. Only the request's `logprobs` adds them.
+    # `return_logprob` adds nothing to the OpenAI answer. Only the caller's `logprobs` adds log-probs.
     adapted_request.return_logprob = True
     setattr(adapted_request, AT_END, True)
     collector = _Collector(adapted_request)
@@ -147,7 +149,8 @@ async def _collect(answers: AsyncGenerator[Any, None], collector: _Collector) ->
 async def _with_sets(events: AsyncGenerator[str, None], collector: _Collector) -> AsyncGenerator[str, None]:
     """Yield a stream's events, and insert an event with the sets before the last event (`[DONE]`).
 
-    If sets are missing, yield an error event instead, unless the stream has sent an error already.
+    If sets are missing, insert an error event instead. If the stream has already sent an error, insert no
+    event.
     """
     template: dict[str, Any] = {}
     is_answered = False

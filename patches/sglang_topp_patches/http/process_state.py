@@ -24,12 +24,12 @@ class HttpProcess:
     """The state of one HTTP process.
 
     Attributes:
-        in_flight: counts the candidates that the process holds.
-        prefill_server: keeps sets until decode servers fetch them.
-        server_args: SGLang's `ServerArgs`; None before they are known.
-        model: the served model's limits; None before they are known.
-        scheduler_states: each scheduler's status, as of the last `GET /server_info`; None for a scheduler
-            without the patch set.
+        in_flight: the counter of the candidates that the process holds.
+        prefill_server: the hooks of a prefill server, and its sets that wait for decode servers.
+        server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
+        model: the served model's limits, or None before the tokenizer manager exists.
+        scheduler_states: the status of each scheduler at the last `GET /server_info`. The entry is None
+            for a scheduler without the patch set.
     """
 
     in_flight: InFlight
@@ -39,13 +39,13 @@ class HttpProcess:
     scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
 
     def problems(self) -> tuple[str, ...]:
-        """Return every reason why this process refuses candidate sets; empty if it serves them."""
+        """Return every reason why this process refuses candidate sets, or an empty tuple."""
         return (*server_problems(self.server_args), *self.route_problems())
 
     def route_problems(self) -> tuple[str, ...]:
-        """Return the reasons why a route may ignore a request for candidate sets; empty if there are none."""
+        """Return a problem if SGLang's routes run without `Guard`, and so could ignore requests for sets."""
         module = sys.modules.get(HTTP_SERVER)
-        # A process that has no tokenizer manager serves nothing, even if it has imported the module.
+        # A process without a tokenizer manager serves no requests, even if it imports SGLang's HTTP server.
         if self.server_args is None or module is None:
             return ()
         if getattr(module.app.state, "sglang_topp_guarded", False):
@@ -56,8 +56,8 @@ class HttpProcess:
         """Check a request for candidate sets against the served model.
 
         Args:
-            get: returns a field's value as the caller sent it, before SGLang normalized the request; None if
-                the caller did not send the field.
+            get: returns a field's value as the caller sent it, before SGLang normalized the request. The
+                result is None for a field that the caller did not send.
 
         Raises:
             InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
@@ -82,5 +82,5 @@ def note_model(
 
 
 def mark_guarded(app: Any) -> None:
-    """Mark the application: each route now refuses requests for sets that the route cannot answer."""
+    """Record in the application's state that `Guard` is installed."""
     app.state.sglang_topp_guarded = True

@@ -13,20 +13,20 @@ _IDS = "_sglang_topp_prompt_ids"
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy the field to one request of a batch."""
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy `FIELD` to one request of a batch."""
     setattr(item, FIELD, getattr(self, FIELD))
     return item
 
 
 def note(self: Any, tokenized_obj: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `TokenizerManager._send_one_request`: keep one prompt's token ids."""
+    """BEFORE hook on `TokenizerManager._send_one_request`: store one prompt's token ids."""
     state = self.rid_to_state[tokenized_obj.rid]
-    if getattr(state.obj, FIELD, False):  # a request for embeddings has no such field
+    if getattr(state.obj, FIELD, False):  # a request for embeddings lacks `FIELD`
         setattr(state, _IDS, list(tokenized_obj.input_ids))
 
 
 def note_batch(self: Any, tokenized_objs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `TokenizerManager._send_batch_request`: keep each prompt's token ids."""
+    """BEFORE hook on `TokenizerManager._send_batch_request`: store each prompt's token ids."""
     for tokenized_obj in tokenized_objs:
         note(self, tokenized_obj)
 
@@ -34,7 +34,7 @@ def note_batch(self: Any, tokenized_objs: Sequence[Any], *args: Any, **kwargs: A
 def write(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AFTER hook on `TokenizerManager._wait_one_response`: add the prompt's ids to each chunk."""
+    """AFTER hook on `TokenizerManager._wait_one_response`: add the prompt's token ids to each chunk."""
     ids = getattr(self.rid_to_state[obj.rid], _IDS, None)
     return chunks if ids is None else _with_ids(chunks, ids)
 

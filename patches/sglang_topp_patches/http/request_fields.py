@@ -53,23 +53,23 @@ __all__ = [
 def extend_request_class(cls: type[Any]) -> None:
     """Add our request fields to the dataclass `cls` (`GenerateReqInput`), in place.
 
-    When SGLang created the class, `dataclasses.dataclass` replaced each `field(...)` in the class body with
-    the field's default. This function restores the `field(...)` objects before it applies the decorator
-    again. So keyword-only fields and default factories are kept. Fields that `cls` inherits from a base class
-    stay in the base class.
+    SGLang's decorator `dataclasses.dataclass` has replaced each `field(...)` in the class body with the
+    field's default. This function restores the `field(...)` objects, and then applies the decorator again. So
+    the class keeps its keyword-only fields and default factories. Fields that `cls` inherits from a base
+    class stay in the base class.
     """
     for name, field in cls.__dataclass_fields__.items():
         if name in cls.__annotations__:
             setattr(cls, name, field)
-    # The type is `Any`, because pydantic would silently coerce some bad input that `check_body` refuses with
-    # a message.
+    # With any other type than `Any`, pydantic would silently coerce some bad input. `check_body` refuses such
+    # input with a message.
     cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
     for name in (*FIELDS, RESUMED):
         setattr(cls, name, False if name in (BASE64, NUCLEUS) else None)
     if prompt_token_ids.FIELD not in cls.__dataclass_fields__:
         cls.__annotations__[prompt_token_ids.FIELD] = bool
         setattr(cls, prompt_token_ids.FIELD, False)
-    # `dataclasses.dataclass` does not replace an existing `__init__`, so delete it first.
+    # `dataclasses.dataclass` keeps an existing `__init__`, so delete the old `__init__` first.
     del cls.__init__
     dataclasses.dataclass(cls)
 
@@ -77,8 +77,8 @@ def extend_request_class(cls: type[Any]) -> None:
 def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None:
     """AFTER hook on `generate_contract_error`: return the message of an HTTP 400, or None.
 
-    After a stream has begun with status 200, an error cannot change the status. So this check runs before the
-    stream begins.
+    After a stream has begun with status 200, an error can no longer change the status. So this hook checks
+    the body before the stream begins.
     """
     if error is not None or not isinstance(body, Mapping):
         return error
@@ -126,7 +126,7 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy the fields to one request of a batch."""
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy our fields to one request of a batch."""
     for name in (*FIELDS, RESUMED):
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)
@@ -140,10 +140,12 @@ class _RequestedSets:
     """The sets that a request asks for. Each attribute has one entry per prompt.
 
     Attributes:
-        thresholds: the threshold p; None or 0 if the prompt asks for no sets by threshold.
+        thresholds: the threshold p. The threshold is None or 0 if the prompt does not ask for sets with a
+            threshold.
         sampler: whether the prompt asks for the tokens that the sampler could draw.
         base64: whether the sets are returned as packed arrays.
-        nucleus: whether the sets are returned in slime's fields. The threshold is then `top_p`.
+        nucleus: whether the sets are returned in slime's fields. With slime's fields, the threshold is
+            `top_p`.
     """
 
     thresholds: Sequence[float | None]
@@ -153,7 +155,7 @@ class _RequestedSets:
 
     @property
     def wanted(self) -> list[bool]:
-        """For each prompt, whether it asks for sets."""
+        """Whether each prompt asks for sets."""
         return [bool(p) or drawn for p, drawn in zip(self.thresholds, self.sampler, strict=True)]
 
     @property
@@ -178,10 +180,10 @@ class _RequestedSets:
         }
 
     def to_scheduler(self, i: int, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a prompt's sampling parameters, with our fields and the cost per candidate added.
+        """Return a prompt's sampling parameters with our fields and the cost of a candidate.
 
-        The scheduler counts each candidate at this cost in its budget. The cost also shows the scheduler that
-        the request passed the HTTP checks (`scheduler.refuse_unchecked_requests`).
+        The scheduler's budget counts each candidate at this cost. The cost also tells the scheduler that the
+        request has passed the HTTP checks (`scheduler.refuse_unchecked_requests`).
         """
         custom = sampling_params.get("custom_params") or {}
         asked: dict[str, Any] = {NUCLEUS: True} if self.nucleus[i] else {}
@@ -195,8 +197,8 @@ class _RequestedSets:
 
         Args:
             process: the HTTP process.
-            field: returns a field's value as the caller sent it, before SGLang normalized the request; None
-                if the caller did not send the field.
+            field: returns a field's value as the caller sent it, before SGLang normalized the request. The
+                result is None for a field that the caller did not send.
             num_prompts: the number of prompts.
 
         Raises:
@@ -257,7 +259,7 @@ class _RequestedSets:
         return asked
 
     def _check(self, process: HttpProcess, params: Sequence[Any], return_logprob: Any) -> None:
-        """Raise InvalidInputError if these sets cannot be served."""
+        """Raise InvalidInputError if this process cannot serve the requested sets."""
         if any(p and drawn for p, drawn in zip(self.thresholds, self.sampler, strict=True)):
             raise InvalidInputError(
                 f"{SOURCE}: got {SAMPLER!r} and {THRESHOLD}; expected one of them: the sampler's sets follow"
@@ -281,7 +283,7 @@ class _RequestedSets:
 
 
 def _asks(field: Callable[[str], Any]) -> bool:
-    """Return whether the request asks for candidate sets in any place, even with invalid values."""
+    """Return whether the request asks for candidate sets in any of its fields. Invalid values count too."""
     given = field("sampling_params")
     params = given if isinstance(given, list) else [given]
     customs = [item.get("custom_params") for item in params if isinstance(item, Mapping)]

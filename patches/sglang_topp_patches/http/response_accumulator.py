@@ -20,19 +20,18 @@ class ResponseAccumulator:
 
     Attributes:
         num_tokens: the number of visible tokens.
-        first_token_id: the first visible token; None until a token is visible.
-        generated: the set of each visible token; None if the set is missing or was sent for the last time.
-        prompt: the set of each scored prompt position; None for the first position.
+        first_token_id: the first visible token, or None until a token is visible.
+        generated: the set of each visible token. An entry is None if the set is missing or was freed.
+        prompt: the set of each scored prompt position, with None for the first position.
         weight_spans: the weight versions that generated the tokens and scored the prompt.
-        problem: why a token has no set; empty while every token has a set.
-        refusal: the entry with which the scheduler refused the request; None if the scheduler did not refuse
-            it. A refused request ends as an error.
-        lacks_first: whether the first token is visible while its set is still on the prefill server.
+        problem: why a token has no set, or an empty string.
+        refusal: the scheduler's entry that refuses the request, or None. A refused request ends as an error.
+        lacks_first: whether the first token is visible, but its set is still on the prefill server.
         is_aborted: whether the HTTP process aborted the sample because a position has no set.
     """
 
     def __init__(self, cost: int) -> None:
-        """Make an empty accumulator. The budget counts each candidate `cost` times."""
+        """Create an empty accumulator. The budget counts each candidate `cost` times."""
         self.num_tokens = 0
         self.first_token_id: int | None = None
         self.generated: list[Span | None] = []
@@ -53,7 +52,7 @@ class ResponseAccumulator:
         entries: Sequence[Entry | None],
         prompt_rows: Sequence[Span | Entry | None],
     ) -> None:
-        """Add new tokens with one entry each, and the prompt's rows if they have arrived."""
+        """Add new tokens, the entry of each token, and the prompt's rows if they have arrived."""
         if self.first_token_id is None and token_ids:
             self.first_token_id = token_ids[0]
         self.num_tokens += len(token_ids)
@@ -85,7 +84,7 @@ class ResponseAccumulator:
         self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
 
     def add_first_token(self, first: FirstToken) -> None:
-        """Add the sets that the prefill server sent, for the first token and the prompt."""
+        """Add the sets of the first token and the prompt, which the prefill server sent."""
         self.lacks_first = False
         if first.entry.is_refusal:
             self.refusal = first.entry
@@ -112,9 +111,10 @@ class ResponseAccumulator:
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Count the sets in the HTTP call's account.
+        """Add the sample's candidates to the count of the HTTP call.
 
-        If the call is ended early, the sets are freed, and `abort` stops the sample in the scheduler.
+        If the call is ended early, the accumulator frees the sets and calls `abort`. The callback `abort`
+        stops the sample in the scheduler.
         """
         if call is not None and self._call is None:
             self._call, self._account = call, call.open_account(in_flight)
@@ -125,12 +125,12 @@ class ResponseAccumulator:
             self._count(candidates, positions)
 
     def check_call(self) -> None:
-        """Raise CallEndedError if the call was ended early, which freed its sets."""
+        """Raise CallEndedError if the HTTP call was ended early, and its sets were freed."""
         if self._call is not None and self._call.problem:
             raise CallEndedError(f"candidate sets: {self._call.problem}")
 
     def forget(self, start: int, stop: int) -> None:
-        """Free the sets of the positions from `start` to `stop`, which are not sent again."""
+        """Free the sets from position `start` up to `stop`, because they are not sent again."""
         gone = [span for span in self.generated[start:stop] if span]
         self.generated[start:stop] = [None] * (stop - start)
         self._count(-sum(len(span[0]) // 4 for span in gone), -len(gone))
@@ -150,7 +150,7 @@ class ResponseAccumulator:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the sample can only end as an error."""
+        """Whether the sample will end as an error."""
         return self.refusal is not None or bool(self.problem) or None in self.prompt[1:]
 
     @property
@@ -162,8 +162,8 @@ class ResponseAccumulator:
         """Return why a visible token or a prompt position has no set, or an empty string.
 
         Args:
-            num_prompt: the number of prompt positions that need a set. None skips this check, because the
-                server that scores the prompt makes it.
+            num_prompt: the number of prompt positions that need a set. None skips the check of the
+                prompt's sets, because the server that scores the prompt makes this check.
         """
         if self.refusal is not None:
             return self.refusal.problem

@@ -1,17 +1,20 @@
-"""Continue an interrupted answer, with the request field `resumed_tokens`.
+"""Resume an interrupted answer, with the request field `resumed_tokens`.
 
-The field says how many tokens at the prompt's end already belong to the answer. The value 0 means that the
-answer is new, and may be resumed later. The answer's text and the search for stop strings begin at the
-resumed tokens, as if there had been no interruption. If a request with the field is aborted, its answer has
-every token up to the abort:
+The prompt of a resuming request ends with tokens that an earlier request generated. The field gives the
+number of these tokens. The value 0 means that the answer is new, and that a later request may resume the
+answer. The answer's text and the search for stop strings begin at the resumed tokens, as if nothing had
+interrupted the answer.
 
-- At an abort, the hooks first check the token that was drawn last. If that token ends the answer, the answer
-  counts as finished. SGLang alone would report the answer as aborted, and a caller would continue it past its
-  end.
-- If a retracted request is aborted while it waits, its answer still has all tokens. SGLang alone would send
-  only the tokens that were already streamed.
+Two hooks make sure that the answer to an aborted request with the field has every token up to the abort:
 
-The field reaches the scheduler inside `sampling_params.custom_params`, and is repeated in `meta_info`.
+- `finish_or_abort` first checks whether the last token ends the answer. If it does, the answer counts as
+  finished. Without this hook, SGLang would report the answer as aborted, and a caller would resume a complete
+  answer.
+- `send_all_tokens` sends all tokens of a retracted request that is aborted while it waits. Without this hook,
+  SGLang would send only the tokens that were already streamed.
+
+The field reaches the scheduler inside `sampling_params.custom_params`. The answer repeats the field in
+`meta_info`.
 """
 
 from __future__ import annotations
@@ -39,12 +42,12 @@ __all__ = [
 
 
 def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts: int) -> list[int | None]:
-    """Check `resumed_tokens`, and return its value for each prompt; None for a prompt without the field.
+    """Check `resumed_tokens`, and return its value for each prompt, or None for a prompt without the field.
 
     Args:
         process: the HTTP process.
-        field: returns a field's value as the caller sent it, before SGLang normalized the request; None if
-            the caller did not send the field.
+        field: returns a field's value as the caller sent it, before SGLang normalized the request. The
+            result is None for a field that the caller did not send.
         num_prompts: the number of prompts.
 
     Raises:
@@ -103,11 +106,11 @@ def pass_to_scheduler(process: HttpProcess, self: Any, field: Callable[[str], An
     Args:
         process: the HTTP process.
         self: the `GenerateReqInput`.
-        field: returns a field's value as the caller sent it, before SGLang normalized the request; None if
-            the caller did not send the field.
+        field: returns a field's value as the caller sent it, before SGLang normalized the request. The
+            result is None for a field that the caller did not send.
 
     Raises:
-        InvalidInputError: for the same reasons as `check_fields`.
+        InvalidInputError: `check_fields` finds a bad value.
     """
     if field(RESUMED) is None:
         return
@@ -136,7 +139,7 @@ def _to_scheduler(params: Mapping[str, Any], count: int | None) -> Mapping[str, 
 def note_in_meta_info(
     result: None, self: Any, meta_info: dict[str, Any], state: Any, *_: Any, **__: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: confirm the field to the caller."""
+    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: repeat the field in the answer."""
     if (count := vars(state.obj).get(RESUMED)) is not None:
         meta_info[RESUMED] = count
 
@@ -145,7 +148,7 @@ def note_in_meta_info(
 
 
 def _num_resumed(req: Any) -> int | None:
-    """Return the request's `resumed_tokens`; None if the request lacks the field.
+    """Return the request's `resumed_tokens`, or None if the request lacks the field.
 
     A value that bypassed the HTTP checks is capped at the prompt's length.
     """
@@ -156,7 +159,7 @@ def _num_resumed(req: Any) -> int | None:
 
 
 def finish_or_abort(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND hook on `Req.update_finish_state`: let an aborted answer finish if it is complete."""
+    """AROUND hook on `Req.update_finish_state`: report a complete answer as finished, not as aborted."""
     abort = self.to_finish
     if abort is None or self.finished() or _num_resumed(self) is None or not _is_requested(abort):
         original(self, *args, **kwargs)
@@ -168,7 +171,7 @@ def finish_or_abort(original: Callable[..., None], self: Any, *args: Any, **kwar
 
 
 def _is_requested(reason: Any) -> bool:
-    """Return whether a caller requested the abort. An abort that refuses a request has a status."""
+    """Return whether a caller requested the abort. Aborts by which SGLang refuses a request have a status."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return isinstance(reason, FINISH_ABORT) and reason.status_code is None
@@ -186,10 +189,11 @@ def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, re
 
 
 def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
-    """AFTER hook on `Scheduler.abort_request`: send aborted answers at once during an `in_place` pause.
+    """AFTER hook on `Scheduler.abort_request`: send aborted answers during an `in_place` pause.
 
     SGLang ends an aborted request and frees its KV cache in the next pass, which runs only after the pause.
-    This hook sends the answer at once. The next pass then sends nothing, because `finished_output` is set.
+    This hook sends the answer during the pause. The next pass does not send the answer again, because
+    `finished_output` is set.
     """
     if not self._engine_paused:
         return
@@ -209,7 +213,7 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
     params = self.sampling_params
     if (not params.stop_strs and not params.stop_regex_strs) or not (count := _num_resumed(self)):
         return original(self, new_accepted_len)
-    # If the answer is long enough, SGLang searches this many tokens at its end.
+    # SGLang searches at most this number of tokens at the end of the answer.
     num_tokens = max(params.stop_str_max_len, params.stop_regex_max_len) + 1 + max(new_accepted_len - 1, 0)
     missing = min(num_tokens - len(self.output_ids), count)
     if missing <= 0:
@@ -220,11 +224,11 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
 
 
 def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
-    """AROUND hook on `Req.check_match_stop_str_prefix`: return whether a stop string may have begun.
+    """AROUND hook on `Req.check_match_stop_str_prefix`: return whether the text may end inside a stop string.
 
-    An incomplete character decodes to U+FFFD, which begins no stop string. So SGLang alone would send the
-    text before the incomplete character. It could not withdraw that text later, if the completed character
-    continues a stop string.
+    An incomplete character at the end of the text decodes to U+FFFD. SGLang alone would not find the start of
+    a stop string before U+FFFD, and would send that text. If the completed character then continued the stop
+    string, SGLang could not withdraw the text.
     """
     if original(self):
         return True
@@ -242,8 +246,8 @@ def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
 def begin_text(original: Callable[[Any], tuple[Any, int]], self: Any) -> tuple[Any, int]:
     """AROUND hook on `Req.init_incremental_detokenize`: begin the text at the resumed tokens.
 
-    The new tokens are decoded together with the resumed tokens, because the interruption may have split a
-    character between two tokens.
+    The interruption may have split a character between two tokens. So SGLang decodes the new tokens together
+    with the resumed tokens.
     """
     is_first = self.surr_offset is None or self.read_offset is None
     decode_ids, offset = original(self)

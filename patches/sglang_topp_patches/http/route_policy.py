@@ -48,15 +48,14 @@ _GENERATE = "/generate"
 _VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")
 
 OPENAI = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
-"""OpenAI routes that answer with candidate sets, in `sglext`."""
+"""The OpenAI routes that return candidate sets, in the answer's `sglext`."""
 
 SERVED: Mapping[str, tuple[str, ...]] = {
     _GENERATE: ("", "sampling_params.custom_params."),
     _VERTEX: ("parameters.", "parameters.sampling_params.custom_params."),
     **dict.fromkeys(OPENAI, ("", "custom_params.")),
 }
-"""Routes that answer with candidate sets, each with the places in the body where the route takes our
-fields."""
+"""The routes that return candidate sets, with the places in the body where each route takes our fields."""
 
 REFUSED = frozenset(
     {
@@ -103,7 +102,7 @@ NO_PROMPT = frozenset(
         os.environ.get("SGLANG_OLLAMA_SHOW_ROUTE", "/api/show"),
     }
 )
-"""Routes that take no prompt. Their bodies are not checked."""
+"""Routes that take no prompt. `Guard` does not check requests to these routes."""
 
 _ASKING = (*FIELDS, RESUMED)
 _TOO_DEEP = "a body nested too deep to be read"
@@ -120,7 +119,7 @@ current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=N
 """The HTTP call that the current task handles."""
 
 path_without_sets: ContextVar[str] = ContextVar("sglang_topp_path_without_sets", default="")
-"""The current route's path if the route cannot return candidate sets; otherwise empty."""
+"""The current route's path, if the route cannot return candidate sets, or an empty string."""
 
 
 class Call:
@@ -128,10 +127,10 @@ class Call:
 
     Attributes:
         path: the route.
-        account: counts the candidates of all samples; None before a sample has sets.
-        problem: why the call was ended early; empty if it was not.
-        fields: our fields from the top level of an OpenAI body. None on other routes, and after the hooks in
-            `openai` have taken the fields.
+        account: the counter of the candidates of all samples, or None before a sample has sets.
+        problem: why the call was ended early, or an empty string.
+        fields: our fields from the top level of an OpenAI body. The value is None on other routes, and after
+            the hooks in `openai` have taken the fields.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
@@ -142,20 +141,20 @@ class Call:
         self._at_end: list[Callable[[], None]] = []
 
     def open_account(self, in_flight: InFlight) -> Account:
-        """Return the call's account, which is opened for the first sample with sets."""
+        """Return the counter of the call's candidates. The first sample with sets creates the counter."""
         if self.account is None:
             self.account = in_flight.open(self._end)
         return self.account
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Register a callback, which runs if this HTTP call is ended early."""
+        """Register a callback that runs if this HTTP call is ended early."""
         self._at_end.append(callback)
 
     def close(self) -> None:
-        """Free the call's resources, after its answer has been sent or has failed.
+        """Free the call's resources after its answer has been sent or has failed.
 
-        The call and its samples refer to each other, so otherwise only the garbage collector would free them,
-        and the collector seldom runs in a server.
+        The call and its samples refer to each other. Without this method, only the garbage collector would
+        free them, and the collector seldom runs in a server.
         """
         self._at_end.clear()
         if self.account is not None:
@@ -168,7 +167,7 @@ class Call:
 
 
 class Guard:
-    """The innermost ASGI middleware: it runs after authentication and decompression, before the routes."""
+    """The innermost ASGI middleware. It runs after authentication and decompression, before the routes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -179,7 +178,7 @@ class Guard:
             return await self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == _GENERATE:
-            # Do not parse the body here: `request_fields` checks it after SGLang has parsed it.
+            # `request_fields` checks the body after SGLang has parsed it, so do not parse the body here.
             return await self._serve(Call(path), scope, receive, send)
         if path in NO_PROMPT:
             return await self._app(scope, receive, send)
@@ -233,8 +232,8 @@ def guard(app: Any) -> None:
 def _note_transport(app: ASGIApp) -> ASGIApp:
     """Store each connection's transport in the connection's ASGI scope.
 
-    Only uvicorn's own `send` gives access to the transport, but `Guard` gets a `send` that other middleware
-    has wrapped.
+    The transport is an attribute of uvicorn's own `send`. `Guard` gets a `send` that other middleware
+    has wrapped, and so cannot read the transport.
     """
 
     async def noting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -259,7 +258,7 @@ def _is_served(path: str, place: str) -> bool:
     if place.endswith(RESUMED):
         return path not in OPENAI and place in [f"{prefix}{RESUMED}" for prefix in prefixes[:1]]
     if place.endswith(NUCLEUS) and path in OPENAI:
-        return False  # the OpenAI routes could not renormalize their log-probs
+        return False  # the OpenAI routes cannot renormalize their log-probs
     return any(place == f"{prefix}{field}" for prefix in prefixes for field in FIELDS)
 
 
@@ -269,7 +268,7 @@ def _cannot(path: str, place: str) -> str:
 
 
 async def read_body(receive: Receive) -> tuple[bytes, Receive]:
-    """Read the whole body. Return it, and a `receive` that replays it."""
+    """Return the whole body, and a `receive` from which a route can read the body again."""
     messages: list[Message] = []
     while True:
         messages.append(await receive())
@@ -285,9 +284,10 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def misplaced(body: Any) -> str | None:
-    """Return an error message if one of our fields is where the current route ignores it, or None.
+    """Return an error message if the current route ignores one of our fields in `body`, or None.
 
-    For SGLang's Vertex route, `body` is the request that the route builds from its own body.
+    A route ignores a field that is at the wrong place in the body. On SGLang's Vertex route, `body` is the
+    request that the route builds from the HTTP body.
     """
     call = current_call.get()
     path = _GENERATE if call is None else call.path
@@ -303,7 +303,7 @@ def misplaced(body: Any) -> str | None:
 
 def _asked_at(body: bytes) -> list[str]:
     """Return the dotted paths of a body's fields that ask for sets or resume an answer."""
-    # JSON may escape a field's name.
+    # JSON escapes (`\u`) can hide a field's name, so a body with escapes is parsed too.
     if b"\\u" not in body and not any(field.encode() in body for field in _ASKING):
         return []
     try:
@@ -311,7 +311,7 @@ def _asked_at(body: bytes) -> list[str]:
     except RecursionError:
         return [_TOO_DEEP]
     except ValueError:
-        # The body is not JSON: it is a form (audio), or the route itself refuses it.
+        # A body that is not JSON is a form for an audio route, or a body that the route itself refuses.
         return [field for field in _ASKING if b'name="%s"' % field.encode() in body]
 
 
@@ -321,7 +321,8 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
             yield from _places(item, prefix)
     elif isinstance(value, dict):
         yield from (f"{prefix}{field}" for field in FIELDS if value.get(field) not in (None, False, 0))
-        if value.get(RESUMED) is not None:  # 0 means that the answer may be resumed later
+        # The value 0 counts too, because it marks an answer that may be resumed later.
+        if value.get(RESUMED) is not None:
             yield f"{prefix}{RESUMED}"
         for name in _CONTAINERS:
             if isinstance(value.get(name), dict | list):
@@ -344,14 +345,14 @@ def _openai_problem(asked: list[str]) -> str:
 
 
 def _server_problems() -> tuple[str, ...]:
-    """Return why the HTTP server of this process refuses candidate sets; empty if it serves them."""
+    """Return why the HTTP server of this process refuses candidate sets, or an empty tuple."""
     module = sys.modules.get(HTTP_SERVER)
     process: HttpProcess | None = None if module is None else getattr(module.app.state, _PROCESS, None)
     return server_problems(None) if process is None else process.problems()
 
 
 def _refusal(path: str, message: str, place: str) -> Response:
-    """Return a 400 in the route's error format: Anthropic's, OpenAI's, or SGLang's."""
+    """Return a 400 in the route's error format, which is Anthropic's, OpenAI's, or SGLang's."""
     if path.startswith("/v1/messages"):
         content: dict[str, Any] = {
             "type": "error",
@@ -371,16 +372,16 @@ def _refusal(path: str, message: str, place: str) -> Response:
 
 
 def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> Send:
-    """Return a `send` that waits for the reader, and disconnects a reader that stalls.
+    """Return a `send` that sends a large body in pieces, and disconnects a client that stops reading.
 
-    A large body is sent in pieces. Each piece is sent only after the reader has taken the previous piece. An
-    empty piece ends the body, so that the call's account closes only after the reader has taken everything.
+    Each piece is sent only after the client has taken the previous piece. An empty piece ends the body. So
+    the call's candidates count against the budget until the client has taken the whole body.
 
     Args:
         send: the server's `send`.
         call: the call that may hold sets.
-        transport: the connection's transport. None if the server is not uvicorn: then a stalled connection
-            closes only after the reader has taken the last piece.
+        transport: the connection's transport, or None if the server is not uvicorn. Without a transport, a
+            stalled connection closes only after the client has taken the last piece.
     """
 
     async def send_within_limit(account: Account, body: bytes, *, more_body: bool) -> None:
@@ -389,7 +390,7 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
                 await send({"type": "http.response.body", "body": body, "more_body": more_body})
         except TimeoutError:
             if transport is not None:
-                transport.abort()  # `close` would wait until the reader has taken all buffered data
+                transport.abort()  # `close` would wait until the client has taken all buffered data
             account.end(f"the reader took nothing for {_PIECE_TIMEOUT_S:g} s")
             raise ConnectionError(call.problem) from None
 

@@ -33,7 +33,7 @@ def add_status(
 ) -> dict[str, Any]:
     """AFTER hook on `build_server_info`: add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
 
-    This status holds limits and the model's sizes, against which the sidecar server checks requests.
+    The status contains the limits and the model's sizes. The sidecar checks requests against these values.
     """
     report = status().to_dict()
     problems = [*refused_configurations.server_problems(server_args), *process.route_problems()]
@@ -50,7 +50,7 @@ def add_status(
         "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
         "staging": _staging(process.scheduler_states),
         "model": None if process.model is None else process.model.to_record(),
-        # A release that is not supported may lack the setting that `sanitizes_logits` reads.
+        # On an unsupported release, `sanitizes_logits` may read a setting that does not exist.
         "sanitizes_logits": report["active"] and internals().sanitizes_logits(),
     }
     return result

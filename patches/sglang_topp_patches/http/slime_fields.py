@@ -8,8 +8,8 @@ little-endian int32::
     top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries
 
 Each log-prob in `output_token_logprobs` is renormalized over its position's set. For this purpose, slime
-ships a patch of SGLang's sampler (`sglang-top_p.patch`). This module needs no such patch: it encodes our
-candidate sets at the threshold `top_p`.
+ships a patch of SGLang's sampler (`sglang-top_p.patch`). This module makes that patch unnecessary. The
+module encodes our candidate sets at the threshold `top_p` in slime's arrays.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
 
 __all__ = ["check_request", "nucleus_threshold", "write_nuclei"]
 
-# SGLang reports these log-probs over the whole vocabulary, so they would not match the renormalized
-# log-probs.
+# SGLang reports the log-probs of these fields over the whole vocabulary. Such log-probs would not
+# match the renormalized log-probs.
 _OTHER_LOGPROBS = ("top_logprobs_num", "token_ids_logprob")
 
 
@@ -34,9 +34,9 @@ def nucleus_threshold(sampling_params: Any) -> float:
     """Return the threshold of a prompt's sets, which is the prompt's `top_p`.
 
     Args:
-        sampling_params: the prompt's sampling parameters, as the caller sent them. The scheduler checks the
-            final parameters (`scheduler.refuse_unchecked_requests`), because a server may add its own
-            defaults.
+        sampling_params: the prompt's sampling parameters, as the caller sent them. SGLang may still add a
+            server's own defaults. So the scheduler checks the final parameters again
+            (`scheduler.refuse_unchecked_requests`).
 
     Raises:
         InvalidInputError: `top_p` is invalid, or the sampler does not draw from the nucleus of `top_p` alone.
@@ -52,11 +52,11 @@ def nucleus_threshold(sampling_params: Any) -> float:
 
 
 def check_request(field: Callable[[str], Any]) -> None:
-    """Refuse a request that also asks for log-probs which would not be renormalized.
+    """Refuse a request that also asks for log-probs over the whole vocabulary.
 
     Args:
-        field: returns a field's value as the caller sent it, before SGLang normalized the request; None if
-            the caller did not send the field.
+        field: returns a field's value as the caller sent it, before SGLang normalized the request. The
+            result is None for a field that the caller did not send.
 
     Raises:
         InvalidInputError: the request has a field that asks for such log-probs. The message names the field.
@@ -74,8 +74,9 @@ def write_nuclei(meta_info: dict[str, Any], positions: Positions) -> None:
     """Write slime's two arrays into `meta_info`, and renormalize the generated tokens' log-probs.
 
     Args:
-        meta_info: the `meta_info` of a chunk or of the answer. Its `output_token_logprobs` is replaced.
-        positions: the sets of the tokens in `meta_info`. Each row has its highest log-prob first.
+        meta_info: the `meta_info` of a chunk or of the answer. This function replaces `output_token_logprobs`
+            there.
+        positions: the sets of the tokens in `meta_info`. The first log-prob of each set is the highest.
 
     Raises:
         ValueError: SGLang reports fewer log-probs than there are sets.

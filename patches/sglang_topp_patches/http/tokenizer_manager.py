@@ -3,13 +3,12 @@
 1. `receive_entries` takes our entries, one per token, out of the scheduler's message before
    `_handle_batch_output` reads the message.
 2. `write_meta_info` adds a request's entries to the request's `ResponseAccumulator`, and records which
-   positions the next chunk contains. It runs within `_handle_batch_output`, and when a queued request is
-   aborted.
+   positions the next chunk contains. This hook runs in `_handle_batch_output`, and at the abort of a queued
+   request.
 3. `write_sets` writes the sets of the recorded positions into the chunk when SGLang sends the chunk.
 
 If a request asked for sets and a visible token has no set, the request ends as an error (finish reason
-`abort`, status 500). So an answer with a missing set cannot be mistaken for an answer to a request without
-sets.
+`abort`, status 500). Otherwise, the answer would look like an answer to a request that asked for no sets.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
     if entries is not nothing or prompt_rows is not nothing:
         recv_obj.customized_info = info or None
     ours = zip(getattr(recv_obj, "output_ids", nothing), entries, prompt_rows, strict=True)
-    # The next message may overwrite this attribute, because the event loop handles one message at a time.
+    # The next message may overwrite `_ARRIVED`, because the event loop handles one message at a time.
     setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
 
 
@@ -103,7 +102,7 @@ def write_meta_info(
         return
     stream = getattr(state.obj, "stream", False) and not at_end
     is_shown = stream or finished
-    # An incremental chunk holds the positions since the previous chunk. All other output is cumulative.
+    # An incremental chunk holds the positions since the previous chunk. Any other output holds all positions.
     start = state.last_output_offset if stream and internals().streams_increments(self) else 0
     if base64 and top_logprobs_num and is_shown and not at_end:
         _write_top_k(meta_info, state, start)
@@ -118,8 +117,9 @@ def write_meta_info(
     if not is_shown:
         return
     # With the source "sampler", a prompt has no sets, because its tokens were not sampled. Otherwise, each
-    # prompt position with a log-prob from SGLang needs a set. Generated tokens cannot be counted by their
-    # log-probs: if `max_new_tokens` is 0, SGLang may report a log-prob without a token.
+    # prompt position with a log-prob from SGLang needs a set. The number of generated
+    # tokens is not the number of their log-probs. If `max_new_tokens` is 0, SGLang may report a log-prob
+    # without a token.
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
@@ -130,7 +130,7 @@ def write_meta_info(
         if finished:
             _fail(meta_info, f"{field}: {problem}", accumulator)
         else:
-            meta_info[KEY] = None  # `write_sets` drops this chunk
+            meta_info[KEY] = None  # None makes `write_sets` drop this chunk
         return
     meta_info[KEY] = [start, accumulator.num_tokens]
 
@@ -146,8 +146,8 @@ def write_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
 
-    A client that reads more slowly than the engine generates gets only some of the chunks. A chunk that is
-    never sent gets no sets.
+    A client that reads more slowly than the engine generates gets only some of the chunks. The hook
+    writes sets only into those chunks.
     """
     chunks = original(self, obj=obj, state=state, request=request)
     if not asking_field(vars(obj).get):
@@ -227,8 +227,8 @@ async def _with_sets(
                     raise CallEndedError(f"{field}: {problem}", accumulator.status)
                 _write_sets(self, out, state, accumulator)
             elif reason is None and not getattr(state.obj, AT_END, False):
-                # Drop a chunk whose set is missing, because it looks like an answer to a request without
-                # sets. A later chunk reports the error.
+                # Drop the chunk, because one of its sets is missing. Without sets, the chunk would look
+                # like an answer to a request that asked for no sets. A later chunk reports the error.
                 continue
             elif reason is not None and reason.get("type") != "abort":
                 raise RuntimeError(
@@ -243,8 +243,8 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, accumulator: Respons
     at_end = getattr(obj, AT_END, False)
     is_incremental = getattr(obj, "stream", False) and internals().streams_increments(self) and not at_end
     if not is_incremental:
-        # Copy the lists up to the chunk's last token, because SGLang extends its own lists while a caller
-        # holds them.
+        # Copy the lists up to the chunk's last token. SGLang would extend its own lists while the caller
+        # still uses the chunk.
         if "output_ids" in out:
             out["output_ids"] = out["output_ids"][:stop]
         for name in _PER_TOKEN:
@@ -298,7 +298,7 @@ def merge_chunks(
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(formats.merge_stream_chunks(parts))
-        # If sets are written only at the end (`AT_END`), only the last chunk has the key `KEY`.
+        # If sets are written only at the end (`AT_END`), only the last chunk has `KEY`.
         if any(KEY in part for part in parts[:-1]):
             if all(part.get(KEY) for part in parts):
                 result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
@@ -310,10 +310,10 @@ def merge_chunks(
 def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
     """AROUND hook on `TokenizerManager._handle_abort_req`: correct the last chunk of an aborted request.
 
-    If a request is aborted while it waits after a pause, a part of its answer may already have been streamed.
-    SGLang's last chunk then has all of the text and log-probs, but only the last token, if SGLang is older
-    than 0.5.20 or chunks are incremental. This hook puts all tokens into the last chunk, or empties the chunk
-    if chunks are incremental.
+    If a request is aborted while it waits after a pause, SGLang may already have streamed a part of its
+    answer. SGLang's last chunk then has all of the text and log-probs, but only the last token. SGLang
+    does this before 0.5.20, and in all releases if chunks are incremental. This hook removes the text and the
+    tokens from an incremental chunk. The hook puts all tokens into any other chunk.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
@@ -343,7 +343,7 @@ def _list_form(self: Any, side: formats.Side, positions: Positions, with_text: b
 
 
 def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
-    """Replace SGLang's lists of top-k log-probs with packed arrays. SGLang's flat form of them stays."""
+    """Replace SGLang's lists of top-k log-probs with packed arrays. SGLang's flat arrays stay as they are."""
     sides: tuple[tuple[formats.Side, int], ...] = (("input", 0), ("output", start))
     for side, first in sides:
         if meta_info.pop(f"{side}_top_logprobs", None) is not None:
@@ -356,8 +356,8 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
 def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumulator) -> None:
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
-        # The request was aborted for another reason, which takes precedence.
-        if reason.get("status_code") is None:  # an answer without an error status may show tokens
+        # The abort has another cause, so report that cause.
+        if reason.get("status_code") is None:  # the answer may show tokens, so report both
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}
         return

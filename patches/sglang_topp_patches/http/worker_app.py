@@ -1,8 +1,9 @@
 """Provide the application that SGLang's HTTP workers import, with the patch set installed.
 
-If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers that load no plugins. The workers import
-their application by the name in `SGLANG_HTTP_SERVER_APP_PATH`. In the launcher, `plugin.register` points this
-variable to the present module, which loads the plugins and returns the configured application.
+If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers, which do not load plugins. The workers
+import the application that `SGLANG_HTTP_SERVER_APP_PATH` names. In the launcher process, `plugin.register`
+sets this variable to `app` in this module. When a worker imports `app`, this module loads the plugins and
+returns the configured application.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def install() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `app` for a worker.
+    """Load the plugins, and return `app` for a worker.
 
-    The application is made on demand, because the launcher imports this module too.
+    The import of this module does not load the plugins, because the launcher imports the module too.
     """
     if name != "app":
         raise AttributeError(name)

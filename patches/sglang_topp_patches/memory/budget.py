@@ -1,8 +1,8 @@
-"""Limit how many candidates one sample, and all requests in flight together, may hold in this process.
+"""Limit the number of candidates in this process, per sample and for all requests in flight.
 
 At p = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never truncated. A
-request that exceeds a limit ends with an error that names the limit and what would fit, and the request's
-sets are freed.
+request that exceeds a limit ends with an error, and its sets are freed. The error names the limit and what
+would fit.
 
 Every process counts the sets that pass through it. The scheduler counts a sample's sets until they are sent.
 The HTTP process counts a call's sets until the call's answer is sent.
@@ -32,8 +32,9 @@ __all__ = [
 ]
 
 LIST_FORM_COST = 16
-"""A candidate in JSON lists counts as this many candidates, because Python objects and text take that much
-more memory than packed arrays."""
+"""The cost of a candidate in JSON lists, where a candidate in packed arrays has the cost 1.
+
+Python objects and text take this many times the memory of packed arrays."""
 
 _PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
 _IN_FLIGHT = "SGLANG_TOPP_MAX_CANDIDATES_IN_FLIGHT"
@@ -50,8 +51,8 @@ _BYTES_PER_CANDIDATE = 256
 class Budget:
     """One process's limits, counted in candidates.
 
-    A candidate is one token of one position's set. It takes 8 bytes, or `LIST_FORM_COST` times as much in
-    JSON lists.
+    A candidate is one token of one position's set. A candidate takes 8 bytes, or `LIST_FORM_COST` times as
+    much in JSON lists.
 
     Attributes:
         max_candidates_per_sample: the limit for one sample and its prompt. The default is 2^25, which is 358
@@ -59,8 +60,8 @@ class Budget:
         max_candidates_in_flight: the limit for all samples in flight. The default is one candidate per 256
             bytes of the machine's or container's memory.
         staged_candidates_per_row: the capacity, per row, of the GPU memory into which a pass writes its sets.
-            No request is refused because of this limit: sets that do not fit are taken again, which waits for
-            the device (`scheduler.staging`).
+            A request is never refused because of this limit. If sets do not fit, the scheduler takes them
+            again and waits for the device (`scheduler.staging`).
     """
 
     max_candidates_per_sample: int
@@ -105,11 +106,11 @@ def budget_problem() -> str:
 
 
 class InFlight:
-    """Counts all accounts' candidates. Beyond the limit, the largest account that has an owner is ended.
+    """The counter of all candidates in this process. Above the limit, the largest request or call ends.
 
     Args:
-        limit: the number of candidates that all accounts together may hold.
-        trimmer: returns large accounts' memory to the OS after they close.
+        limit: the largest number of candidates that all requests and calls together may hold.
+        trimmer: returns memory to the OS after a request or call has freed large sets.
     """
 
     def __init__(self, limit: int, trimmer: HeapTrimmer | None = None) -> None:
@@ -119,18 +120,18 @@ class InFlight:
         self._accounts: WeakSet[Account] = WeakSet()
 
     def open(self, end: Callable[[str], None] | None) -> Account:
-        """Open an account.
+        """Return a new counter for the candidates of one request or call.
 
         Args:
-            end: called at most once, with a reason, to end the request or call that owns the account. None if
-                no request or call owns the memory.
+            end: ends the request or call that owns the candidates. `end` is called at most once, with a
+                reason. Pass None if no request or call owns the candidates.
         """
         account = Account(self, end)
         self._accounts.add(account)
         return account
 
     def end_largest(self) -> None:
-        """End the largest open account among those that have an owner."""
+        """End the request or call that holds the most candidates."""
         largest = max(
             (account for account in self._accounts if account.has_owner and not account.is_closed),
             key=lambda account: account.candidates,
@@ -145,7 +146,7 @@ class InFlight:
 
 
 class Account:
-    """Counts the candidates of one owner. An account closes at the latest when it is garbage-collected."""
+    """The counter of the candidates of one request or call. Garbage collection closes an open counter."""
 
     def __init__(self, in_flight: InFlight, end: Callable[[str], None] | None) -> None:
         self._in_flight, self._end = in_flight, end
@@ -154,11 +155,15 @@ class Account:
 
     @property
     def has_owner(self) -> bool:
-        """Whether the account has an owner that can be ended."""
+        """Whether the candidates belong to a request or call that can be ended."""
         return self._end is not None
 
     def add(self, candidates: int, positions: int = 1) -> None:
-        """Count more candidates. If the limit is exceeded, end the largest account, which may be this one."""
+        """Count more candidates.
+
+        If the process then holds more candidates than the limit, end the largest request or call. That may be
+        this one.
+        """
         if self.is_closed:
             return
         self.candidates += candidates
@@ -168,7 +173,7 @@ class Account:
             self._in_flight.end_largest()
 
     def end(self, reason: str) -> None:
-        """Close the account and end its owner, unless the account is closed already."""
+        """Stop counting, and end the request or call. Do nothing if counting has stopped before."""
         if not self.is_closed:
             self.close()
             if self._end is not None:
@@ -187,7 +192,7 @@ class Account:
 
 
 def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
-    """Return why one sample may not hold so many candidates, or an empty string."""
+    """Return an error message if one sample holds too many candidates, or an empty string."""
     limit = limits.max_candidates_per_sample
     if candidates <= limit:
         return ""
@@ -204,8 +209,8 @@ def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
 
     Args:
         limits: the limits of this process.
-        is_busy: True if all requests together exceed their limit; False if this request exceeds its own
-            limit.
+        is_busy: whether the limit for all requests is exceeded. Otherwise, the limit for one sample is
+            exceeded.
     """
     limit, name = (
         (limits.max_candidates_in_flight, _IN_FLIGHT)
@@ -235,6 +240,6 @@ def _memory_bytes() -> int:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             return min(physical, int(Path(path).read_text()))
-        except (OSError, ValueError):  # the file does not exist, or says "max"
+        except (OSError, ValueError):  # the file does not exist, or contains "max"
             continue
     return physical

@@ -1,4 +1,4 @@
-"""Return freed memory to the OS in SGLang's detokenizer process, through which candidate sets pass."""
+"""Return freed memory to the OS in SGLang's detokenizer process, after messages with large candidate sets."""
 
 from __future__ import annotations
 

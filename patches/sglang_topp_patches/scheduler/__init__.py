@@ -1,1 +1,1 @@
-"""Hooks in SGLang's scheduler processes: they take candidate sets from log-probs."""
+"""Hooks in SGLang's scheduler processes, which extract candidate sets from log-probs."""

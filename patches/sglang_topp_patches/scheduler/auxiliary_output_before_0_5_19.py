@@ -1,10 +1,15 @@
 """Copy a pass's candidate sets to the host and add them to their requests, on SGLang before 0.5.19.
 
-Since 0.5.19, SGLang itself does this for every auxiliary output of a pass. In older releases, the hooks keep
-the sets in an attribute of the pass's result. They start the copies right before SGLang's own copies, so that
-one event covers both. After SGLang has appended the tokens to the requests, and before it sends the tokens,
-the hooks add the sets. By then, SGLang has dropped the tokens that a stop
-condition, a retraction, or overlap scheduling made invalid. So only tokens that the caller sees get a set.
+Since 0.5.19, SGLang does this itself for auxiliary output, that is, for extra results of a forward pass. In
+older releases, these hooks do it in two steps:
+
+1. They start copying the sets right before SGLang starts its own copies. SGLang's CUDA event then covers
+   both.
+2. They add the sets to the requests after SGLang has appended the tokens, and before it sends them. SGLang
+   has already dropped the tokens that a stop condition, a retraction, or overlap scheduling made invalid. So
+   only tokens that the caller sees get a set.
+
+In between, an attribute of the pass's result holds the sets.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ _KEPT = "sglang_topp_kept"
 
 @dataclass(frozen=True)
 class Committed:
-    """One request's tokens that became visible in one scheduler step.
+    """The tokens that one scheduler step adds to one request's output.
 
     Attributes:
-        output_index: the index of the first token in the request's output.
+        output_index: the index of the first of these tokens in the request's output.
         token_ids: the tokens.
     """
 
@@ -47,7 +52,7 @@ class _Step:
     starts: list[int]
 
     def consume(self) -> None:
-        """Add the sets to their requests. SGLang must have appended the tokens by now."""
+        """Add the sets to their requests. SGLang must already have appended the tokens."""
         pairs = zip(self.batch.reqs, self.starts, strict=True)
         self.output.consume(self.batch, [_committed(req, start) for req, start in pairs])
 
@@ -59,12 +64,12 @@ _step: ContextVar[_Step | None] = ContextVar("sglang_topp_step", default=None)
 def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
     """Start copying the sets to the host: BEFORE hook on `GenerationBatchResult.copy_to_cpu`.
 
-    SGLang records an event after its own copies, so the event covers these copies too.
+    SGLang records a CUDA event after its own copies. The event covers these copies too.
     """
     output = take(self.logits_output)
     if output is not None:
         setattr(self, _HOST, output.copy_to_host(_copy))
-        setattr(self, _KEPT, output)  # keep it until the copies end: they may run on another stream
+        setattr(self, _KEPT, output)  # the copies may still read it, on another stream
 
 
 def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> Any:
@@ -83,8 +88,8 @@ def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) ->
 def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> None:
     """Add the sets of first tokens on a prefill server: AROUND hook on `process_batch_result_disagg_prefill`.
 
-    SGLang sends the first tokens later, after the KV cache has been transferred. Within the step, SGLang
-    sends only failed requests.
+    SGLang sends the first tokens later, after it has transferred the KV cache. In this step, it answers only
+    requests that failed.
     """
     step = _step_of(batch, result)
     try:
@@ -118,7 +123,7 @@ def _free(result: Any) -> None:
 
 
 def _num_visible(req: Any) -> int:
-    """Return how many of a request's tokens are visible. A stop string may hide the last tokens."""
+    """Return how many of a request's tokens the caller sees. A stop string may hide the last ones."""
     return len(req.output_ids) if req.finished_len is None else int(req.finished_len)
 
 

@@ -1,17 +1,18 @@
 """Give scored prompts cache namespaces, so that they never read KV that older weights computed.
 
-A scored prompt is a prompt for whose positions the request asks for candidate sets. A weight push with
-`flush_cache=false` keeps the prefix cache. While requests are in flight, no other kind of push is possible.
-KV that the old weights computed then stays in the cache, and requests in flight add more such KV. A scored
-prompt must not read this KV. So until the cache is flushed, each scored prompt gets a cache namespace
-(SGLang's `extra_key`) that belongs to the current weights. Prompts that are scored with the same weights
-still share prefixes.
+A prompt is scored if its request asks for the candidate sets of prompt positions. A scored prompt must not
+read KV that older weights computed. But a weight push with `flush_cache=false` keeps such KV in the prefix
+cache, and requests in flight add more of it. Only this kind of push is possible while requests are in flight.
 
-`weights_of` returns the weights with which a request's prefill began. If a later pass of the request runs
-with other weights, `prompt_sets` ends the request, because later chunks attend to the earlier chunks' KV.
+So until the cache is flushed, each scored prompt gets a cache namespace (SGLang's `extra_key`) for the
+current weights. Prompts that are scored with the same weights still share prefixes.
 
-This module counts pushes instead of comparing weight versions, because a push may have no version, and an
-older SGLang's scheduler does not receive the version.
+`weights_of` returns the weights with which a request's prefill began. Later chunks of the prompt attend to
+the KV of earlier chunks. If a later pass of the request runs with other weights, `prompt_sets` therefore ends
+the request.
+
+This module counts pushes, because weight versions are not reliable. A push may have no version, and the
+scheduler of an older SGLang does not receive the version.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params
 
 __all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]
 
-# These prefix caches of SGLang keep namespaces apart, and live as long as the scheduler's process.
+# These prefix caches of SGLang separate namespaces, and their KV does not outlive the scheduler's process.
 _KEYED_CACHES = frozenset(
     {
         *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),
@@ -63,12 +64,13 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.pushes = 0
-        # A caller who guessed a namespace could fill it with KV of the old weights before a push.
+        # The secret keeps callers from guessing a namespace. Otherwise, a caller could fill a future
+        # namespace with KV of the old weights.
         self._secret = secrets.token_hex(16)
         self.has_only_current_weights = True
 
     def note_push(self, updater: Any, *args: Any, **kwargs: Any) -> None:
-        """BEFORE hook on the functions that change the weights: count a push.
+        """Count a weight push: BEFORE hook on the functions that change the weights.
 
         A push that fails counts too, because it may have changed some weights.
         """
@@ -79,7 +81,7 @@ class PrefixCache:
         self.has_only_current_weights = False
 
     def note_flush(self, is_flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        """AFTER hook on `Scheduler.flush_cache`: note that the cache has no KV of older weights.
+        """Note that the cache has no KV of older weights: AFTER hook on `Scheduler.flush_cache`.
 
         SGLang does not flush the cache while a request holds KV.
         """
@@ -91,12 +93,13 @@ class PrefixCache:
         return Weights(self.pushes, internals().weight_version())
 
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
-        """BEFORE hook on `Req.init_next_round_input`: choose the cache namespace of a scored prompt.
+        """Choose the cache namespace of a scored prompt: BEFORE hook on `Req.init_next_round_input`.
 
-        SGLang passes `tree_cache` whenever it tries to admit a waiting or retracted request, and then looks
-        up a cached prefix in the namespace. For a prompt's next chunk, SGLang omits `tree_cache`. The caches
-        of all ranks mirror each other: every rank changes namespaces at the same pushes, although each
-        process has a secret of its own.
+        SGLang passes `tree_cache` when it tries to admit a waiting or retracted request. It then looks up a
+        cached prefix in the namespace. For a prompt's next chunk, SGLang omits `tree_cache`.
+
+        Each process has its own secret, so the names of namespaces differ between ranks. But all ranks change
+        namespaces at the same pushes, so their caches hold the same prefixes.
         """
         if tree_cache is None or not scores_prompt(req):
             return
@@ -125,7 +128,7 @@ def outside_kv_problem(scheduler: Any) -> str:
         if getattr(scheduler, name, False):
             return f"{name}: KV that is stored outside of the engine may come from other weights"
     cache = scheduler.tree_cache
-    # A cache that keeps streaming sessions wraps another cache.
+    # SGLang's cache for streaming sessions wraps another cache.
     kind = type(getattr(cache, "inner", cache)).__name__
     if kind not in _KEYED_CACHES:
         return f"the prefix cache {kind} may hold KV of other weights"

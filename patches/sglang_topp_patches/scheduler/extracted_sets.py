@@ -1,4 +1,4 @@
-"""Hold the candidate sets of a pass's rows in flat tensors, on the device or on the host."""
+"""ExtractedSets: the complete candidate sets of a pass's rows, as flat tensors on the device or the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ExtractedSets:
     Attributes:
         token_ids: int32 [n].
         logprobs: float32 [n].
-        offsets: int64 [rows + 1], the start of each row's set, and then n.
+        offsets: int64 [rows + 1], the start of each row's set. The last element is n.
         problems: maps the index of each row without an exact set to the reason.
     """
 
@@ -35,7 +35,7 @@ class ExtractedSets:
         return len(self.offsets) - 1
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> ExtractedSets:
-        """Apply `copy_tensor` to every tensor, and return the result. The copies may be incomplete."""
+        """Return the sets with `copy_tensor` applied to every tensor. Asynchronous copies may still run."""
         return ExtractedSets(
             copy_tensor(self.token_ids), copy_tensor(self.logprobs), copy_tensor(self.offsets), self.problems
         )
@@ -49,11 +49,11 @@ class ExtractedSets:
         return self
 
     def on_host(self) -> ExtractedSets:
-        """Return this object. Its tensors must be on the host by now."""
+        """Return this object. Its tensors must already be on the host."""
         return self
 
     def spans(self) -> list[Span]:
-        """Return one span per row. The tensors must be on the host by now."""
+        """Return each row's set as a `Span`. The tensors must already be on the host."""
         token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
         bounds = self.offsets.tolist()
         return [span(token_ids[low:high], logprobs[low:high]) for low, high in pairwise(bounds)]

@@ -1,8 +1,8 @@
-"""Take candidate sets from log-probs on the device.
+"""Extract candidate sets from log-probs on the device.
 
-`extract` applies the threshold rule. `extract_support` takes the tokens that the sampler could draw. On a
-GPU, both return without waiting for the device (`staging`). On a CPU, the sets are complete when the
-functions return.
+`extract` returns each row's nucleus at a threshold p, plus the sampled token. `extract_support` returns the
+tokens that the sampler could draw. On a GPU, both return without waiting for the device (`staging`). On a
+CPU, the sets are complete when the functions return.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 __all__ = ["Sets", "extract", "extract_support"]
 
 Sets: TypeAlias = ExtractedSets | staging.StagedSets
-"""The sets of some rows: complete, or on their way to the host."""
+"""The sets of some rows, either complete or still in a staging area."""
 
 
 def extract(
@@ -33,15 +33,17 @@ def extract(
     lowest: float | None = None,
     is_taken: torch.Tensor | None = None,
 ) -> Sets:
-    """Take the sets of the rows whose threshold is not 0. If a row has no exact set, only that row fails.
+    """Extract the sets of the rows whose threshold is not 0.
+
+    If a row has no exact set, the result's `problems` gives the reason. The other rows still get their sets.
 
     Args:
-        process: the scheduler process, which counts staged rows.
-        logprobs: float [B, V], natural log-probs. On a GPU, the returned object may read them again until the
-            scheduler consumes the pass. Until then, the only permitted change is to overwrite -inf with the
-            dtype's lowest value.
-        thresholds: B thresholds; 0 gives an empty set.
-        sampled_ids: integer [B], the sampled tokens. Each is a member of its row's set.
+        process: the scheduler process, which counts the rows that are staged (`staging`).
+        logprobs: float [B, V], natural log-probs. On a GPU, the returned object may read this tensor again
+            until the scheduler processes the pass's results. Until then, the caller may only replace -inf
+            with the dtype's lowest value.
+        thresholds: B thresholds p; 0 gives an empty set.
+        sampled_ids: integer [B], the sampled tokens. Each row's set includes the row's sampled token.
         lowest: log-probs at or below this value stand for probability 0. None means the dtype's lowest value.
         is_taken: bool [B], on the same device as `logprobs`: whether each row gets a set. None means that
             every row gets a set.
@@ -77,16 +79,18 @@ def extract_support(
     *,
     lowest: float | None = None,
 ) -> Sets:
-    """Take the sets of tokens that the sampler could draw. If a row has no exact set, only that row fails.
+    """Extract the sets of tokens that the sampler could draw.
 
-    `nucleus.support_candidates` defines the sets.
+    `nucleus.support_candidates` defines the sets. If a row has no exact set, the result's `problems` gives
+    the reason. The other rows still get their sets.
 
     Args:
         process: as for `extract`.
         logprobs: float [B, V], as for `extract`.
-        rows: int64 [R], ascending: the rows of `logprobs` to which the sampler's weights belong.
-        is_drawn: bool [R, W], whether each weight is above 0.
-        token_ids: int32 [R, W], the token of each weight, highest weight first. None if W equals V.
+        rows: int64 [R], ascending: the rows of `logprobs` whose filtered probabilities the sampler returned.
+        is_drawn: bool [R, W], whether each filtered probability is above 0.
+        token_ids: int32 [R, W], the token in each column of `is_drawn`, most likely token first. None if W
+            equals V.
         sampled_ids: integer [B], the sampled tokens.
         lowest: as for `extract`.
     """
@@ -94,7 +98,7 @@ def extract_support(
         return staging.by_weights(process, logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)
     logprobs, sampled_ids = _with_zeros(logprobs[rows], lowest), sampled_ids[rows]
     if token_ids is not None:
-        # Weights above 0 come first, so the columns after the last of them can be dropped.
+        # The most likely tokens come first, so drop the columns after the last token that any row could draw.
         width = max(1, int(is_drawn.sum(1).amax()))
         is_drawn, token_ids = is_drawn[:, :width], token_ids[:, :width]
     problems: dict[int, str] = {}

@@ -1,13 +1,13 @@
-"""Take the candidate sets of generated tokens, in the scheduler processes.
+"""Extract the candidate sets of generated tokens, in the scheduler processes.
 
-The hook `sample` runs around `ModelRunner.sample`, and attaches the sets to the pass. Within
+The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the pass's output. Within
 `ModelRunner.sample`, SGLang computes the log-probs that it reports. The hook `compute_logprobs` (before
-0.5.16, `attach_logprobs`) runs around that computation. It takes the sets there, where both the log-probs and
-the sampled tokens are available. Meanwhile, `sampler_support` captures the tokens that the sampler could
-draw.
+0.5.16, `attach_logprobs`) wraps this computation. It receives both the log-probs and the sampled tokens, and
+extracts the sets from them. Meanwhile, `sampler_support` records the tokens that the sampler could draw.
 
-The sets travel to the host with SGLang's results. `GeneratedSets.consume` adds the sets to their requests
-once the tokens are committed. By then SGLang has resolved overlap, retraction, and stops.
+The sets are copied to the host together with SGLang's own results. `GeneratedSets.consume` then adds them to
+their requests. At that point, SGLang has already dropped the tokens that overlap scheduling, a retraction, or
+a stop condition made invalid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["GeneratedSets", "attach_logprobs", "compute_logprobs", "free_sent_en
 def sample(
     original: Callable[..., torch.Tensor], self: Any, logits_output: Any, forward_batch: Any
 ) -> torch.Tensor:
-    """Take a pass's sets and attach them to its output: AROUND hook on `ModelRunner.sample`."""
+    """Extract a pass's sets and attach them to its output: AROUND hook on `ModelRunner.sample`."""
     logits = logits_output.next_token_logits
     if logits is not None and staging.is_staged(logits):
         staging.warm_up(logits.shape[1], logits.dtype, logits.device)
@@ -64,9 +64,10 @@ def compute_logprobs(
     token_ids_logprobs: list[Any],
     batch_next_token_ids: torch.Tensor,
 ) -> Any:
-    """Take the sets of a pass: AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
+    """Extract the sets of a pass: AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
 
-    The original function clamps -inf in place, which would change the sets. So the hook takes the sets first.
+    The original function clamps -inf in place, which would change the sets. So the hook extracts the sets
+    first.
     """
     _take(logprobs, batch_next_token_ids)
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
@@ -82,7 +83,7 @@ def attach_logprobs(
     sampling_info: Any,
     batch_next_token_ids: torch.Tensor,
 ) -> None:
-    """Take the sets of a pass before 0.5.16: AROUND hook on `Sampler._attach_logprobs_to_output`."""
+    """Extract a pass's sets on SGLang before 0.5.16: AROUND hook on `Sampler._attach_logprobs_to_output`."""
     _take(logprobs, batch_next_token_ids)
     original(
         self,
@@ -110,11 +111,11 @@ def _take(logprobs: torch.Tensor, sampled_ids: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class GeneratedSets:
-    """The sets of the tokens that one forward pass generated, on the device and then on the host.
+    """The sets of the tokens that one forward pass generated, first on the device and later on the host.
 
     Attributes:
-        rows: the rows as they were when the pass was built.
-        sets: the sets by the threshold rule, one per row; None if no row has a threshold.
+        rows: the pass's rows, as recorded when SGLang built the pass.
+        sets: each row's set at its threshold p; None if no row has a threshold.
         weight_version: the weight version with which the pass ran.
         drawn: the sets of tokens that the sampler could draw, one for each row in `rows.drawn`; None if there
             is no such row.
@@ -126,7 +127,7 @@ class GeneratedSets:
     drawn: Sets | None = None
 
     def settled(self) -> GeneratedSets:
-        """Wait for the sets, and return this output with complete sets on the device."""
+        """Wait until the sets are complete, and return this output with the sets on the device."""
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
         )
@@ -140,10 +141,11 @@ class GeneratedSets:
         )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append one entry to the `customized_info` of every request with a newly visible token.
+        """Append one entry to the `customized_info` of every request that got a new token in this step.
 
-        If a set does not belong to its token, the entry has a problem instead, which ends the request as an
-        error. This happens if a row moved, a token was replaced after sampling, or a position was skipped.
+        If a row's set does not fit the new token, the entry holds a problem instead, which ends the request
+        as an error. This happens if the row now belongs to another request, or if SGLang replaced the token
+        after sampling. It also happens if the step added more than one token.
         """
         spans, problems = self._by_row()
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
@@ -154,7 +156,7 @@ class GeneratedSets:
             add_entries(req, commit.output_index, [(candidates, problem)], self.weight_version)
 
     def _by_row(self) -> tuple[dict[int, Span], dict[int, str]]:
-        """Return two dictionaries, keyed by row: the sets, and the reasons why sets are missing."""
+        """Return the set of each row that has one, and the reason for each row whose set is missing."""
         spans: dict[int, Span] = {}
         problems: dict[int, str] = {}
         by_rule = ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn))
@@ -183,8 +185,8 @@ class GeneratedSets:
 def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
 
-    SGLang sends only the entries from `send_token_offset` on, but would keep earlier entries until the
-    request is freed.
+    SGLang sends only the entries from `send_token_offset` on. It would keep the earlier entries until it
+    frees the request.
     """
     for req in reqs:
         if req.finished_output:

@@ -1,10 +1,12 @@
-"""Send a pass's candidate sets from the last pipeline stage, which samples, to the first, which answers.
+"""Send a pass's candidate sets from the last pipeline stage to the first.
 
-SGLang passes the results of a pass from stage to stage as a dictionary. It sends tensors directly, and
-pickles all other values. So the sets travel as tensors, and the description of their rows is pickled.
+The last stage samples the tokens, and the first stage sends them to the HTTP process. SGLang passes a pass's
+results from stage to stage as a dictionary. It sends tensors directly, and pickles all other values. So the
+dictionary holds each tensor of the sets as a value of its own. All other fields of the sets are pickled.
 
-The first stage counts the sets against the budget, because it holds them until they are sent. A request that
-exceeds the budget is aborted on all stages. Until the abort, the last stage still takes the request's sets.
+The first stage holds the sets until they are sent, so it counts them against the limits (`memory.budget`). A
+request that exceeds a limit is aborted on all stages. Until the abort, the last stage still extracts the
+request's sets.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ __all__ = ["PassPart", "PassSets", "add_to_stage_output", "take_from_stage_outpu
 
 
 class PassPart(Protocol):
-    """One pass's sets, of its prompts or of its generated tokens, on the device or on the host."""
+    """The interface for a pass's prompt sets or generated sets, on the device or on the host."""
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:
         """Copy every tensor, in a fixed order."""
 
     def settled(self) -> PassPart:
-        """Wait for the sets, and return this output with complete sets on the device."""
+        """Wait until the sets are complete, and return this output with the sets on the device."""
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Add the sets to their requests."""
@@ -38,9 +40,9 @@ class PassPart(Protocol):
 
 @dataclass(frozen=True)
 class PassSets:
-    """All sets of one pass, on the device and then on the host.
+    """All sets of one pass, first on the device and later on the host.
 
-    The class implements both of SGLang's interfaces, `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`.
+    The class implements SGLang's interfaces `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`.
 
     Attributes:
         parts: the sets of the prompts, if the pass scored any, then the sets of the generated tokens.
@@ -53,7 +55,7 @@ class PassSets:
         return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
 
     def settled(self) -> PassSets:
-        """Wait for the sets, and return this output with complete sets on the device."""
+        """Wait until the sets are complete, and return this output with the sets on the device."""
         return PassSets(tuple(part.settled() for part in self.parts))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
@@ -81,8 +83,8 @@ def add_to_stage_output(
         flat.append(tensor)
         return len(flat) - 1
 
-    # Complete the sets here: a set that did not fit into its staging area can be extracted again only by this
-    # stage.
+    # Complete the sets before they are sent. If a set did not fit into its staging area, only this stage can
+    # extract it again.
     ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
     if not ours:
         return
@@ -108,7 +110,7 @@ def take_from_stage_output(
 def _indivisible(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """Pad a tensor by one element if its length is a multiple of the number of tensor-parallel ranks.
 
-    Otherwise, SGLang would have each rank send its share of the tensor, but only one rank has the sets.
+    SGLang splits a tensor of such a length, and each rank sends one share. But only one rank has the sets.
     """
     if num_ranks == 1 or len(tensor) == 0 or len(tensor) % num_ranks:
         return tensor

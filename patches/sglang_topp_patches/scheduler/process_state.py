@@ -12,11 +12,11 @@ __all__ = ["SchedulerProcess", "StagingCounts"]
 
 @dataclass
 class StagingCounts:
-    """Counts the rows whose sets this process has written to a staging area (`scheduler.staging`).
+    """Counts the rows whose sets this process wrote to a staging area, a GPU buffer (`scheduler.staging`).
 
     Attributes:
-        rows_staged: rows whose sets went through a staging area.
-        rows_taken_again: staged rows whose sets did not fit, and were taken again without staging.
+        rows_staged: number of rows whose sets were written to a staging area.
+        rows_taken_again: number of these rows whose sets did not fit, and were extracted again.
     """
 
     rows_staged: int = 0
@@ -34,7 +34,7 @@ class SchedulerProcess:
     Attributes:
         in_flight: counts the candidates that the process holds.
         prefix_cache: tracks the weights that computed the cached KV.
-        staging: counts the staged rows.
+        staging: counts the rows whose sets were written to a staging area.
     """
 
     in_flight: InFlight

@@ -1,8 +1,8 @@
-"""Take the candidate sets of prompt positions (`logprob_start_len`), in the scheduler processes.
+"""Extract the candidate sets of prompt positions (`logprob_start_len`), in the scheduler processes.
 
-SGLang scores a prompt from logits that it computes chunk by chunk, and the hooks see each chunk. Row `k` of
-the logits is the distribution of the token after position `k`. With chunked prefill, the rows of one request
-come from several passes. If weights are pushed between two passes of a request, the request ends as an error.
+SGLang computes the logits of a prompt in chunks. The hooks extract the sets from each chunk. Row `k` of the
+logits is the distribution of the token after position `k`. With chunked prefill, several passes compute the
+rows of one request. If weights are pushed between two of these passes, the request ends as an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pa
 from sglang_topp_patches.scheduler.staging import StagedSets
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, Span
 
-# Sets are extracted from at most this many log-probs at once (rows times vocabulary).
+# The maximum number of log-probs (rows times vocabulary) from which one call extracts sets.
 _VALUES_AT_ONCE = 1 << 25
 _MAX_UNSETTLED_CHUNKS = 2
 _OBSERVER = "sglang_topp_observer"
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `InputLogprobProcessor.forward`: observe the logits that the function computes.
+    """Extract sets from the logits that SGLang computes: AROUND hook on `InputLogprobProcessor.forward`.
 
     SGLang passes all arguments by keyword.
     """
@@ -74,7 +74,7 @@ def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
 def process_whole(
     original: Callable[..., Any], self: Any, input_logits: torch.Tensor, logits_metadata: Any
 ) -> Any:
-    """AROUND hook on `LogitsProcessor.process_input_logprobs`: observe the logits of all scored rows."""
+    """Extract sets from all scored logits: AROUND hook on `LogitsProcessor.process_input_logprobs`."""
     rows = torch.arange(len(input_logits), device=input_logits.device)
     observer = _observer_of(self, logits_metadata, rows)
     if observer is not None:
@@ -93,7 +93,7 @@ def process_by_chunk(
     lm_head: Any,
     logits_metadata: Any,
 ) -> Any:
-    """AROUND hook on `LogitsProcessor.process_input_logprobs_by_chunk`: observe the logits of each chunk."""
+    """Extract sets chunk by chunk: AROUND hook on `LogitsProcessor.process_input_logprobs_by_chunk`."""
     observer = _observer_of(self, logits_metadata, input_logprob_indices)
     setattr(self, _OBSERVER, observer)
     try:
@@ -114,13 +114,13 @@ def process_by_chunk(
 
 
 def observe_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `LogitsProcessor._get_logits`: pass the logits to the observer."""
+    """Pass a chunk's logits to the current `_Observer`: AFTER hook on `LogitsProcessor._get_logits`."""
     if (observer := getattr(self, _OBSERVER, None)) is not None:
         observer.add(result)
 
 
 class _Observer:
-    """Extracts the scored rows' sets from a pass's logits, while SGLang computes these logits."""
+    """Extracts the sets of scored rows from a pass's logits, as SGLang computes the logits."""
 
     def __init__(
         self, processor: Any, metadata: Any, forward_pass: ForwardPass, indices: torch.Tensor
@@ -134,10 +134,11 @@ class _Observer:
         self._position = 0
 
     def add(self, logits: torch.Tensor) -> None:
-        """Extract the sets of the pass's next rows.
+        """Extract the sets of a part of the pass's rows.
 
         Args:
-            logits: float [rows, V], the logits of the next rows, scored or not.
+            logits: float [rows, V], the logits of the rows that follow those of the previous call. Some of
+                these rows may not be scored.
         """
         extraction, position = self._extraction, self._position
         self._position += len(logits)
@@ -167,9 +168,9 @@ class _Observer:
 
 
 def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Observer | None:
-    """Return an observer, or None if no row has a threshold.
+    """Return a new `_Observer`, or None if no row has a threshold.
 
-    If the source is the sampler, prompts have no sets.
+    With the sampler as the source, prompts have no sets.
     """
     forward_pass = forward_pass_of(metadata.top_logprobs_nums)
     if forward_pass is None or not any(forward_pass.rows.thresholds):
@@ -178,16 +179,17 @@ def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Obser
 
 
 class PassExtraction:
-    """The prompt sets that a pass has extracted so far.
+    """Collects a pass's prompt sets.
 
-    Extraction stops for a prompt that exceeds the budget, because at p = 1 the rows of one pass may hold more
-    candidates than any device can store.
+    If a prompt exceeds the limits (`memory.budget`), no more of its sets are extracted. At p = 1, the rows of
+    one pass may hold more candidates than any device can store.
 
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
-        chunks: the sets, in order.
-        refused: maps the index of each request that gets an error instead of sets to the cause: True if all
-            requests together exceed the budget, False if this request alone does.
+        chunks: the sets, in the order of the rows.
+        refused: the requests that get an error instead of sets. A key is the index of a request in the pass.
+            Its value is True if all requests together exceed the limit, and False if this request alone
+            exceeds its own.
     """
 
     def __init__(self, in_flight: InFlight, thresholds: Sequence[float], counts: Sequence[int]) -> None:
@@ -200,12 +202,14 @@ class PassExtraction:
         self._num_rows = self._num_settled = 0
 
     def add(self, chunk: Sets) -> None:
-        """Append the sets of the next rows.
+        """Append the sets of the rows that follow those of the previous call.
 
-        Staged sets keep their log-probs in memory until the host has waited for the sets (settled them). So
-        at most two chunks stay unsettled. A prompt of up to two chunks never waits for the device. A longer
-        prompt waits for one chunk while the device computes the next. Chunks that stay unsettled are counted
-        against the budget when they are consumed.
+        Staged sets (`StagedSets`) keep their log-probs in GPU memory until the host reads the sets. So at
+        most two chunks stay staged. If there are more, the host waits for the oldest chunk while the device
+        computes the newest. With up to two chunks, the host never waits.
+
+        This method does not count the candidates of chunks that stay staged. `PromptSets.consume` counts them
+        against the limits later.
         """
         self.chunks.append(chunk)
         while self._num_settled < len(self.chunks):
@@ -228,7 +232,8 @@ class PassExtraction:
                 kept = [owner for owner in range(len(self._candidates)) if owner not in self.refused]
                 self._refuse(max(kept, key=lambda owner: self._candidates[owner]), is_busy=True)
             if self._candidates.sum() > _VALUES_AT_ONCE:
-                # The budget limits the host's memory, but the device may have less memory.
+                # The limits fit the host's memory. The device may have less memory, so move the sets to the
+                # host.
                 chunk = chunk.map(lambda tensor: tensor.cpu())
         self._num_rows += num_rows
         return chunk
@@ -244,9 +249,9 @@ class PassExtraction:
 def compute_logprobs_only(
     original: Callable[..., None], self: Any, logits_output: Any, forward_batch: Any
 ) -> None:
-    """AROUND hook on `ModelRunner.compute_logprobs_only`: attach the sets of a pass that only scores prompts.
+    """Attach the sets of a pass that only scores: AROUND hook on `ModelRunner.compute_logprobs_only`.
 
-    SGLang calls the hooked function in place of `sample` if `max_new_tokens` is 0.
+    If `max_new_tokens` is 0, SGLang calls the hooked function instead of `sample`.
     """
     internals().begin_pass(logits_output)
     original(self, logits_output, forward_batch)
@@ -256,17 +261,17 @@ def compute_logprobs_only(
 
 
 def forget_rows(result: None, self: Any) -> None:
-    """AFTER hook on `Req.reset_for_retract`: free the rows of a partly scored prompt, as SGLang does.
+    """Free the rows of a partly scored prompt, as SGLang does: AFTER hook on `Req.reset_for_retract`.
 
-    Once a token is visible, the prompt is completely scored and keeps its rows. A prompt of embeddings is the
-    exception: SGLang generates the answer again from the start, but keeps the first attempt's log-probs. So
-    the hook refuses such a request.
+    If the request already has an output token, its prompt is completely scored, and the hook keeps the rows.
+    A prompt of embeddings is an exception. SGLang generates its output again from the start, but keeps the
+    log-probs of the first attempt. So the hook refuses such a request.
     """
     if not self.customized_info or is_refused(self):
         return
     if not self.customized_info.get(KEY):
         rows = list(self.customized_info.pop(PROMPT_KEY, ()))[1:]
-        if rows:  # before 0.5.15, a request without sets in a mixed batch has empty lists and no account
+        if rows:  # before 0.5.15, a request without sets has empty lists in a mixed batch
             charge(self, -_num_candidates(rows), -len(rows))
     elif self.input_embeds is not None:
         refuse(
@@ -279,11 +284,11 @@ def forget_rows(result: None, self: Any) -> None:
 
 @dataclass(frozen=True)
 class PromptSets:
-    """One pass's prompt sets, first on the device and then on the host.
+    """One pass's prompt sets, first on the device and later on the host.
 
     Attributes:
         request_ids: the ids of the pass's requests.
-        thresholds: each request's threshold; 0 if the request has none.
+        thresholds: each request's threshold p; 0 if the request has none.
         counts: each request's number of scored rows.
         chunks: the sets of all scored rows, in order.
         weights: the weights with which the pass ran.
@@ -302,7 +307,7 @@ class PromptSets:
         return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
     def settled(self) -> PromptSets:
-        """Wait for the sets, and return this output with complete sets on the device."""
+        """Wait until the sets are complete, and return this output with the sets on the device."""
         return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
@@ -316,20 +321,20 @@ class PromptSets:
         ):
             own = spans[start : start + count]
             start += count
-            # If a request was retracted since the pass began, SGLang will score its prompt again from the
-            # start.
+            # Skip a request that SGLang has retracted since the pass began. SGLang will score its prompt
+            # again.
             if not p or not own or req.rid != request_id or req.is_retracted or is_refused(req):
                 continue
             if row in self.refused:
                 refuse_prompt(req, is_busy=self.refused[row])
                 continue
             info = req.customized_info = req.customized_info or {}
-            # After a retraction, SGLang scores the prompt again. Drop the new rows: the request has them
-            # already.
+            # The request already has all rows of its prompt. SGLang has scored the prompt again after a
+            # retraction, so drop the new rows.
             if info.get(KEY):
                 continue
-            # Refuse even if no row was scored before the push: later chunks attend to KV that the old weights
-            # computed.
+            # A push before the first scored row matters too: the scored rows attend to KV that the old
+            # weights computed.
             if (began := weights_of(req)) != self.weights:
                 versions = (began and began.version, self.weights.version)
                 names = "" if len({*versions}) == 1 else f", {versions[0]!r} and then {versions[1]!r}"

@@ -1,7 +1,8 @@
-"""Refuse requests for candidate sets if the requests bypassed the HTTP checks (`http.request_fields`).
+"""Refuse requests that ask for candidate sets but bypassed the HTTP checks (`http.request_fields`).
 
-An HTTP server without the patch set (SGLang's Rust server, a gRPC server, a worker without the plugin) passes
-`custom_params` on unchecked. Without this refusal, such a server would answer 200 without the sets.
+Some servers run without the patch set: SGLang's Rust server, a gRPC server, or a worker without the plugin.
+They pass `custom_params` to the scheduler without a check. If the scheduler accepted such a request, the
+server would answer 200 without the sets.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ __all__ = ["check_request"]
 def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse a request that cannot have sets: BEFORE hook on `Scheduler._add_request_to_queue`.
 
-    The sampling parameters are final only here: SGLang fills in the model's defaults after the HTTP checks.
+    The HTTP checks do not see the final sampling parameters, because SGLang fills in the model's defaults
+    later.
     """
     custom = custom_params(req)
     field = asking_field(custom.get)
@@ -66,7 +68,7 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
 
 
 def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
-    """Return why the sets for slime would not match the final sampling parameters, or an empty string."""
+    """Return why sets in slime's format would not match the final sampling parameters, or an empty string."""
     if not custom.get(NUCLEUS):
         return ""
     if params.top_p != custom.get(THRESHOLD):

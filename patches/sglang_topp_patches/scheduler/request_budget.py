@@ -1,11 +1,11 @@
-"""Count the candidates of each request in the scheduler, and refuse a request that exceeds a limit.
+"""Count each request's candidates in the scheduler, and refuse a request that exceeds a limit.
 
-A request opens an account with its first set. The account closes when the request's output is sent, when the
-request is aborted while it waits, or at the latest when the request is freed.
+The count of a request starts with its first set (`memory.budget.Account`). It ends when the scheduler sends
+the request's output, or when it aborts the waiting request. At the latest, it ends when the request is freed.
 
-The scheduler does not end a refused request itself: all tensor-parallel ranks would have to end it in the
-same step, but only one rank knows that a limit was exceeded. So the scheduler takes no more sets for the
-request, and sends the reason with the next token. The HTTP process then ends the request.
+Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks would have to end the
+request in the same step. So the scheduler does not end the request. It extracts no more sets for it, and
+sends the reason with the next token. The HTTP process then ends the request.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _REFUSED = "sglang_topp_refused"
 
 
 def admit(req: Any, in_flight: InFlight) -> None:
-    """Prepare a request for `charge`, which counts its candidates in `in_flight`.
+    """Store `in_flight` in a request, so that `charge` can count the request's candidates in it.
 
-    Custom parameters may refer to their own request. This function makes that reference weak, as SGLang does
-    since 0.5.23. With a strong reference, an aborted request would keep its sets and its account until a full
-    garbage collection.
+    The custom parameters may hold a reference to their own request. This function makes the reference weak,
+    as SGLang does since 0.5.23. With a strong reference, an aborted request and its sets would stay in memory
+    until a full garbage collection.
     """
     setattr(req, _IN_FLIGHT, in_flight)
     custom = custom_params(req)
@@ -51,8 +51,8 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
     """Count a request's new candidates, and refuse the request if it exceeds a limit.
 
     Args:
-        req: SGLang's `Req`, after `admit`. The account of a finished request closes at once, because its sets
-            are about to be sent.
+        req: SGLang's `Req`, after `admit`. If the request is finished, its count ends at once, because its
+            sets are about to be sent.
         candidates: the number of new candidates; negative if sets are dropped.
         positions: the number of positions to which the candidates belong.
     """
@@ -70,16 +70,16 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
 
 
 def close_account(req: Any) -> None:
-    """Stop counting a request whose output is sent."""
+    """Stop counting a request's candidates."""
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is not None:
         account.close()
 
 
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
-    """Stop counting waiting requests that are aborted: BEFORE hook on `Scheduler.abort_request`.
+    """Stop counting the candidates of aborted waiting requests: BEFORE hook on `Scheduler.abort_request`.
 
-    SGLang drops these requests without output, but may refer to them until two more passes have run.
+    SGLang drops these requests without output, but may keep references to them for two more passes.
     """
     decode_queue = getattr(self, "disagg_decode_prealloc_queue", None)
     for req in (*self.waiting_queue, *getattr(decode_queue, "retracted_queue", ())):
@@ -88,23 +88,26 @@ def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
 
 
 def is_refused(req: Any) -> bool:
-    """Return whether a request gets no more sets, and is about to end."""
+    """Return whether a request gets no more sets, because it is about to end with an error."""
     return getattr(req, _REFUSED, False)
 
 
 def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
-    """Drop a request's sets, take no more sets, and have the HTTP process end the request with an error.
+    """Drop a request's sets, and make the HTTP process end the request with an error.
+
+    The scheduler extracts no more sets for the request.
 
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status. It must not be 500, which marks an entry whose set is missing.
+        status: the error's HTTP status. It must not be 500, because that status marks an entry whose set is
+            missing.
     """
     refusal = Entry(None, reason, status)
     end_without_set(req)
     info = req.customized_info = req.customized_info or {}
-    # SGLang sends entries from `send_token_offset` on, so the list must include the next token's entry. The
-    # prompt's rows are sent with the first token, unless they were sent already.
+    # SGLang sends the entries from `send_token_offset` on, so the list must include an entry for the next
+    # token. If SGLang has not sent the prompt's rows yet, it sends them with that token.
     info[KEY] = [refusal] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
     rows = internals().prompt_rows()
     rows += [refusal] * max(1, len(info.get(PROMPT_KEY, ())))
@@ -124,10 +127,10 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
 
 
 def end_without_set(req: Any) -> None:
-    """Take no more sets for a request, and send its next token at once, with the reason."""
+    """Extract no more sets for a request, and make SGLang send the next token, with the reason, at once."""
     setattr(req, _REFUSED, True)
     close_account(req)
-    # If a request is not streamed, SGLang would send its tokens only after every 50.
+    # For a request without `stream`, SGLang would otherwise send tokens only in groups of 50.
     req.stream = True
     req.sampling_params.stream_interval = 1
 

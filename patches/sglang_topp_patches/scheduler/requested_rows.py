@@ -1,8 +1,9 @@
-"""Note which rows of a forward pass ask for candidate sets, when SGLang builds the pass.
+"""Record which rows of a forward pass ask for candidate sets, when SGLang builds the pass.
 
-SGLang copies a `ForwardBatch` field by field on its way to the model. So the note is stored as an
-attribute of the list `top_logprobs_nums`, which also reaches the code that scores the prompt. If SGLang
-rebuilds that list, the note is lost, no sets are taken, and the requests end as errors.
+SGLang copies a `ForwardBatch` field by field on its way to the model, so a new attribute of the batch would
+be lost. The record is therefore an attribute of the batch's list `top_logprobs_nums`. The code that scores
+prompts receives this list too. If SGLang rebuilds the list, the record is lost. Then no sets are extracted,
+and the requests end as errors.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class RequestedRows:
 
     Attributes:
         request_ids: the id of each row's request.
-        thresholds: each row's threshold; 0 if the row's request has none.
-        drawn: the ascending indices of the rows whose sets hold the tokens that the sampler could draw.
+        thresholds: each row's threshold p; 0 if the row's request has none.
+        drawn: the indices, ascending, of the rows that ask for the tokens that the sampler could draw.
         greedy: the indices of the rows that are sampled greedily.
-        answers: whether this process's results reach the client. On all other ranks, this object serves only
-            to sample in the same way.
+        answers: whether this process's results reach the client. On the other ranks, this object only makes
+            the sampler run in the same way.
     """
 
     request_ids: tuple[str, ...]
@@ -73,7 +74,7 @@ class TopLogprobsNums(list[int]):
 def note_requested_rows(
     process: SchedulerProcess, forward_batch: Any, cls: type[Any], batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Note the rows that ask for sets: AFTER hook on `ForwardBatch.init_new`.
+    """Record the rows that ask for sets: AFTER hook on `ForwardBatch.init_new`.
 
     The rows of the pass are in the order of the batch's requests.
     """

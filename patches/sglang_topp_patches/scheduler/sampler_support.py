@@ -1,11 +1,15 @@
-"""Capture the tokens that SGLang's sampler could draw, with their weights, in the scheduler.
+"""Record the tokens that SGLang's sampler could draw, in the scheduler processes.
 
-SGLang's sampler can return each token's weight after its filters (top_k, top_p, and min_p), but only for
-requests with SGLang's field `return_sampling_mask`. The hook `sample_from_probs` makes the sampler return the
-weights for requests for candidate sets as well, and keeps them. The weights come from the call that draws the
-token. So a set follows the sampling backend's own filters, filter order, and tie rule.
+The sampler filters the probabilities by top_k, top_p, and min_p. A token can be drawn if its filtered
+probability is above 0. SGLang returns filtered probabilities only for requests with its field
+`return_sampling_mask`. The hook `sample_from_probs` also requests them for the rows that ask for candidate
+sets.
 
-All ranks sample this way, even those that answer no client, because all must draw the same token.
+The probabilities come from the same call that draws the token. So a set follows the filters of the sampling
+backend, their order, and their treatment of ties.
+
+All ranks sample this way, because all must draw the same token. This includes ranks whose results reach no
+client.
 """
 
 from __future__ import annotations
@@ -36,15 +40,16 @@ __all__ = [
 
 @dataclass
 class Drawing:
-    """One sampling of a batch, with the sampler's weights for the rows that need them.
+    """The filtered probabilities from one call of the sampler, for the rows that need them.
 
     Attributes:
-        rows: the ascending indices of the R rows that ask for the tokens that the sampler could draw.
+        rows: the indices, ascending, of the R rows that ask for the tokens that the sampler could draw.
         greedy: the rows that are sampled greedily. A greedy row's set is its sampled token.
-        weights: float [R, W], the sampler's weights, one row for each index in `rows`. None before the
-            sampling, and if SGLang draws without probabilities, for example if the whole batch is greedy.
-        token_ids: int32 [R, W], the token of each weight, highest weight first. None if W is the vocabulary
-            size.
+        weights: float [R, W], the filtered probabilities, one row for each index in `rows`. None before the
+            sampler has run. Also None if SGLang draws without probabilities, for example if the whole batch
+            is greedy.
+        token_ids: int32 [R, W], the token in each column of `weights`, most likely token first. None if W is
+            the vocabulary size.
     """
 
     rows: tuple[int, ...]
@@ -60,7 +65,7 @@ class Drawing:
         *,
         lowest: float | None = None,
     ) -> Sets:
-        """Take the sets of the rows in `rows`, in that order.
+        """Extract the sets of the rows in `rows`, in that order.
 
         Args:
             process: as for `extract`.
@@ -71,8 +76,7 @@ class Drawing:
         rows = _to_device(self.rows, logprobs.device)
         if self.weights is not None:
             greedy = _to_device([row in self.greedy for row in self.rows], logprobs.device)
-            # The comparison makes a copy. A view would not do, because a CUDA graph later overwrites the
-            # weights.
+            # The comparison copies what the sets need, because a CUDA graph later overwrites `weights`.
             is_drawn = (self.weights > 0) & ~greedy[:, None]
             ids = self.token_ids
             return extract_support(process, logprobs, rows, is_drawn, ids, sampled_ids, lowest=lowest)
@@ -91,12 +95,12 @@ def _to_device(values: Sequence[int] | Sequence[bool], device: torch.device) -> 
 
 @dataclass
 class Capture:
-    """The sets that the hooks take during one sampling of a batch.
+    """The sets that the hooks extract during one call of the sampler.
 
     Attributes:
         forward_pass: the pass whose batch is sampled.
-        drawing: the sampler's weights, if a row asks for the tokens that the sampler could draw.
-        sets: the sets by the threshold rule.
+        drawing: the filtered probabilities, if a row asks for the tokens that the sampler could draw.
+        sets: each row's set at its threshold p.
         drawn: the sets of tokens that the sampler could draw.
     """
 
@@ -113,7 +117,7 @@ _capture: ContextVar[Capture | None] = ContextVar("sglang_topp_capture", default
 
 @contextmanager
 def capturing(capture: Capture) -> Iterator[None]:
-    """Have the hooks fill `capture` within the block."""
+    """Make the hooks store their results in `capture`, within the block."""
     token = _capture.set(capture)
     try:
         yield
@@ -122,7 +126,7 @@ def capturing(capture: Capture) -> Iterator[None]:
 
 
 def current_capture() -> Capture | None:
-    """Return the capture of the current sampling, or None if no row asks for sets."""
+    """Return the `Capture` of the current sampler call, or None if no row asks for sets."""
     return _capture.get()
 
 
@@ -134,14 +138,15 @@ def sample_from_probs(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Capture the weights of the rows that need them: AROUND hook on `Sampler._sample_from_probs`."""
+    """Record the filtered probabilities that the sets need: AROUND hook on `Sampler._sample_from_probs`."""
     capture = current_capture()
     drawing = capture.drawing if capture else None
     if drawing is None:
         return original(self, probs, sampling_info, *args, **kwargs)
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
-    # If the batch also needs SGLang's own mask, request all rows, which SGLang returns without a copy.
+    # If a request also wants SGLang's own sampling mask, request all rows. SGLang returns all rows without a
+    # copy.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:
@@ -167,12 +172,13 @@ def rank_only_top_k(
     max_top_k: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Rank no more tokens than top_k keeps: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
+    """Rank only the largest top_k tokens: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
 
-    When SGLang returns its weights, it sorts whole rows. If every row has a top_k, no token beyond the
-    largest top_k can be drawn. When SGLang returns no weights, it therefore ranks only that many tokens, and
-    this hook does the same. If there is a sampling seed, SGLang always sorts whole rows, and the hook leaves
-    that alone.
+    If every row has a top_k, the sampler cannot draw a token beyond the largest top_k. SGLang then ranks only
+    that many tokens. But if it returns filtered probabilities, it sorts whole rows. This hook ranks only the
+    largest top_k tokens in that case too.
+
+    With a sampling seed, SGLang always sorts whole rows, and the hook changes nothing.
     """
     seed = kwargs.get("sampling_seed", args[3] if len(args) > 3 else None)
     is_wide = max_top_k is None or max_top_k >= probs.shape[-1]

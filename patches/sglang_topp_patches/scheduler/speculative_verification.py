@@ -1,17 +1,19 @@
-"""Take the candidate sets of tokens that speculative verification accepts, in the scheduler processes.
+"""Extract the candidate sets of tokens that speculative verification accepts, in the scheduler processes.
 
-A verification draws several tokens for each request: the accepted drafts, and one more. Each token is drawn
-from the target model's distribution at the token's node in the request's draft tree. The hook `sample` runs
-around SGLang's `eagle_sample`. It records the result of `eagle_sample`, and the support from which the
-sampling kernel drew. The hook `compute_logprobs` runs around the function that reports the accepted tokens'
-log-probs, and takes the sets.
+A verification draws several tokens for each request: the accepted drafts, and one more token. The drafts of a
+request form a tree. The sampling kernel draws each token from the target model's distribution at one node of
+the tree.
 
-The number of tokens that a request accepted is known only on the device. So every request that asks for sets
-gets as many slots as its draft tree is deep. Slots beyond the accepted tokens point to the tree's root, and
-get no set.
+The hook `sample` wraps SGLang's `eagle_sample`. It records the result, and which tokens the kernel could
+draw. The hook `compute_logprobs` wraps the function that reports the log-probs of accepted tokens, and
+extracts the sets.
 
-Shape legend: B requests, R requests that ask for sets, A slots per request, S = R * A slots, N tree nodes of
-all requests, V vocabulary.
+Only the device knows how many tokens each request accepted. So each request that asks for sets gets one slot
+for each level of its draft tree. Slots that hold no accepted token point to the tree's root, and get no set.
+
+Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
+of slots per request, and S = R * A is the number of all slots. N is the number of nodes in all draft trees. V
+is the vocabulary size.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _FIELD = "sglang_topp_verification"
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record a verification's tokens and support: AROUND hook on `eagle_sample`."""
+    """Record a verification's tokens, and which tokens it could draw: AROUND hook on `eagle_sample`."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -67,10 +69,10 @@ def compute_logprobs(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Take the sets of a verification: AROUND hook on `compute_spec_logprobs`, `compute_spec_v2_logprobs`.
+    """Extract a verification's sets: AROUND hook on `compute_spec_logprobs` and `compute_spec_v2_logprobs`.
 
-    Other algorithms call these functions too, with tokens that `eagle_sample` did not draw. Such tokens get
-    no sets, and their requests end as errors.
+    Some speculative algorithms call these functions with tokens that `eagle_sample` did not draw. Such tokens
+    get no sets, and their requests end as errors.
     """
     original(batch, logits_output, predict, *args, **kwargs)
     verification: _Verification | None = getattr(logits_output, _FIELD, None)
@@ -83,32 +85,32 @@ def compute_logprobs(
 
 @contextmanager
 def _kernels_replaced_by(draw: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, call `draw(kernel, ...)` wherever SGLang calls a sampling kernel.
+    """Make SGLang call `draw(kernel, ...)` instead of each sampling kernel, within the block.
 
-    This works because SGLang looks up the kernel by name at each call.
+    SGLang looks up a kernel by its name at each call, so it finds the replacement.
     """
     with ExitStack() as stack:
         for module, name in internals().verification_kernels():
             kernel = getattr(module, name, None)
-            if kernel is not None:  # None means that this SGLang has no such kernel
+            if kernel is not None:  # some releases of SGLang lack a kernel
                 setattr(module, name, partial(draw, kernel))
                 stack.callback(setattr, module, name, kernel)
         yield
 
 
 class _Verification:
-    """One verification of a batch whose requests ask for sets.
+    """One verification of a batch in which a request asks for sets.
 
     Attributes:
-        rows: the requests of the batch.
+        rows: the requests of the batch, and the sets that each one asks for.
         asking: the indices of the requests that ask for sets, ascending.
-        result: the three tensors from `eagle_sample`: the token at each node, int32 [N]; the number of tokens
-            that each request accepted, int32 [B]; and the accepted tokens' nodes, int32 [B, A], padded with
-            -1.
-        is_drawn: bool [R' * A, V], whether the kernel could draw each token, for the R' requests in
+        result: the three tensors that `eagle_sample` returns. The first holds the token at each node, int32
+            [N]. The second holds the number of tokens that each request accepted, int32 [B]. The third holds
+            the nodes of the accepted tokens, int32 [B, A], padded with -1.
+        is_drawn: bool [R' * A, V], whether the kernel could draw each token. R' is the number of requests in
             `rows.drawn`. None if SGLang called no kernel.
-        is_inside: bool [S], whether each drawn token had a probability above 0. None if SGLang called no
-            kernel.
+        is_inside: bool [S], whether each drawn token had a probability above 0 in the kernel's input. None if
+            SGLang called no kernel.
     """
 
     def __init__(self, rows: RequestedRows) -> None:
@@ -119,7 +121,7 @@ class _Verification:
         self.is_inside: Tensor | None = None
 
     def draw(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call SGLang's kernel, and record the support from which the kernel drew."""
+        """Call SGLang's kernel, and record which tokens the kernel could draw."""
         result = kernel(*args, **kwargs)
         probs_NV = kwargs["target_probs"].flatten(0, 1)
         nodes_RA = self._nodes(kwargs["accept_index"], self.asking)
@@ -131,7 +133,7 @@ class _Verification:
         return result
 
     def sets(self, process: SchedulerProcess, logits_NV: Tensor, sampling_info: Any) -> VerifiedSets:
-        """Take the sets from the logits, with the operations that compute SGLang's reported log-probs."""
+        """Extract the sets from log-probs that are computed in the same way as SGLang's reported ones."""
         predict, accept_lens, accept_index = self.result
         device, width = logits_NV.device, accept_index.shape[1]
         nodes_S = self._nodes(accept_index, self.asking).flatten()
@@ -170,7 +172,7 @@ class _Verification:
         width: int,
         lowest: float | None,
     ) -> Sets:
-        """Take the sets of tokens that the kernel could draw, one set per slot of `rows.drawn`."""
+        """Extract the sets of tokens that the kernel could draw, one set per slot of `rows.drawn`."""
         device = logprobs_SV.device
         slots = [self.asking.index(row) * width + slot for row in self.rows.drawn for slot in range(width)]
         at = _to_device(slots, device)
@@ -185,7 +187,7 @@ class _Verification:
 
     @staticmethod
     def _nodes(accept_index_BA: Tensor, asking: Sequence[int]) -> Tensor:
-        """Return the accepted nodes of the requests in `asking`, int64 [R, A], padded with tree roots."""
+        """Return the nodes that the requests in `asking` accepted: int64 [R, A], padded with tree roots."""
         nodes_RA = accept_index_BA[_to_device(asking, accept_index_BA.device)].long()
         return torch.where(nodes_RA < 0, nodes_RA[:, :1], nodes_RA)
 
@@ -196,20 +198,20 @@ def _to_device(values: Sequence[int] | Sequence[bool], device: torch.device) -> 
 
 @dataclass(frozen=True)
 class VerifiedSets:
-    """The sets of the tokens that one verification accepted, on the device and then on the host.
+    """The sets of the tokens that one verification accepted, first on the device and later on the host.
 
     Attributes:
-        rows: the requests as they were when the verification ran.
+        rows: the requests of the batch, as recorded when the verification ran.
         asking: the indices of the requests that ask for sets, ascending.
-        width: A, the number of slots per request.
+        width: the number of slots per request (A).
         weight_version: the weight version with which the verification ran.
-        sets: the sets by the threshold rule, one per slot (S in all); None if no request has a threshold.
+        sets: each slot's set at its request's threshold p, S sets in all; None if no request has a threshold.
         drawn: the sets of tokens that the kernel could draw, one per slot of each request in `rows.drawn`;
             None if there is no such request.
         token_ids: int32 [S], the tokens that the verification returned.
         accept_lens: int32 [R], the number of slots that each request accepted.
-        is_inside: bool [S], whether each token had a probability above 0 in the distribution from which it
-            was drawn. None if the verification was greedy and called no kernel.
+        is_inside: bool [S], whether each token had a probability above 0 in the kernel's input. None if the
+            verification was greedy and called no kernel.
     """
 
     rows: RequestedRows
@@ -223,7 +225,7 @@ class VerifiedSets:
     is_inside: Tensor | None
 
     def settled(self) -> VerifiedSets:
-        """Wait for the sets, and return this output with complete sets on the device."""
+        """Wait until the sets are complete, and return this output with the sets on the device."""
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
         )
@@ -240,10 +242,10 @@ class VerifiedSets:
         )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append one entry to `customized_info` for each newly visible token of a request for sets.
+        """Append one entry to a request's `customized_info` for each new token, if the request asks for sets.
 
-        SGLang may commit fewer tokens than were accepted, if a stop condition or a grammar ends the request
-        earlier. The committed tokens must be the first drawn tokens.
+        SGLang may append fewer tokens than the request accepted, if a stop condition or a grammar ends the
+        request earlier. The appended tokens must equal the first accepted tokens, in order.
         """
         by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
         found = self._by_slot()
@@ -268,7 +270,7 @@ class VerifiedSets:
             add_entries(req, commit.output_index, entries, self.weight_version)
 
     def _by_slot(self) -> list[tuple[Span | None, str]]:
-        """Return each slot's set, or None and the reason why it has none."""
+        """Return each slot's set, or None and the reason why the slot has no set."""
         count = len(self.asking) * self.width
         found: list[tuple[Span | None, str]] = [(None, "SGLang verified without reporting log-probs")] * count
         width, drawn = self.width, self.rows.drawn
@@ -292,7 +294,7 @@ class VerifiedSets:
         return found
 
     def _drawing_problem(self, slot: int) -> str:
-        """Return why a slot's token cannot come from its recorded support, or an empty string."""
+        """Return why the kernel's recorded input does not explain a slot's token, or an empty string."""
         if self.is_inside is not None:
             token_id = int(self.token_ids[slot])
             inside = bool(self.is_inside[slot])

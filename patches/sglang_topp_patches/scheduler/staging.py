@@ -1,19 +1,21 @@
-"""Take a GPU pass's candidate sets without waiting for the device, through a staging area of fixed size.
+"""Extract the candidate sets of a GPU pass without waiting for the device, through a buffer of fixed size.
 
-The host reads no value from the device between the sampling of a pass and SGLang's own copy of the results.
-So the kernels write the sets into a staging area, which SGLang's copy includes. The host learns the sets'
-sizes only when the scheduler consumes the pass. If some rows' sets did not fit, the host takes these sets
-again from the log-probs, which waits for the device.
+The buffer is called the staging area. The kernels write the sets into it, and it is copied to the host
+together with SGLang's own results. Until then, the host reads no value from the device, so it does not know
+the sizes of the sets. It learns them when the scheduler processes the results. If some rows' sets did not
+fit, the host extracts these sets again from the log-probs, and waits for the device.
 
-Until the scheduler consumes the pass, the log-probs of rows that ask for sets are kept, and count against the
-memory budget. Their values stay valid until then, for three reasons:
+Until the scheduler processes the results, this module keeps the log-probs of rows that ask for sets. Their
+memory counts against the limits (`memory.budget`). The values of the kept log-probs stay valid, for three
+reasons:
 
-1. SGLang waits for the event that follows its copies, so all earlier work on the sampling stream is done.
-2. If sets are taken again, the host waits for them before it frees the tensors.
-3. SGLang changes the log-probs only by replacing -inf with the dtype's lowest value, which this module reads
-   as -inf.
+1. SGLang waits for the CUDA event after its copies, so all earlier work on the sampling stream is done.
+2. If the host extracts sets again, it waits for the device before it frees the log-probs.
+3. SGLang changes the log-probs in one way only: it replaces -inf with the dtype's lowest value. This module
+   reads that value as -inf.
 
-The sampler's weights are copied, because the next replay of a CUDA graph overwrites them.
+`sampler_support` copies what the sets need of the sampler's filtered probabilities, because the next replay
+of a CUDA graph overwrites them.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ if TYPE_CHECKING:
 
 __all__ = ["StagedSets", "by_threshold", "by_weights", "is_staged", "warm_up"]
 
-_LEAST_ROWS = 16  # gives a small batch room for a few rows with large sets
+_LEAST_ROWS = 16  # so that a small batch has room for a few rows with large sets
 _BYTES_PER_CANDIDATE = 8
 
 
 def is_staged(logprobs: torch.Tensor) -> bool:
-    """Return whether sets are staged: on a GPU or in Triton's interpreter, if Triton is installed."""
+    """Return whether sets are staged: on a GPU or in Triton's interpreter, with Triton installed."""
     return (logprobs.is_cuda or _is_interpreted()) and _has_triton()
 
 
@@ -64,14 +66,15 @@ _TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], ExtractedSets]
 
 
 class _Kept:
-    """The tensors from which a pass's sets can be taken again, until `free` drops the tensors.
+    """The tensors from which a pass's sets can be extracted again. `free` drops these tensors.
 
     Attributes:
         process: the scheduler process, which counts the tensors' memory.
         sampled_ids: int64 [R], the sampled tokens.
         vocab: the vocabulary's size.
         lowest: log-probs at or below this value stand for probability 0; None means the dtype's lowest value.
-        take_again: takes the sets of some of the R rows on the device, and waits for their sizes.
+        take_again: extracts the sets of some of the R rows on the device, and waits until their sizes are
+            known.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class _Kept:
         self._account.add(num_bytes // _BYTES_PER_CANDIDATE, 0)
 
     def free(self) -> None:
-        """Drop the tensors now, because SGLang may keep a consumed pass until the next pass."""
+        """Drop the tensors now, because SGLang may keep a pass's results until the next pass."""
         self.take_again = None
         self._account.close()
 
@@ -102,7 +105,7 @@ def by_threshold(
     lowest: float | None,
     is_taken: torch.Tensor | None = None,
 ) -> StagedSets:
-    """Take sets by the threshold rule, as `extraction.extract` does, without waiting for the device."""
+    """Extract each row's set at its threshold p, without waiting for the device like `extraction.extract`."""
     from sglang_topp.nucleus import gpu_extraction
 
     asked = np.array(thresholds, np.float64)
@@ -113,8 +116,8 @@ def by_threshold(
         is_taken = None if is_taken is None else is_taken[on_device]
     elif logprobs.stride(1) != 1:
         logprobs = logprobs.contiguous()
-    # Copy the sampled tokens: SGLang may replace them in place, if a grammar or another rank decides on the
-    # token.
+    # Copy the sampled tokens, because SGLang may replace them in place. It does so if a grammar or another
+    # rank chooses the token.
     sampled_ids, p = sampled_ids.long().clone(), asked[rows]
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
@@ -140,9 +143,9 @@ def by_weights(
     sampled_ids: torch.Tensor,
     lowest: float | None,
 ) -> StagedSets:
-    """Take the sets of tokens that the sampler could draw, without waiting for the device.
+    """Extract the sets of tokens that the sampler could draw, without waiting for the device.
 
-    The arguments are the same as for `extraction.extract_support`, except that `sampled_ids` has one token
+    The arguments are those of `extraction.extract_support`, with one difference: `sampled_ids` has one token
     per entry of `rows`.
     """
     from sglang_topp.nucleus import gpu_extraction
@@ -183,7 +186,7 @@ def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile the kernels before the first request for sets, so that no request waits for the compiler."""
     logprobs = torch.full((1, vocab), -math.log(vocab), dtype=dtype, device=device)
     first = torch.zeros(1, dtype=torch.int64, device=device)
-    process = SchedulerProcess(InFlight(sys.maxsize))  # a separate count: these sets are dropped at once
+    process = SchedulerProcess(InFlight(sys.maxsize))  # a separate counter, for sets that are not kept
     by_threshold(process, logprobs, [0.5], first, None)
     for width in (1, vocab):
         is_drawn = torch.ones((1, width), dtype=torch.bool, device=device)
@@ -198,15 +201,14 @@ def _capacity(num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class StagedSets:
-    """The sets of some rows, on their way to the host.
+    """The sets of some rows, in a staging area that is copied to the host.
 
     Attributes:
-        area: the staging area, with the sets of R rows.
-        kept: the tensors from which the sets can be taken again.
+        area: the staging area, which holds the sets of R rows.
+        kept: the tensors from which the sets can be extracted again.
         rows: the indices of the R rows, ascending. All other rows have empty sets.
-        num_rows: the number of all rows.
-        problems: maps the index of each row without an exact set to the reason, as far as the reasons are
-            known yet.
+        num_rows: the total number of rows.
+        problems: maps the index of a row without an exact set to the reason. `on_host` finds further reasons.
     """
 
     area: StagingArea
@@ -216,7 +218,7 @@ class StagedSets:
     problems: Mapping[int, str] = field(default_factory=dict)
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StagedSets:
-        """Apply `copy_tensor` to the staging area, and return the result. The copies may be incomplete."""
+        """Apply `copy_tensor` to the staging area, and return the sets. Asynchronous copies may still run."""
         return replace(self, area=self.area.map(copy_tensor))
 
     def with_problems(self, problems: Mapping[int, str]) -> StagedSets:
@@ -224,15 +226,15 @@ class StagedSets:
         return replace(self, problems={**self.problems, **problems})
 
     def settled(self) -> ExtractedSets:
-        """Wait for the sets, and return the complete sets on the device."""
+        """Wait until the sets are complete, and return them on the device."""
         device = self.area.rows.device
         return self.map(lambda tensor: tensor.cpu()).on_host().map(lambda tensor: tensor.to(device))
 
     def on_host(self) -> ExtractedSets:
-        """Return the sets from the staging area, which must be on the host by now. Call this method once.
+        """Return the sets from the staging area, which must already be on the host. Call this method once.
 
-        The method waits for the device only if some rows' sets did not fit. Finally, it frees the kept
-        tensors.
+        The method waits for the device only if some rows' sets did not fit. Before it returns, it frees the
+        kept tensors.
         """
         read = self.area.read()
         found = read.problems(self.kept.sampled_ids, self.kept.vocab)
@@ -246,7 +248,7 @@ class StagedSets:
             again = self.kept.take_again(left_out).map(lambda tensor: tensor.cpu())
             ids, logprobs, offsets = _inserted((ids, logprobs, offsets), left_out, again)
         self.kept.free()
-        # In rows that were taken again, SGLang may have overwritten the sampled token's -inf.
+        # For rows that were extracted again, SGLang may have replaced the sampled token's log-prob of -inf.
         lowest = np.finfo(np.float32).min if self.kept.lowest is None else self.kept.lowest
         logprobs = np.where(logprobs <= lowest, np.float32(-np.inf), logprobs)
         sizes = np.zeros(self.num_rows, np.int64)
@@ -261,7 +263,7 @@ _Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int6
 
 
 def _inserted(sets: _Flat, rows: NDArray[np.intp], again: ExtractedSets) -> _Flat:
-    """Insert the sets of `rows` from `again` into `sets`, where these rows are empty."""
+    """Return `sets`, in which `rows` are empty, with the sets of these rows inserted from `again`."""
     ids, logprobs, offsets = sets
     sizes = np.diff(offsets)
     added = again.offsets.diff().numpy()

@@ -85,9 +85,10 @@ def create_app(
     async def rollouts() -> Response:
         """Generate samples with their candidate sets.
 
-        Without `stream`, the answer is one JSON object. With `stream`, it is one message per sample, sent as
-        the sample finishes, then the last message `{"done": true, "rollouts": N}`. Messages are lines of
-        JSON, or binary frames if `Accept` names the media type of frames. Disconnecting aborts the samples.
+        Without `stream`, the answer is one JSON object. With `stream`, the answer has one message per sample,
+        sent when the sample finishes. The last message is `{"done": true, "rollouts": N}`. A message is a
+        line of JSON, or a binary frame if `Accept` names the media type of frames. If the caller disconnects,
+        the sidecar aborts the samples.
         """
         return SampleEndpoint(ROLLOUTS, engine, limits, bodies, concurrency, memory, metrics, recent)
 
@@ -100,9 +101,9 @@ def create_app(
     async def scores() -> Response:
         """Return the log-probs and candidate sets of given sequences.
 
-        Without `stream`, the answer is one JSON object. With `stream`, it is one message per sequence,
-        encoded as in `POST /rollouts`, then the last message `{"done": true, "scores": N}`. Disconnecting
-        aborts the request.
+        Without `stream`, the answer is one JSON object. With `stream`, the answer has one message per
+        sequence, encoded as in `POST /rollouts`. The last message is `{"done": true, "scores": N}`. If the
+        caller disconnects, the sidecar aborts the request.
         """
         return SampleEndpoint(SCORES, engine, limits, bodies, concurrency, memory, metrics)
 
@@ -110,8 +111,8 @@ def create_app(
     async def abort(request: Request) -> AbortAnswer:
         """Abort a request to `POST /rollouts`, or all requests in the engine.
 
-        Each request's own `on_abort` decides what its caller receives. The abort is answered after the
-        requests have stopped.
+        Each request's own `on_abort` decides what its caller receives. The sidecar answers this call after
+        the requests have stopped.
         """
         try:
             async with bodies.read(request.headers, request.receive) as body:
@@ -130,15 +131,15 @@ def create_app(
 def _lifespan(
     engine: EngineClient, concurrency: ConcurrencyLimit
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return the app's lifespan: poll the engine; at shutdown, wait for aborts and close the client."""
+    """Return the app's lifespan: it polls the engine, waits for aborts at shutdown, and closes the client."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         watch = asyncio.create_task(engine.watch())
         yield
         watch.cancel()
-        # After its shutdown grace period, uvicorn cancels requests but does not wait for them. Wait here
-        # until the engine has aborted them.
+        # uvicorn cancels requests after its shutdown grace period, but does not wait for them. This loop
+        # waits until the engine has aborted the requests.
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORTS_TIMEOUT_S):
                 while len(concurrency):
@@ -204,7 +205,7 @@ def _add_view(app: FastAPI, recent: RecentRollouts) -> None:
 
 
 def _streams(spec: EndpointSpec, record: str) -> dict[str, Any]:
-    """Describe the media types of a streamed answer, for the OpenAPI page."""
+    """Return the OpenAPI description of a streamed answer's media types."""
     return {
         NDJSON: {"schema": {"type": "string", "description": f"With stream: a {record} on each line."}},
         spec.media_type: {"schema": {"type": "string", "format": "binary"}},
@@ -212,13 +213,13 @@ def _streams(spec: EndpointSpec, record: str) -> dict[str, Any]:
 
 
 def _body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the schema of a route's request body, for the OpenAPI page."""
+    """Return the OpenAPI description of a route's request body."""
     schema = kind.model_json_schema()
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer an HTTPException from Starlette, such as an unknown path or method."""
+    """Answer a request that Starlette rejects, for example because of an unknown path or method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     known = BadRequestError(message, status=error.status_code)

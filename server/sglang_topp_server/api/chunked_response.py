@@ -1,7 +1,7 @@
-"""Encode samples as JSON in chunks of bounded size, each encoded only when it is about to be sent.
+"""Encode samples as JSON, in chunks of bounded size.
 
-Candidate sets are large, so an answer's whole JSON text is never in memory at once. At most one encoded chunk
-per connection waits for the caller to read it.
+Candidate sets are large, so an answer's whole JSON text is never in memory at once. A chunk is encoded only
+when it is about to be sent. At most one encoded chunk per connection waits for the caller to read it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RAW_BYTES = CHUNK_BYTES // 4 * 3
 class SampleJson:
     """The JSON of one finished sample or score, in chunks. The client's codecs can decode it.
 
-    `len()` returns the JSON's length before the candidate sets are encoded.
+    `len()` returns the number of bytes of the JSON, and does not encode the candidate sets.
 
     Args:
         sample: the sample or score. This object keeps the sample's candidate sets in memory.

@@ -23,13 +23,14 @@ class EndpointSpec:
     """The parsers, checks, and names of one route.
 
     Attributes:
-        name: the field that holds the results in a JSON answer, and their number in a stream's last message.
+        name: the field that holds the results in a JSON answer. In a stream's last message, this field holds
+            the number of results.
         result_noun: the singular noun for a result, in error messages.
-        index_field: the field that holds the failed prompt's index in a stream's error messages.
+        index_field: the field of a stream's error message that holds the index of the failed prompt.
         media_type: the media type of a stream that consists of binary frames.
         parse: parses a body.
         check: raises an error if the request would crash or block the engine. Its last argument says whether
-            the engine survives grammars that leave no token to draw.
+            the engine survives a grammar that forbids every next token.
     """
 
     name: str
@@ -61,7 +62,7 @@ SCORES = EndpointSpec(
 
 
 def place_of(sample: Rollout | Score) -> tuple[int, int]:
-    """Return a sample's prompt index and sample index within its request."""
+    """Return the index of a sample's prompt, and the sample's index among the samples of that prompt."""
     if isinstance(sample, Score):
         return sample.sequence_index, 0
     return sample.prompt_index, sample.sample_index

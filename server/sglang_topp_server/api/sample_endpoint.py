@@ -1,8 +1,9 @@
-"""SampleEndpoint: serve one `POST /rollouts` or `POST /scores` request, from headers to end of answer.
+"""SampleEndpoint: serve one `POST /rollouts` or `POST /scores` request.
 
-`SampleEndpoint` is the route's response object. It reads the body and sends the answer, so it knows exactly
-how long the request is in flight, and notices a disconnect at any moment. With Starlette's StreamingResponse,
-a broken stream's generator would stay open until it is garbage-collected.
+`SampleEndpoint` is the route's response object. It reads the body and sends the answer itself, so it knows
+exactly how long the request is in flight. It also notices at any moment if the caller disconnects.
+Starlette's StreamingResponse would leave the generator of a broken stream open until the generator is
+garbage-collected.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from sglang_topp_server.schemas.field_types import SampleBody
 
 __all__ = ["SampleEndpoint"]
 
-# Parsing a body or encoding a sample of this many bytes takes milliseconds. Bodies and samples of this size
-# or more are processed in a thread, so that the event loop can serve other connections.
+# Bodies and samples of at least this size are processed in a thread, so that the event loop can serve other
+# connections. It takes milliseconds to parse such a body or to encode such a sample.
 _OFF_LOOP_BYTES = 1 << 18
 _LAST_MESSAGE_TIMEOUT_S = 1.0
 
@@ -94,7 +95,8 @@ class SampleEndpoint(Response):
         is_admitted = False
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                # Refuse early, before the body is read. The `with` below enforces the limit.
+                # Refuse the request before its body is read. The context manager below checks the limit
+                # again.
                 self._concurrency.require_place()
                 request = await self._read(Headers(scope=scope), receive)
                 with self._concurrency:
@@ -137,7 +139,7 @@ class SampleEndpoint(Response):
         answer = self._answer_stream if request.stream else self._answer_whole
         with self._memory.share() as share:
             task = asyncio.create_task(answer(request, share, send))
-            # After the body, the next ASGI message is the disconnect.
+            # The body has been read, so the next ASGI message reports that the caller disconnects.
             disconnect = asyncio.ensure_future(receive())
             try:
                 ends: set[asyncio.Future[Any]] = {task, disconnect, share.excess}
@@ -181,8 +183,8 @@ class SampleEndpoint(Response):
     async def _answer_stream(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
-        The HTTP status is sent with the first sample. If no prompt succeeds, the first failure determines the
-        status. Otherwise, each failure is sent as a message in the stream.
+        The response starts with status 200 when the first sample finishes. Each failure is then a message in
+        the stream. If no prompt succeeds, the first failure determines the status.
         """
         failures: list[FailedPrompt] = []
         num_sent = 0
@@ -237,11 +239,11 @@ class SampleEndpoint(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_chunks(self, send: Send, chunks: Iterable[bytes]) -> None:
-        """Send the bytes in chunks. At most one chunk waits for a slow reader."""
+        """Send the bytes in chunks. At most one chunk waits for a caller that reads slowly."""
         for chunk in rechunk(chunks):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            # Let other tasks run. With a fast reader, `send` returns at once, and this loop would block the
-            # event loop.
+            # Let other tasks run. If the caller reads fast, `send` returns at once, and this loop would block
+            # the event loop.
             await asyncio.sleep(0)
 
     async def _send_message(self, send: Send, answer: dict[str, Any]) -> None:
@@ -261,7 +263,7 @@ class SampleEndpoint(Response):
         """
         if self._is_started:
             if self._is_stream:
-                # Limit the time, because a slow reader may not read this message either.
+                # Limit the time, because the caller may have stopped reading.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LAST_MESSAGE_TIMEOUT_S):
                         await self._send_message(send, error_body(error))
@@ -283,7 +285,7 @@ class SampleEndpoint(Response):
 def _whole(
     opening: bytes, records: dict[tuple[int, int], SampleJson], order: Iterable[tuple[int, int]]
 ) -> Iterable[bytes]:
-    """Yield the JSON of all records in `order`. Free each record once it is sent."""
+    """Yield the JSON of all records, in the given order. Free each record after it is sent."""
     for at in order:
         yield opening
         yield from records.pop(at)

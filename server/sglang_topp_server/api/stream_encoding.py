@@ -1,4 +1,4 @@
-"""Encode a stream's messages as JSON lines, or as binary frames if the request's `Accept` names those."""
+"""Encode a stream's messages as JSON lines, or as binary frames if the `Accept` header asks for frames."""
 
 from __future__ import annotations
 

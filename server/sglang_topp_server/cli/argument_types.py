@@ -1,4 +1,7 @@
-"""Argument types for argparse: parse an option's text, or raise an error that says what is expected."""
+"""Argument types for argparse: ports, counts, seconds, and JSON objects.
+
+Each type parses an option's text, or raises an error that says what is expected.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 
 __all__ = ["completes_paths", "count", "json_object", "port", "seconds"]
 
-# This copies `shtab.FILE` for the shells that `sglang-topp completion` supports, because the CLI must also
-# work if shtab is not installed.
+# The CLI must also work if shtab is not installed, so this is a copy of `shtab.FILE`. It has only the shells
+# that `sglang-topp completion` supports.
 _PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 
 

@@ -48,5 +48,5 @@ def add_command(
 
 
 def _fill(text: str) -> str:
-    """Wrap text to the terminal's width, which argparse does not do for preformatted help."""
+    """Wrap text to the terminal's width. argparse does not wrap preformatted help."""
     return textwrap.fill(text, shutil.get_terminal_size().columns - 2)

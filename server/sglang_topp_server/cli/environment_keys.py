@@ -1,4 +1,4 @@
-"""Read API keys from the environment, which process lists do not show."""
+"""Read API keys from environment variables, because process lists show command-line arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE as ENGIN
 __all__ = ["ENGINE_KEY", "SIDECAR_KEY", "read_key"]
 
 SIDECAR_KEY = "SGLANG_TOPP_API_KEY"
-"""The name of the environment variable with the key that callers must send to the sidecar."""
+"""The environment variable that holds the sidecar's API key, which callers must send."""
 
 
 def read_key(name: str) -> str | None:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit status; see `_EPILOG`.
+        The exit status. `_EPILOG` lists the values.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     # Split the arguments at `--` here, because argparse would drop the `--` and parse SGLang's options.
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The process that reads the output has exited, as `head` does. Redirect stdout, because Python would
+        # The process that reads the output, such as `head`, has exited. Redirect stdout, because Python would
         # otherwise report an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

@@ -19,7 +19,7 @@ __all__ = ["print_rollouts", "server_token_texts", "token_texts"]
 
 _MAX_SHOWN = 6
 _SAMPLED, _HEADING, _FAINT = "bold cyan", "bold", "dim"
-# This console width keeps rows unwrapped in files and pipes.
+# The console width for files and pipes. At this width, no row is wrapped.
 _UNLIMITED = 1 << 16
 
 
@@ -38,12 +38,12 @@ def server_token_texts(info: Mapping[str, Any], rollouts: Sequence[Rollout]) -> 
 
     Args:
         info: the result of `RolloutClient.server_info` for a sidecar or an engine.
-        rollouts: rollouts that the server generated. Their texts show whether the local tokenizer is the same
-            as the server's.
+        rollouts: rollouts that the server generated. The function compares their texts with those of the
+            local tokenizer.
 
     Returns:
-        The token texts. None if the tokenizer is not on this machine or decodes other texts, or if
-        `tokenizers` is not installed.
+        The token texts. None if this machine does not have the tokenizer or the package `tokenizers`. Also
+        None if the tokenizer decodes the rollouts to other texts.
     """
     engine = info.get("engine")
     path = (engine if isinstance(engine, Mapping) else info).get("model_path")

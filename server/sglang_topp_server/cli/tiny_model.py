@@ -23,7 +23,7 @@ def make_tiny_model(
 
     Args:
         path: the folder to write; it is created if it does not exist.
-        vocab_size: rows of the LM head, at least 257 (the tokenizer's own ids come first).
+        vocab_size: number of rows of the LM head, at least 257. The tokenizer uses the first 257 ids.
         logit_std: standard deviation of the logits, in natural-log units. At p = 0.95 and a vocabulary of
             151,936, a value of 7 gives candidate sets as large as a real model's: mean about 20, median 15.
         seed: the random seed of the weights.
@@ -54,8 +54,8 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
-        # The final norm gives hidden states a mean square of 1, so this std gives the logits a standard
-        # deviation of `logit_std`.
+        # The final norm gives hidden states a mean square of 1. The logits then have a standard deviation of
+        # `logit_std`.
         torch.nn.init.normal_(model.lm_head.weight, std=logit_std / hidden_size**0.5)
     model.save_pretrained(path)
 

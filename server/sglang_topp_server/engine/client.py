@@ -41,7 +41,7 @@ _POLL_OTHERWISE_S = 0.5
 
 @dataclass(frozen=True)
 class FailedPrompt:
-    """A prompt that failed and yields no further samples."""
+    """A prompt that failed. It gets no further samples."""
 
     prompt_index: int
     error: SglangToppError
@@ -61,8 +61,8 @@ class EngineClient:
         self._has_been_ready = False
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
-        # One retry covers an idle connection that the engine closed. The sidecar leaves further retries to
-        # its caller, because retries on both sides would multiply.
+        # The engine may have closed an idle connection, so the sidecar retries once. It leaves further
+        # retries to its caller, because retries at both levels would multiply.
         self._runner = RequestRunner(
             [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
             kind="sglang",
@@ -91,8 +91,8 @@ class EngineClient:
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise if the engine cannot take requests.
 
-        An engine that was ready before, but does not answer the current probe, may only be busy. Requests to
-        such an engine are still allowed.
+        An engine that was ready before may be too busy to answer a probe. The method still allows requests to
+        such an engine.
 
         Raises:
             PatchError: the engine is not patched.
@@ -106,7 +106,7 @@ class EngineClient:
         return self.status.model
 
     async def _generate_one(self, timeout_s: float) -> None:
-        """Generate one token with its candidate set, through the client that all other requests use."""
+        """Generate one token with its candidate set, in the same way as all other requests."""
         requests = plan([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)
         async for _ in self._runner.rollouts(requests, timeout_s=timeout_s, request_id=_PROBE_ID):
             pass
@@ -134,7 +134,8 @@ class EngineClient:
         try:
             for wanted in request.wanted:
                 tasks.append(asyncio.create_task(one(wanted)))
-                # Encoding a prompt takes a millisecond, so a thousand in a row would block the event loop.
+                # It takes a millisecond to encode a prompt. A thousand prompts without a break would block
+                # the event loop.
                 await asyncio.sleep(0)
             running = len(tasks)
             while running:

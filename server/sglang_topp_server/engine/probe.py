@@ -1,9 +1,10 @@
 """EngineProbe: find out whether the engine, or a gateway in front of several engines, is ready and patched.
 
-A probe requests `/server_info`, where the patch set reports its state. A gateway lacks this route. It
-forwards the older `/get_server_info` to one worker, lists all workers at `/workers`, and answers `/health` on
-its own. The probe therefore asks each listed worker directly. The first probe ends with a request for one
-token and its candidate set. This request fails if a gateway silently drops sglang-topp's request fields.
+A probe requests `/server_info`, where the patch set reports its state. A gateway does not serve
+`/server_info`. It forwards the older `/get_server_info` to one worker, lists all workers at `/workers`, and
+answers `/health` itself. So the probe asks each listed worker directly. The first probe ends with a request
+for one token and its candidate set. This request fails if a gateway silently drops sglang-topp's request
+fields.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class EngineStatus:
             `unpatched`: the engine answers but returns no candidate sets; `ready`: the engine returns
             candidate sets.
         reason: a sentence that says why the engine is not `ready`; empty if it is ready.
-        model_path, sglang_version, weight_version: the values that the engine, or one of a gateway's workers,
-            reported.
+        model_path, sglang_version, weight_version: the values that the engine reported. Behind a gateway, one
+            of the workers reported them.
         patch: the patch set's report of its state; empty if the engine sent no report.
         model: the model's sizes, which limit requests; None if the engine never reported them.
     """
@@ -56,17 +57,17 @@ class EngineStatus:
 
     @property
     def is_patched(self) -> bool:
-        """Whether the engine's last report says that the patch set is active."""
+        """Return whether the patch set is active, according to the engine's last report."""
         return self.patch.get("active") is True
 
     @property
     def survives_grammars(self) -> bool:
-        """Whether, by its last report, the engine survives a grammar that leaves no token to draw."""
+        """Return whether the engine survives a grammar that forbids every next token (by its last report)."""
         return self.patch.get("sanitizes_logits") is True
 
     @property
     def problems(self) -> list[str]:
-        """The reasons that the patch set gives for being inactive."""
+        """Return the reasons that the patch set gives for being inactive."""
         problems = self.patch.get("problems")
         return [str(problem) for problem in problems] if isinstance(problems, list) else []
 
@@ -90,7 +91,7 @@ class EngineProbe:
         self._http = httpx.AsyncClient(
             base_url=base_url,
             timeout=_TIMEOUT_S,
-            # Ignore proxies from the environment, because the engine is near the sidecar.
+            # Ignore the environment's proxy settings, because the engine is close to the sidecar.
             trust_env=False,
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
         )
@@ -99,17 +100,18 @@ class EngineProbe:
         """Probe the engine once, and return its status.
 
         Args:
-            known: the previous status. Its values are kept if the engine gives no usable answer.
-            is_healthy: true skips `/health`, because it makes the engine generate a token.
+            known: the previous status. If the probe fails, the new status keeps its values.
+            is_healthy: true skips `/health`, because that route makes the engine generate a token.
         """
         if known.phase in ("unreachable", "unpatched"):
-            # Another engine may now have this address, so test again that it returns candidate sets.
+            # The address may now belong to another engine, so check again that the engine returns candidate
+            # sets.
             self._has_given_sets = False
         try:
             return await self._look(known, is_healthy=is_healthy)
         except Exception as error:
-            # Every failure counts as no answer: a refused connection, invalid JSON, or an unknown host. The
-            # next probe may succeed.
+            # Report every failure as an unreachable engine: a refused connection, invalid JSON, or an unknown
+            # host. The next probe may succeed.
             return self._silent(known, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
@@ -146,7 +148,7 @@ class EngineProbe:
         return status if self._has_given_sets else await self._first_sets(known, status)
 
     async def _get_info(self) -> httpx.Response:
-        """Request the info route that last worked. If the engine answers 404, request the other route."""
+        """Request the info route that answered last time. If it answers 404 now, request the other route."""
         first = await self._http.get(self._info_path)
         if first.status_code != 404:
             return first
@@ -158,9 +160,10 @@ class EngineProbe:
         return second
 
     async def _workers(self) -> list[tuple[str, EngineStatus]]:
-        """Return the address and status of every worker that the gateway lists and that answers.
+        """Ask each worker that the gateway lists. Return the address and status of those that answer.
 
-        Workers that do not answer are ignored: perhaps only the gateway can reach them or has their keys.
+        The probe ignores workers that do not answer. Perhaps only the gateway can reach them, or only it has
+        their keys.
         """
         answer = await self._http.get("/workers")
         listed: Any = answer.json() if answer.status_code == 200 else None
@@ -176,7 +179,7 @@ class EngineProbe:
         return [(url, status) for url, status in zip(urls, found, strict=True) if status is not None]
 
     async def _worker(self, url: str) -> EngineStatus | None:
-        # The gateway lists a worker with several ranks once per rank, as http://host:port@rank.
+        # If a worker has several ranks, the gateway lists each rank separately, as http://host:port@rank.
         with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
             answer = await self._http.get(url.partition("@")[0] + _INFO, timeout=_WORKER_TIMEOUT_S)
             if answer.status_code == 200 and isinstance(info := answer.json(), dict):

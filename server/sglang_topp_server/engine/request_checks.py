@@ -1,4 +1,4 @@
-"""Refuse requests that would crash or block the engine, based on its model's sizes."""
+"""Check requests against the model's sizes, and refuse those that would crash or block the engine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def check_rollout_request(request: RolloutsBody, model: Model, *, survives_gramm
     Args:
         request: the request, as `parse_rollouts` returns it.
         model: the sizes of the engine's model.
-        survives_grammars: whether the engine survives a grammar that leaves no token to draw. If it is false,
-            every grammar is refused, because such grammars cannot be recognized in advance.
+        survives_grammars: whether the engine survives a grammar that forbids every next token. If not, the
+            function refuses every grammar, because it cannot recognize such grammars in advance.
 
     Raises:
         InvalidInputError: a value would crash the engine (400). The message names the field, the value, and
             the accepted values.
-        BadRequestError: a text is so long that other requests would wait while the engine tokenizes it (413).
+        BadRequestError: a text is too long (413). Other requests would wait while the engine tokenizes it.
     """
     for i, rollout in request.given.items():
         check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
@@ -60,13 +60,13 @@ def check_score_request(request: ScoresBody, model: Model) -> None:
     Raises:
         InvalidInputError: a value would crash the engine (400). The message names the field, the value, and
             the accepted values.
-        BadRequestError: a text is so long that other requests would wait while the engine tokenizes it (413).
+        BadRequestError: a text is too long (413). Other requests would wait while the engine tokenizes it.
     """
     _check_prompts("sequences", request.sequences, request.wanted, model)
 
 
 def _check_prompts(name: str, given: Any, wanted: Sequence[SampleRequest], model: Model) -> None:
-    """Check each prompt. `name` and `given` are the field's name and value."""
+    """Check each prompt. `name` is the name of the request's field, and `given` is its value."""
     is_list = len(wanted) > 1 or _holds_prompts(given)
     for one in wanted:
         at = f"{name}[{one.prompt_index}]" if is_list else name

@@ -15,9 +15,9 @@ from sglang_topp_server.limits.settings import MIN_BYTES_PER_S, Limits
 
 __all__ = ["BodyReader", "DisconnectedError"]
 
-# Bodies up to this size reserve no memory, because uvicorn buffers this much of every request anyway.
+# Bodies up to this size need no reservation, because uvicorn buffers up to this size of any request anyway.
 _UNCOUNTED_BYTES = 1 << 16
-# All bodies together may use this many times `max_body_bytes` of memory.
+# All bodies together may reserve this many times `max_body_bytes` of memory.
 _MAX_LARGEST_BODIES = 4
 
 
@@ -26,11 +26,12 @@ class DisconnectedError(Exception):
 
 
 class BodyReader:
-    """Reads all request bodies of one server. All bodies together may use four times `max_body_bytes`.
+    """Reads all request bodies of one server.
 
-    A body of more than 64 KiB must reserve memory. With a `Content-Length`, it reserves that many bytes
-    before it is read. Without one, it reserves `max_body_bytes` after its first 64 KiB. If too little memory
-    is free, the rest of the body stays unread until other bodies release memory.
+    All bodies together may reserve a total of four times `max_body_bytes` of memory. The reader reserves
+    memory for each body of more than 64 KiB. If the request has a `Content-Length`, the reader reserves that
+    many bytes before it reads the body. Otherwise, it reserves `max_body_bytes` after the first 64 KiB. If
+    too little memory is free, it stops reading the body until other bodies release memory.
 
     Args:
         limits: the maximum size and the minimum rate of a body.
@@ -54,7 +55,8 @@ class BodyReader:
         if content_length is not None and content_length > self._limits.max_body_bytes:
             raise self._too_long(str(content_length))
         body = bytearray()
-        # Seconds left to wait for the caller. Every MIN_BYTES_PER_S received bytes add a second.
+        # The reader still waits this many seconds for the caller. Each MIN_BYTES_PER_S bytes that arrive add
+        # one second, up to `max_stall_s` in all.
         left_s = self._limits.max_stall_s
         async with AsyncExitStack() as reservation:
             is_counted = False
@@ -75,7 +77,7 @@ class BodyReader:
     async def _next(
         self, receive: Receive, left_s: float, num_bytes: int, content_length: int | None
     ) -> tuple[bytes, bool, float]:
-        """Return the body's next part, whether that is the last part, and the seconds that it took."""
+        """Return the body's next part, whether it is the last part, and the seconds until it arrived."""
         clock = asyncio.get_running_loop().time
         start_s = clock()
         try:
@@ -94,7 +96,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def _reserve(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserve memory until the context ends, in order of arrival, so that no large body is starved."""
+        """Reserve memory until the context ends, in order of arrival, so that no body starves."""
         if self._waiting or num_bytes > self._free_bytes:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((num_bytes, turn))

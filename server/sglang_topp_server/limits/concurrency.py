@@ -20,7 +20,7 @@ class ConcurrencyLimit:
         metrics: receives the current number of requests in flight.
 
     Raises:
-        OverloadedError: the limit is reached, on entry or in `require_place`.
+        OverloadedError: the limit is reached. `__enter__` and `require_place` raise it.
     """
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
@@ -32,7 +32,7 @@ class ConcurrencyLimit:
         return self._count
 
     def require_place(self) -> None:
-        """Raise if the limit is reached. Otherwise, return without counting a request."""
+        """Raise OverloadedError if the limit is reached. This call does not count as a request."""
         if self._count >= self._limit:
             raise OverloadedError(
                 f"got one more request, expected at most {self._limit} in flight; send it again later",

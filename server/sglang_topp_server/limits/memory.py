@@ -2,7 +2,7 @@
 
 The engine never waits for a slow caller, because GPU memory is more expensive than the sidecar's memory. So
 finished samples wait in the sidecar. A request without `stream` holds all of its samples until the last one
-has finished. Beyond the limit, the request that holds the most memory ends with an error.
+has finished. If the total exceeds the limit, the request that holds the most memory ends with an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["MemoryLimit", "MemoryShare", "num_bytes_of"]
 
 _BYTES_PER_CANDIDATE = 8
-# A token needs memory for its id, as text in the answer's JSON, and for its log-prob.
+# A token's id, as text in the answer's JSON, and its log-prob take about this many bytes.
 _BYTES_PER_TOKEN = 12
 
 
@@ -34,12 +34,12 @@ def num_bytes_of(sample: Rollout | Score) -> int:
 
 
 class MemoryShare:
-    """The memory that one request holds. Create a share inside an event loop.
+    """The memory that one request holds. The constructor needs a running event loop.
 
     Attributes:
         num_bytes: the bytes that the request holds.
-        excess: a future that receives the error that ends this request, when all requests together exceed
-            the limit and this request holds the most bytes.
+        excess: a future for the error that ends this request. `MemoryLimit` sets it if all requests together
+            exceed the limit and this request holds the most bytes.
     """
 
     def __init__(self, limit: MemoryLimit) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["MIN_BYTES_PER_S", "Limits"]
 
 MIN_BYTES_PER_S = 1 << 16
-"""The minimum rate of a request body, in bytes per second. `Limits.max_stall_s` describes its enforcement."""
+"""The minimum rate of a request body in bytes per second. `Limits.max_stall_s` defines the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Limits:
         max_in_flight: maximum number of requests in flight. Further requests get a 429. A request is in
             flight from the last byte of its body to the last byte of its answer.
         max_samples: maximum number of samples per request: prompts times `n`.
-        max_body_bytes: maximum size of one request body. Bodies larger than 64 KiB share a budget of
-            four times this size. A body that does not fit waits.
+        max_body_bytes: maximum bytes of one request body. Bodies larger than 64 KiB share memory of four
+            times this size. If too little of it is free, a body waits.
         timeout_s: maximum seconds from a request's headers to the last byte of its answer.
-        max_stall_s: seconds that a request body may lag behind a rate of 64 KiB/s before the request gets a
-            408. On Linux, it is also how long a caller may leave its answer unread before the kernel resets
-            the connection.
-        max_held_bytes: maximum bytes of finished samples that are not sent yet, over all requests. Beyond
-            this limit, the request that holds the most bytes ends with an error.
+        max_stall_s: seconds that a request body may fall behind a rate of 64 KiB/s before the request gets a
+            408. A caller may leave its answer unread for the same time. After that, the kernel resets the
+            connection (on Linux only).
+        max_held_bytes: maximum bytes of finished samples that are not sent yet, over all requests. If the
+            total exceeds this limit, the request that holds the most bytes ends with an error.
     """
 
     max_in_flight: int = 1024

@@ -1,17 +1,17 @@
-"""Engine supervisor: run the engine so that none of its processes outlives `sglang-topp serve`.
+"""Engine supervisor: run SGLang, and end its processes when `sglang-topp serve` ends.
 
     python -m sglang_topp_server.process.engine_supervisor <grace_s> <command> ...
 
-SGLang runs as a tree of processes, and `serve` cannot stop them if SIGKILL ends `serve`. So the engine is the
-child of this small supervisor process, which outlives `serve` by design. The supervisor reads a pipe, and
-only `serve` holds the pipe's write end. A byte on the pipe means stop. End-of-file without a byte means that
-`serve` was killed.
+SGLang is a tree of processes. If SIGKILL ends `serve`, then `serve` has no chance to stop these processes. So
+`serve` starts this small supervisor process, which starts the engine and outlives `serve`. The supervisor
+reads a pipe, and only `serve` holds the pipe's write end. A byte on the pipe tells the supervisor to stop the
+engine. End-of-file without a byte means that `serve` was killed.
 
 To stop the engine, the supervisor sends SIGTERM to the engine's first process, which drains requests and ends
 its children. After `grace_s` seconds, or once the first process has ended, the supervisor kills all remaining
 processes. If `serve` was killed, the grace period is at most one second. A SIGTERM to the supervisor skips
-the grace period. The supervisor exits with the engine's status, after all of the engine's processes have
-ended.
+the grace period. After all of the engine's processes have ended, the supervisor exits with the engine's exit
+status.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _HURRY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command until it ends. Stop it when standard input delivers a byte or is closed.
+    """Run the command until it ends. Stop the command when standard input delivers a byte or is closed.
 
     Args:
-        argv: the grace period in seconds, then the command; None uses the process's own arguments.
+        argv: the grace period in seconds, then the command. The default is `sys.argv[1:]`.
 
     Returns:
-        The command's exit status; 128 + the signal's number if a signal ended it; 127 if it could not start.
+        The command's exit status, 128 + the signal's number if a signal ended the command, or 127 if the
+        command could not start.
     """
     grace_text, *command = sys.argv[1:] if argv is None else argv
     woken, wake = os.pipe()
@@ -56,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            # With this option, the kernel kills the engine's first process if the supervisor is killed.
-            # SGLang's child processes set the same option.
+            # PR_SET_PDEATHSIG makes the kernel kill the engine's first process if the supervisor is killed.
+            # SGLang sets PR_SET_PDEATHSIG for its own child processes.
             preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
     except OSError as error:
@@ -72,11 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
-    """Return when the engine's first process has ended, or its grace period is over."""
+    """Return when the engine's first process has ended or must be killed.
+
+    The process must be killed after the grace period, or at once after SIGTERM, SIGINT, or SIGHUP.
+    """
     watched = [pipe, woken]
     deadline = None
-    # WNOWAIT keeps the ended process as a zombie, so that the kernel does not reuse its process group's id
-    # before the group is killed.
+    # WNOWAIT leaves the ended process as a zombie. So the kernel cannot give its process group's id to
+    # another group before `main` kills the group.
     while os.waitid(os.P_PID, engine_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
@@ -92,10 +96,10 @@ def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
 
 
 def _end_orphans() -> None:
-    """Kill and reap all processes that the engine left behind, in any session (Linux only).
+    """Kill and reap the engine's remaining processes, whatever their session (Linux only).
 
     The supervisor is a subreaper, so the kernel has made it the parent of these processes. On other systems,
-    only the engine's process group is killed.
+    `main` kills only the engine's process group.
     """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while children.exists() and (pids := children.read_text().split()):

@@ -1,4 +1,4 @@
-"""Run the sidecar in this process and the engine in its own process tree, and stop both."""
+"""Run the sidecar in this process and the engine in a process tree of its own, and stop both on a signal."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["check_free", "engine_command", "engine_environment", "listen", "run"
 
 _POLL_S = 0.1
 _ENGINE_PORT_RANGE = range(10_000, 22_000)
-# After the grace period, the supervisor has this many seconds to kill and reap the engine's processes.
+# The time limit in seconds for the supervisor to kill and reap the engine's processes after the grace period.
 _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
 _ENGINE_ENV_DEFAULTS = {
-    # Without this setting, a grammar that leaves no token to draw crashes SGLang's scheduler. With this
-    # setting, only that request's answer ends.
+    # If a grammar forbids every token, SGLang's scheduler crashes by default. With
+    # SGLANG_SANITIZE_NAN_LOGITS, only the answer to that request ends.
     "SGLANG_SANITIZE_NAN_LOGITS": "1",
-    # SGLang's crash diagnostics delay its exit, while its callers wait. After a process has died, SGLang
-    # sleeps for 5 s to collect diagnostics, and for another minute if other processes still run.
+    # Callers wait while SGLang's crash diagnostics delay its exit. After a process has died, SGLang sleeps
+    # for 5 s to collect diagnostics. SGLang sleeps for another minute if other processes still run.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
@@ -58,8 +58,9 @@ def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) 
 def engine_environment(environment: Mapping[str, str], api_key: str | None) -> dict[str, str]:
     """Return the engine's environment.
 
-    The engine's key is set, or removed if `api_key` is None. SGLang's check for NaN logits is turned on and
-    its crash diagnostics are turned off, unless `environment` already sets these variables.
+    The result is a copy of `environment` with these changes. The engine's key is `api_key`, or absent if
+    `api_key` is None. SGLang's check for NaN logits is turned on. SGLang's crash diagnostics are turned off.
+    If `environment` already has a value for the check or the diagnostics, the value is kept.
 
     Args:
         environment: this process's environment.
@@ -79,9 +80,9 @@ def url_of(host: str, port: int) -> str:
 def check_free(host: str, port: int) -> int:
     """Return `port` if no process listens on it; for port 0, return a free port.
 
-    For port 0, the result is below 22,000, and SGLang may also use the port that is 10,000 higher. Both ports
-    must stay free for half a minute, until the engine listens. Outgoing connections take neither port,
-    because Linux assigns them ports from 32,768 on.
+    For port 0, the result is from 10,000 to 21,999. SGLang may also use the port that is 10,000 higher. The
+    engine listens only after about half a minute, and both ports must stay free until then. No outgoing
+    connection takes these ports, because Linux assigns ports from 32,768 on to outgoing connections.
 
     Raises:
         InvalidInputError: a process listens on the port. An engine started on that port would fail, and the
@@ -106,14 +107,14 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
 
     Args:
         settings: the sidecar's settings.
-        command: the command that starts the engine; the engine then stops together with the sidecar. None if
-            the engine runs elsewhere.
+        command: the command that starts the engine, or None if the engine runs elsewhere. An engine that this
+            function starts stops together with the sidecar.
 
     Raises:
         InvalidInputError: the sidecar's port is taken.
         PatchError: the started engine is not patched.
         TransportError: the started engine was not ready in time.
-        ServerError: the engine or the sidecar ended by itself.
+        ServerError: the engine or the sidecar ended without a signal, or the engine's processes did not stop.
     """
     stopping = asyncio.Event()
     supervisor: Process | None = None
@@ -193,7 +194,7 @@ async def _start_supervisor(command: Sequence[str], settings: Settings) -> Proce
         # The engine writes to stderr, because stdout carries only the line with the servers' addresses.
         stdout=_STDERR,
         # In a separate session, the engine gets no Ctrl-C from the terminal. Only this process gets the
-        # Ctrl-C, and then stops the engine in an orderly way.
+        # Ctrl-C, and then tells the supervisor to stop the engine.
         start_new_session=True,
     )
 
@@ -213,8 +214,8 @@ def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> so
 
     Args:
         host, port: the address; port 0 takes a free port.
-        reader_timeout_s: seconds after which the kernel resets a connection whose peer does not read the data
-            sent to it (Linux); None waits as long as the peer lives.
+        reader_timeout_s: seconds after which the kernel resets a connection whose peer does not read its data
+            (Linux only). If None, the connection stays open as long as the peer lives.
 
     Raises:
         InvalidInputError: another process listens there, or the host is not an address of this machine.
@@ -226,8 +227,8 @@ def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> so
     except OSError as error:
         raise InvalidInputError(f"cannot listen on {host} port {port}: {error}") from None
     if reader_timeout_s is not None and sys.platform == "linux":
-        # Accepted connections inherit this socket option. Without it, uvicorn would wait forever for a peer
-        # that does not read.
+        # Accepted connections inherit TCP_USER_TIMEOUT. Without the timeout, uvicorn would wait forever for a
+        # peer that does not read.
         milliseconds = round(reader_timeout_s * 1000)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener

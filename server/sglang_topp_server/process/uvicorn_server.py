@@ -15,7 +15,8 @@ from sglang_topp_server.limits.settings import Limits
 
 __all__ = ["Server", "Settings"]
 
-# Keep idle connections longer than clients and load balancers do, so that the other side closes first.
+# The server keeps an idle connection longer than clients and load balancers do. So the other side closes the
+# connection first.
 _KEEP_ALIVE_S = 75
 
 
@@ -26,12 +27,12 @@ class Settings:
     Attributes:
         host, port: the sidecar's address; port 0 takes a free port.
         engine_url: the engine's address.
-        api_key: the key that callers of the sidecar must send; None requires no key.
-        engine_api_key: the engine's key; None sends no key.
+        api_key: the key that callers of the sidecar must send, or None if they need no key.
+        engine_api_key: the key that the sidecar sends to the engine, or None if the engine needs no key.
         limits: the sidecar's limits.
-        ready_timeout_s: seconds until an engine that `serve` starts must be ready.
-        grace_s: seconds that requests in flight may continue after a signal. The engine then has as many
-            seconds to end.
+        ready_timeout_s: the time limit in seconds for an engine that `serve` starts to become ready.
+        grace_s: seconds that requests in flight may continue after a signal. After that, the engine has
+            another `grace_s` seconds to end.
         view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
 
@@ -47,7 +48,7 @@ class Settings:
 
 
 class Server(uvicorn.Server):
-    """The sidecar's uvicorn server. `launch.run` handles signals, because it must also stop the engine.
+    """The sidecar's uvicorn server. On a signal, `launch.run` stops this server and the engine.
 
     Args:
         settings: the sidecar's settings.
@@ -74,6 +75,6 @@ class Server(uvicorn.Server):
         yield
 
     def stop(self) -> None:
-        """Stop after the requests in flight have ended. A second call stops at once."""
+        """Stop the server after the requests in flight have ended. A second call stops the server at once."""
         self.force_exit = self.should_exit
         self.should_exit = True

@@ -12,7 +12,7 @@ __all__ = ["AbortAnswer", "AbortBody", "parse_abort"]
 
 
 class AbortBody(BaseModel):
-    """The body of `POST /abort`. Exactly one of its two fields must be set."""
+    """The body of `POST /abort`, which must set exactly one of the two fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -41,6 +41,6 @@ def parse_abort(body: bytes | bytearray) -> AbortBody:
 
 
 class AbortAnswer(BaseModel):
-    """The answer to `POST /abort`, once the requests have stopped, or if no request has the given id."""
+    """The answer to `POST /abort`, after the requests have stopped. An unknown id gets the same answer."""
 
     status: str = "ok"

@@ -1,4 +1,4 @@
-"""Parse a JSON body into a Pydantic model, and turn its validation errors into one readable sentence."""
+"""Parse a JSON request body into a Pydantic model, and turn validation errors into one readable message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_topp_client.argument_checks import truncate
 
 __all__ = ["num_prompts", "read_body"]
 
-# An error names at most this many unknown fields, because a body may hold millions.
+# The most unknown fields that an error names, because a body may hold millions of them.
 _MAX_UNKNOWN = 4
 _MAX_NAME_CHARS = 60
 
@@ -45,13 +45,13 @@ def _with_few_unknown(given: Any, kind: type[BaseModel]) -> Any:
 
 
 def num_prompts(prompts: Any) -> int:
-    """Return the number of prompts in a field's value, which may be invalid."""
+    """Return the number of prompts in the value of a field. The value may be invalid."""
     is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int | dict))
     return 1 if is_one else len(prompts)
 
 
 def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
-    """Return one sentence per validation error, joined into one string. Each starts with the field's name."""
+    """Return one string with a sentence per validation error. Each sentence begins with the field's name."""
     sentences = []
     for problem in error.errors(include_url=False):
         field = ".".join(truncate(str(part), _MAX_NAME_CHARS) for part in problem["loc"])

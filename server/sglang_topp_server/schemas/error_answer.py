@@ -1,4 +1,4 @@
-"""Pydantic models of error responses, for the OpenAPI page."""
+"""Pydantic models of error responses, which the OpenAPI page shows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ErrorAnswer"]
 
 
 class ErrorDetail(BaseModel):
-    """The error. Programs read its `type`, and people read its `message`."""
+    """The error: a `type` for programs to read, and a `message` for people."""
 
     type: str
     message: str

@@ -38,7 +38,7 @@ class EngineInfo(BaseModel):
 
 
 class PatchInfo(BaseModel):
-    """The patch set's state; `version` and `seams` are passed on as the engine reports them."""
+    """The patch set's state. The sidecar returns `version` and `seams` as the engine reports them."""
 
     active: bool
     version: Any

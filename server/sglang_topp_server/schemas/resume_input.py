@@ -35,10 +35,11 @@ def read_rollouts(records: Any) -> list[Rollout]:
 
 
 def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[SampleRequest]:
-    """Return the requests in `wanted` with their `resumed_tokens` set.
+    """Return the requests in `wanted`, with `given` as their `resumed_tokens`.
 
     Args:
-        given: the value of `resumed_tokens`: one number for all requests, or a list with one number for each.
+        given: the body's `resumed_tokens`: one number for all requests, or a list with one number for each.
+            If None, the requests are unchanged.
         wanted: the requests.
 
     Raises:

@@ -29,7 +29,7 @@ __all__ = ["RolloutRecord", "RolloutsAnswer", "RolloutsBody", "parse_rollouts"]
 
 
 class RolloutsBody(BaseModel):
-    """The body of `POST /rollouts`. An unknown field is an error: ignoring it would hide a mistake."""
+    """The body of `POST /rollouts`. Unknown fields are errors, because ignoring them would hide mistakes."""
 
     # `rollouts` may replace `prompts`, so neither is required.
     model_config = ConfigDict(extra="forbid", json_schema_extra={"required": []})
@@ -43,7 +43,7 @@ class RolloutsBody(BaseModel):
         description="Replaces prompts: records of an earlier answer to continue. The answer's prompt_index is"
         " the index in this list.",
     )
-    # Stop at the first bad entry: the list may hold millions.
+    # Report only the first invalid entry, because the list may hold millions.
     sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None,
         description="SGLang's names, including `n`; one object for all prompts, or one per prompt.",
@@ -80,12 +80,12 @@ class RolloutsBody(BaseModel):
 
     @property
     def wanted(self) -> list[SampleRequest]:
-        """The requested samples, one entry per prompt. `parse_rollouts` fills this list."""
+        """The requested samples, one entry per prompt. The list is empty until `parse_rollouts` sets it."""
         return self._wanted
 
     @property
     def given(self) -> dict[int, Rollout]:
-        """The rollouts to resume, by prompt index. `parse_rollouts` fills this dict."""
+        """The rollouts to resume, by prompt index. The dict is empty until `parse_rollouts` sets it."""
         return self._given
 
 
@@ -99,7 +99,7 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> RolloutsBody:
     request = read_body(body, RolloutsBody)
     if request.rollouts is not None and request.prompts is not None:
         raise BadRequestError("rollouts: got rollouts and prompts, expected one of them", status=400)
-    # Count before `plan` creates the samples, because `n` may be any number.
+    # Check the number of samples before `plan` creates them, because `n` may be any number.
     if (samples := _num_samples(request)) > limits.max_samples:
         raise BadRequestError(
             f"prompts x n: got {describe(samples)} samples, expected at most {limits.max_samples};"
@@ -118,7 +118,7 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> RolloutsBody:
             )
         request._wanted, resumed = plan_resume(read_rollouts(request.rollouts), *options)
         request._given = dict(enumerate(resumed))
-        # Free the records, which take as much memory as the parsed rollouts.
+        # Free the JSON records, which take as much memory as the parsed rollouts.
         request.rollouts = None
     request._wanted = mark_interruptible(request._wanted, request.on_abort)
     for one in request._wanted:
@@ -191,6 +191,6 @@ class RolloutRecord(BaseModel):
 
 
 class RolloutsAnswer(BaseModel):
-    """The answer without `stream`: all samples, ordered by prompt, then by sample."""
+    """The answer to a request without `stream`: all samples, ordered by prompt, then by sample."""
 
     rollouts: list[RolloutRecord]

@@ -15,7 +15,7 @@ __all__ = ["ScoreRecord", "ScoresAnswer", "ScoresBody", "parse_scores"]
 
 
 class ScoresBody(BaseModel):
-    """The body of `POST /scores`. It has no `top_logprobs_source`, because no sampler drew the tokens."""
+    """The body of `POST /scores`. No sampler drew the tokens, so the body has no `top_logprobs_source`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,7 @@ class ScoresBody(BaseModel):
 
     @property
     def wanted(self) -> list[ScoreRequest]:
-        """The requested scores, one entry per sequence. `parse_scores` fills this list."""
+        """The requested scores, one entry per sequence. The list is empty until `parse_scores` sets it."""
         return self._wanted
 
 
@@ -49,7 +49,7 @@ def parse_scores(body: bytes | bytearray, limits: Limits) -> ScoresBody:
             `limits.max_samples` (413). The message names the field, the value, and the accepted values.
     """
     request = read_body(body, ScoresBody)
-    # Count before `plan_scores` creates the requests, because there may be millions.
+    # Check the number of sequences, which may be millions, before `plan_scores` creates a request for each.
     if (count := num_prompts(request.sequences)) > limits.max_samples:
         raise BadRequestError(
             f"sequences: got {count}, expected at most {limits.max_samples}; send them in several requests",
@@ -80,6 +80,6 @@ class ScoreRecord(BaseModel):
 
 
 class ScoresAnswer(BaseModel):
-    """The answer without `stream`: all scores, in the request's order."""
+    """The answer to a request without `stream`: all scores, in the order of the request's sequences."""
 
     scores: list[ScoreRecord]

@@ -1,4 +1,4 @@
-// Switch between the page's two views, handle keys, and set the theme.
+// Entry point of the page: switch between the overview and one rollout, handle keys, and set the theme.
 
 import { count, el } from "./dom.js";
 import { overview } from "./page_data.js";

@@ -1,5 +1,5 @@
-// The candidates of one position as bars. Two more bars show the candidates that are not listed, and the mass
-// outside the set.
+// Bars for the candidates of one position. Two more bars show the candidates that are not listed, and the
+// mass outside the set.
 
 import { count, el, fixed, whole } from "./dom.js";
 import { candidatesAt } from "./page_data.js";
@@ -7,7 +7,7 @@ import { tokenLabel, tokenNodes } from "./token_names.js";
 
 function bar(kind, name, share, most, note) {
   const filled = el("i");
-  // Set the width as a property, because the page's security policy allows no style attributes.
+  // Set the width as a property, because the page's security policy blocks style attributes.
   filled.style.width = `${(100 * share) / most}%`;
   return el("li", { class: kind, ...note }, el("span", { class: "name" }, name), el("span", { class: "bar" }, filled), el("span", { class: "value" }, fixed(share, share < 0.001 ? 6 : 4)));
 }

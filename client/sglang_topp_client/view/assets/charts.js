@@ -1,4 +1,4 @@
-// Bar charts and bands, drawn as SVG in the available width.
+// Bar charts and percentile bands, drawn as SVG in the available width.
 
 import { compact, el, svg } from "./dom.js";
 
@@ -22,7 +22,7 @@ export function figure({ title, note, label, height = 210, draw, legend = [] }) 
   return el("figure", {}, caption, holder);
 }
 
-/** Return a function that maps numbers to pixels. */
+/** Return a function that maps the numbers from `low` to `high` to `length` pixels, from `start` on. */
 export function linear(low, high, start, length) {
   return (value) => start + ((value - low) / (high - low || 1)) * length;
 }
@@ -56,7 +56,7 @@ export function xAxis(area, ticks, title) {
 
 /**
  * Draw bars of counts on a log axis, so that a rare tail is visible. A count of 0 has no bar.
- * A slot is `{ text, count, kind }`, or `{ text, bars: [{ count, kind }, …] }` for bars side by side.
+ * Each slot is `{ text, count, kind }`. A slot with several bars is `{ text, bars: [{ count, kind }, …] }`.
  */
 export function logBars(area, slots, say) {
   const barsOf = (slot) => slot.bars ?? [slot];

@@ -88,7 +88,7 @@ function ratioChart({ ratios, verdict }) {
   });
 }
 
-/** Return the range of bars that count tokens, widened to at least the ratios 0.8 to 1.25. */
+/** Return the indices from the first to the last bar with tokens. Always include the ratios 0.8 to 1.25. */
 function usedRange(histograms) {
   const { length } = histograms[0];
   const middle = (length - 1) / 2;

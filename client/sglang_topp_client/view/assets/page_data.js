@@ -1,4 +1,4 @@
-// The page's data: the overview, and one compressed block per rollout that is shown token by token.
+// Read the data in the page: the overview, and a compressed block for each rollout shown token by token.
 
 const OVERVIEW = JSON.parse(document.getElementById("overview").textContent);
 const ARRAYS = { int32: Int32Array, float32: Float32Array };
@@ -38,7 +38,7 @@ function runningSum(lengths) {
   return Int32Array.from(lengths, (length) => (sum += length));
 }
 
-/** Return the listed candidates of a position, `[{ id, logprob }, …]`, in the order of the file. */
+/** Return the listed candidates of a position, `[{ id, logprob }, …]`, in the order of the candidate set. */
 export function candidatesAt(detail, position) {
   if (!detail.listed) return [];
   const end = detail.listedEnds[position];

@@ -101,12 +101,13 @@ function classOf({ number, minor, wide }) {
   return [number && "number", minor && "minor", wide && "wide"].filter(Boolean).join(" ");
 }
 
-/** Return whether a text contains a word. `prompt:3` matches the whole number, other words match parts. */
+/** Return whether the text of a row matches a search word. `prompt:3` and `sample:3` match only the number 3.
+ * Any other word matches every text that contains it. */
 function contains(text, word) {
   return /^(prompt|sample):\d+$/.test(word) ? text.split(" ", 2).includes(word) : text.includes(word);
 }
 
-/** Compare two values. Unknown values come last in both directions. */
+/** Compare two values for sorting. Unknown values come last in ascending and in descending order. */
 function compare(a, b, factor) {
   if (a === null || b === null) return (a === null) - (b === null);
   return factor * (a < b ? -1 : a > b ? 1 : 0);

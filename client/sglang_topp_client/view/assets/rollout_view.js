@@ -25,7 +25,7 @@ export function closeRollout() {
   wanted = null;
 }
 
-/** Draw every token before printing. */
+/** Draw all tokens for printing, because blocks far from the screen have no elements yet. */
 export function drawAllTokens() {
   for (const flow of flows) flow.drawAll();
 }
@@ -40,7 +40,7 @@ export async function drawRollout(view, row, position) {
   }
   view.replaceChildren(el("p", { class: "hint" }, "Reading the tokens…"));
   const detail = await openDetail(row);
-  // Stop if the user has opened another view meanwhile.
+  // Stop if the user opened another view while the tokens were decoded.
   if (wanted !== row) return;
   const columns = el("div", { class: "columns" });
   const panel = el("aside", { class: "candidates", "aria-live": "polite" });
@@ -51,10 +51,12 @@ export async function drawRollout(view, row, position) {
   function select(next, block = "nearest") {
     shown.position = Math.max(0, Math.min(next, detail.ids.length - 1));
     if (!detail.ids.length) return;
-    // Draw the panel before the scroll: on a phone, it is below the tokens, and its height moves them.
+    // Draw the candidate panel before the scroll. On a phone, the panel is below the tokens, and a change of
+    // its height moves the tokens.
     drawCandidates(panel, detail, shown.position);
     for (const flow of flows) if (shown.position < flow.detail.ids.length) flow.select(shown.position, block);
-    // If the address already names another view, keep it: the coming hashchange event must find that address.
+    // If the address already names another view, do not replace it. The pending hashchange event opens that
+    // view.
     if (location.hash.split("/")[2] === String(row)) history.replaceState(null, "", linkTo(row, shown.position));
   }
 
@@ -84,7 +86,7 @@ export async function drawRollout(view, row, position) {
 
   async function addColumn(other, name = null, box = null) {
     const otherDetail = other === row ? detail : await openDetail(other);
-    // The user may have switched this sample off or closed the view while its tokens were read.
+    // While the tokens were decoded, the user may have unchecked this sample or left the view.
     if (wanted !== row || box?.checked === false) return;
     const partsAt = other === row ? null : partingOf(detail, otherDetail);
     const flow = new TokenFlow(otherDetail, (t) => select(t), partsAt);
@@ -128,7 +130,7 @@ function promptNodes(detail) {
   return hidden > 0 ? [el("span", { class: "hint" }, `… ${whole(hidden)} tokens before … `), ...nodes] : nodes;
 }
 
-/** Return the switches that show other samples of the prompt. */
+/** Return the checkboxes that show other samples of the same prompt. */
 function samplesOf(row, toggle) {
   const { table } = overview();
   const prompt = table.prompt[row];

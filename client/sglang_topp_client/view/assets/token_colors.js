@@ -1,7 +1,7 @@
-// The metrics that color tokens: the levels of each metric, and the CSS classes of its colors.
+// Token colors: the metrics that color tokens, the levels of each metric, and the CSS class of each level.
 
-/** The metrics by name. `level` maps a value to a level, whose color is `c0` to `c6`. A value equal to a bound has the
- * lower of the two levels. Level 0, for a token that was nearly certain, has no color. */
+/** The metrics by name. `level` maps a value to a level from 0 to 6. The CSS classes `c0` to `c6` color the levels.
+ * Tokens that were nearly certain have level 0, which has no color. A value equal to a bound gets the lower level. */
 export const METRICS = {
   mass: {
     label: "kept mass",

@@ -1,4 +1,4 @@
-// The tokens of one rollout as colored text, in blocks of 100. Only blocks near the screen have elements.
+// The tokens of one rollout as colored text, in blocks of 100. Only tokens in blocks near the screen have elements.
 
 import { el, whole } from "./dom.js";
 import { colorClass } from "./token_colors.js";
@@ -29,7 +29,7 @@ export class TokenFlow {
     for (const block of this.blocks) this.observer.observe(block);
   }
 
-  /** Stop observing, before the element is removed. */
+  /** Stop observing the blocks. The caller then removes the element. */
   close() {
     this.observer.disconnect();
   }
@@ -80,7 +80,7 @@ export class TokenFlow {
     return best;
   }
 
-  /** Draw all blocks, for printing. */
+  /** Draw all blocks for printing. */
   drawAll() {
     this.close();
     for (const block of this.blocks) if (!block.firstChild) this.#draw(block);
@@ -89,7 +89,7 @@ export class TokenFlow {
   #show({ target, isIntersecting, boundingClientRect }) {
     if (isIntersecting && !target.firstChild) this.#draw(target);
     if (!isIntersecting && target.firstChild) {
-      // Keep the height, so that the text below does not move.
+      // Keep the height of the emptied block, so that the text below does not move.
       target.style.minHeight = `${boundingClientRect.height}px`;
       target.replaceChildren();
     }
@@ -120,8 +120,8 @@ function startOf(token) {
   return token?.getClientRects()[0];
 }
 
-/** Return the marks before positions: a change of weights, the start and end of a tool's tokens, and the
- * first difference from another sample. */
+/** Return the marks to draw before tokens, by position. A mark shows a change of weights, the start or the end of
+ * a tool's tokens, or the first difference from another sample. */
 function ticksOf({ weights, appended }, partsAt) {
   const ticks = new Map();
   const add = (position, kind, text) => ticks.set(position, [...(ticks.get(position) ?? []), [kind, text]]);

@@ -3,7 +3,7 @@
 import { el } from "./dom.js";
 import { overview } from "./page_data.js";
 
-// Control characters, and characters that have no width or change the direction of the text.
+// Control characters, characters without a width, and characters that change the direction of the text.
 const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00a0\u00ad\u061c\u115f\u180e\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff\ufff9-\ufffc]/u;
 const RUNS = /(\n+| +|\t+|[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00a0\u00ad\u061c\u115f\u180e\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff\ufff9-\ufffc])/u;
 
@@ -25,7 +25,7 @@ function visible(run) {
   return `U+${hex(run.codePointAt(0), 4)}`;
 }
 
-/** Return spaces as dots. The last space stays a space, so that a line can break there; CSS draws its dot. */
+/** Return spaces as dots. The last one stays a space, so that a line can break there. CSS draws a dot in it. */
 function blank(length) {
   const dots = length > 1 ? [el("span", { class: "space" }, "·".repeat(length - 1))] : [];
   return [...dots, el("span", { class: "blank" }, " ")];

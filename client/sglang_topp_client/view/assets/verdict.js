@@ -1,4 +1,4 @@
-// The verdict: whether these rollouts can be trained on, and how much mass top-p cut.
+// The verdict at the top of the page: whether to train on these rollouts, and how much mass top-p cut.
 
 import { count, el, fixed, percent, whole } from "./dom.js";
 

@@ -11,12 +11,12 @@ __all__ = ["Internals"]
 
 
 class Internals(Protocol):
-    """SGLang's internals as the hooks see them. Each range of releases has an adapter with this interface."""
+    """The operations on SGLang's internals that the hooks need. The adapter classes implement them."""
 
-    # -- in the scheduler
+    # -- The hooks in the scheduler call these methods.
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Replace the forward pass's `top_logprobs_nums` with an equal list that also carries our state.
+        """Replace the forward pass's `top_logprobs_nums` with an equal list that refers to our `ForwardPass`.
 
         Args:
             top_logprobs_nums: the new list, equal to the pass's list.
@@ -32,18 +32,21 @@ class Internals(Protocol):
 
         Args:
             logits_output: SGLang's `LogitsProcessorOutput` of the pass.
-            output: an object that holds the pass's sets. Its method `copy_to_host` is called first. Later,
-                its method `consume` is called with the tokens that became visible.
+            output: an object that holds the pass's sets. The method `copy_to_host` is called first. Later,
+                the method `consume` is called with the tokens that became visible.
         """
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine two outputs of one forward pass into one. Either may be None, which means no output."""
+        """Combine two outputs of one forward pass into one. None stands for no output."""
 
     def answers_requests(self) -> bool:
-        """Return whether this rank's results reach the client. All other ranks only mirror its work."""
+        """Return whether SGLang sends this rank's results to the client.
+
+        A rank whose results are not sent repeats the work of a rank whose results are sent.
+        """
 
     def weight_version(self) -> str:
-        """Return the current weight version; empty if the scheduler does not know the version."""
+        """Return the current weight version, or an empty string if the scheduler does not know it."""
 
     def sampling(self) -> tuple[str, bool]:
         """Return the sampling backend, and whether `--rl-on-policy-target` is set.
@@ -60,9 +63,9 @@ class Internals(Protocol):
         """
 
     def sanitizes_logits(self) -> bool:
-        """Return whether SGLang sanitizes logits. If so, a row in which no token is possible fails alone.
+        """Return whether SGLang sanitizes logits, which is not its default.
 
-        By default, SGLang does not sanitize logits.
+        If SGLang sanitizes logits, a row without any possible token fails without failing the other rows.
         """
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
@@ -84,16 +87,16 @@ class Internals(Protocol):
     def prompt_rows(self) -> list[Any]:
         """Return an empty list for `customized_info`. SGLang sends all entries of the list at once.
 
-        Other lists are sent piece by piece, with the tokens.
+        SGLang sends any other list piece by piece, with the tokens.
         """
 
     def align(self, reqs: Sequence[Any]) -> None:
         """Prepare the `customized_info` of requests that SGLang sends in one message.
 
-        This ensures that each request arrives with its own values.
+        Without this preparation, some releases deliver a request's values to another request.
         """
 
-    # -- in the HTTP process
+    # -- The hooks in the HTTP process call these methods.
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
         """Return the message's `customized_info`: one list per key, with an entry per request."""

@@ -27,10 +27,10 @@ class Sglang0514(Sglang0515):
     """Adapter to SGLang 0.5.14, which sends `customized_info` only for requests that have any."""
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Give each request all of our `customized_info` keys that any request of the batch has.
+        """If one request of the batch has one of our `customized_info` keys, add the key to all requests.
 
-        For each key, SGLang sends values only for the requests that have the key. But it looks up each value
-        by the request's position in the batch.
+        SGLang sends a key's values only for the requests that have the key. But SGLang looks up a value by
+        the request's position among all requests of the batch.
         """
         keys = {key for req in reqs for key in (req.customized_info or ()) if key in (KEY, PROMPT_KEY)}
         for req in reqs if keys else ():
@@ -61,6 +61,6 @@ class Sglang0512(Sglang0513):
     """Adapter to SGLang 0.5.12 and 0.5.12.post1, where a pass that only scores has no `ForwardBatch`."""
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Set the list on the `ForwardBatch` and on the pass's `ModelWorkerBatch`."""
+        """Set `top_logprobs_nums` on the `ForwardBatch` and on the pass's `ModelWorkerBatch`."""
         super().carry(top_logprobs_nums, batch, forward_batch)
         batch.top_logprobs_nums = top_logprobs_nums

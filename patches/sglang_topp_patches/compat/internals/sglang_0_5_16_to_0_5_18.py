@@ -1,4 +1,4 @@
-"""Adapters to the internals of SGLang 0.5.16 to 0.5.18, which computes log-probs in processor classes.
+"""Adapters to the internals of SGLang 0.5.16 to 0.5.18, whose processor classes compute the log-probs.
 
 These releases do not copy a plugin's output to the host. Our hooks in
 `scheduler.auxiliary_output_before_0_5_19` copy it.
@@ -18,7 +18,7 @@ _FIELD = "sglang_topp_device_output"
 
 
 def take(logits_output: Any) -> Any:
-    """Remove our sets from a pass's `LogitsProcessorOutput` and return them, or None if there are no sets."""
+    """Remove our sets from a pass's `LogitsProcessorOutput`, and return the sets, or None without sets."""
     output = getattr(logits_output, _FIELD, None)
     if output is not None:
         setattr(logits_output, _FIELD, None)

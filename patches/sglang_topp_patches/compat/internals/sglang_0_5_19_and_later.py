@@ -1,5 +1,4 @@
-"""Adapters to the internals of SGLang 0.5.19 and later, which itself copies a plugin's outputs to the
-host."""
+"""Adapters to the internals of SGLang 0.5.19 and later, which copies a plugin's outputs to the host."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class Sglang0523:
     """Adapter to SGLang 0.5.23 and later."""
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Set the list on the `ForwardBatch`, which SGLang gives to every function that a pass calls."""
+        """Set `top_logprobs_nums` on the `ForwardBatch`, which every function in a pass receives."""
         forward_batch.top_logprobs_nums = top_logprobs_nums
 
     def begin_pass(self, logits_output: Any) -> None:
@@ -73,7 +72,7 @@ class Sglang0523:
         return settings.kernel.sampling_backend, bool(settings.deterministic.rl_on_policy_target)
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return two names in `eagle_sample`'s module, which imports both kernels at its top level."""
+        """Return two names in `eagle_sample`'s module. At its top level, the module imports both kernels."""
         module = sys.modules.get("sglang.srt.speculative.eagle_utils")
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
 
@@ -106,9 +105,9 @@ class Sglang0523:
 
         Since 0.5.22, SGLang itself can send entries once per request
         (`is_request_level_customized_info_key`). For an answer that is not streamed, SGLang sends such
-        entries only when the request finishes. But a request never finishes if it is aborted while a pause
-        keeps it waiting. The answer to that request still shows tokens: even without streaming, the scheduler
-        sends new tokens after every 50.
+        entries only when the request finishes. But a request that waits because of a pause never finishes
+        if it is aborted. The answer to such a request still shows tokens, because the scheduler sends new
+        tokens after every 50, even without streaming.
         """
         return SentOnce()
 
@@ -116,7 +115,7 @@ class Sglang0523:
         """Do nothing: since 0.5.15, SGLang itself keeps each request's values apart."""
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Return the message's `customized_info`, with each request's prompt rows unpacked from one entry."""
+        """Return the message's `customized_info`, in which each request has a plain list of prompt rows."""
         info = self._arrived(recv_obj)
         if PROMPT_KEY in info:
             info[PROMPT_KEY] = [
@@ -143,9 +142,9 @@ class Sglang0523:
 class SentOnce(list[Any]):
     """A list in `customized_info` whose entries SGLang sends together, and only once.
 
-    In each message, SGLang sends a slice of every list in `customized_info`, by the positions of the new
-    tokens. The first slice of this list, whatever its bounds, returns all entries as one entry and empties
-    the list.
+    In each message, SGLang sends a slice of every list in `customized_info`. The positions of the new tokens
+    are the bounds of the slice. This list ignores the bounds, and returns all its entries as one entry. After
+    this first slice, the list is empty.
     """
 
     def __getitem__(self, part: Any) -> Any:
@@ -153,8 +152,8 @@ class SentOnce(list[Any]):
             return super().__getitem__(part)
         whole = list(self)
         self.clear()
-        # This single entry holds all rows, and `take_customized_info` unpacks it. If a request has no rows,
-        # SGLang fills in None for each of its tokens.
+        # `take_customized_info` unpacks the rows from this entry. If a request has no rows, SGLang fills
+        # in None for each of the request's tokens.
         return [whole] if whole else []
 
 

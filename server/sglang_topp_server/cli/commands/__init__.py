@@ -1,5 +1,5 @@
 """The subcommands of `sglang-topp`, one module each.
 
-Each module has `add_parser`, which registers the command and its function. The module imports optional
-dependencies only when the command runs, so that `sglang-topp --help` works with the base install.
+Each module has a function `add_parser`, which registers the command and the function that runs it. A module
+imports optional dependencies only when its command runs. So `sglang-topp --help` works without them.
 """

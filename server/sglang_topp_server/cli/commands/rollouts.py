@@ -47,11 +47,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _print_summary(path: str) -> None:
-    """Print the summary. If a file was cut or altered, summarize only the rollouts before the damage.
+    """Print the summary. If a file is truncated or corrupt, summarize only the rollouts before the damage.
 
     Raises:
         InvalidInputError: a directory has no Parquet files.
-        WireError: a file was cut or altered; the error names the file.
+        WireError: a file is truncated or corrupt; the error names the file.
         OSError: the path cannot be read.
     """
     from sglang_topp_client import load_rollouts

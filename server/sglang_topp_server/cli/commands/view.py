@@ -66,7 +66,7 @@ def _write_page(path: str, target: str | None, *, max_detailed: int, tokenizer: 
 
     Raises:
         InvalidInputError: there are no rollouts, or the tokenizer cannot be read.
-        WireError: a file was cut or altered; the error names the file.
+        WireError: a file is truncated or corrupt; the error names the file.
         OSError: a file cannot be read or written.
     """
     from sglang_topp_client.view.build_page import page_of_file
