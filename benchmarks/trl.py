@@ -38,29 +38,23 @@ class ReplayTrainer(ReplayMixin, GRPOTrainer):
 
 
 def run() -> None:
-    # Use one thread. On a shared machine, the times of several threads would include waits for each other.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        rows, width, hidden, layers, vocab = SHAPE
-        shape = f"{rows} x {width} tokens, H = {hidden}, {layers} layers, V = {vocab}"
-        contenders = {"TRL's fused head": False, "replay": True}
-        compare(
-            f"GRPO training step; {shape}",
-            {label: step(replay, *SHAPE) for label, replay in contenders.items()},
-            rounds=9,
-            target=1 / 1.1,
-            picture="trl",
-        )
-        compare_peaks(
-            "GRPO training step, peak memory beyond the model and its gradient",
-            {label: (step, (replay, *SHAPE)) for label, replay in contenders.items()},
-            warmup=(True, *TINY),
-            target=1,
-            picture="trl",
-        )
-    finally:
-        torch.set_num_threads(threads)
+    rows, width, hidden, layers, vocab = SHAPE
+    shape = f"{rows} x {width} tokens, H = {hidden}, {layers} layers, V = {vocab}"
+    contenders = {"TRL's fused head": False, "replay": True}
+    compare(
+        f"GRPO training step; {shape}, {torch.get_num_threads()} threads",
+        {label: step(replay, *SHAPE) for label, replay in contenders.items()},
+        rounds=9,
+        target=1 / 1.1,
+        picture="trl",
+    )
+    compare_peaks(
+        "GRPO training step, peak memory beyond the model and its gradient",
+        {label: (step, (replay, *SHAPE)) for label, replay in contenders.items()},
+        warmup=(True, *TINY),
+        target=1,
+        picture="trl",
+    )
 
 
 def step(replay: bool, rows: int, width: int, hidden: int, layers: int, vocab: int) -> Work:
