@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_client.client import DEFAULT_TIMEOUT_S, AsyncRolloutClient
+from sglang_topp_client.async_client import DEFAULT_TIMEOUT_S, AsyncRolloutClient
 from sglang_topp_client.requests.generate import (
     SamplingParams,
     TopLogprobsP,

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates.csr_arrays import offsets_of
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.nucleus import sampler_support_triton, top_p_triton
 from sglang_topp.nucleus.host_to_device import to_device

@@ -33,7 +33,7 @@ from sglang_topp.replay.support_index import (
     check_num_sets,
     check_targets,
 )
-from sglang_topp.replay.vocab_parallel import reduce_sum
+from sglang_topp.replay.vocab_shards import reduce_sum
 
 __all__ = ["candidate_logprobs", "check_head", "support_logits"]
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.scores import check_held
 from sglang_topp.replay.support_index import SupportIndex
-from sglang_topp.replay.vocab_parallel import first_true, reduce_max, reduce_sum
+from sglang_topp.replay.vocab_shards import first_true, reduce_max, reduce_sum
 
 __all__ = ["divergence"]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sglang_topp.replay.logit_transform import LogitTransform
-from sglang_topp.replay.vocab_parallel import reduce_sum
+from sglang_topp.replay.vocab_shards import reduce_sum
 from sglang_topp.replay.vocab_softmax import row_parts
 
 __all__ = ["CHUNK_BYTES", "HeadGradients", "VocabHead"]

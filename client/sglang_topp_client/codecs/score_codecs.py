@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from sglang_topp import CandidateSets, formats
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import FLOAT32
+from sglang_topp_client.codecs.answer_consistency import check_sets
 from sglang_topp_client.codecs.binary_frame import FrameReader, encode_frame
-from sglang_topp_client.codecs.candidate_set_checks import check_sets
 from sglang_topp_client.codecs.json_fields import (
     check_ids,
     read_count,

@@ -46,7 +46,7 @@ class Endpoint:
     Args:
         config: the server's connection settings.
         kinds: each server's kind, if known, by `base_url`; shared by all event loops.
-        max_long_messages: see `LongMessageLimit`.
+        max_long_messages: see `LongMessageSlots`.
     """
 
     def __init__(self, config: ServerConfig, kinds: dict[str, Kind], max_long_messages: int) -> None:

@@ -30,7 +30,7 @@ class EndpointPool:
         configs: the servers' connection settings. The `max_connections` of the first config limits the calls
             to all servers together.
         kinds: each server's kind, if known, by `base_url`; shared by all event loops.
-        max_long_messages: see `LongMessageLimit`.
+        max_long_messages: see `LongMessageSlots`.
         max_retries: how often a failed call is retried.
     """
 

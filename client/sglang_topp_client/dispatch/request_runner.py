@@ -32,7 +32,7 @@ from sglang_topp_client.requests.generate import SampleRequest
 from sglang_topp_client.requests.resume import OnAbort, mark_interruptible
 from sglang_topp_client.requests.score import ScoreRequest
 from sglang_topp_client.transport.http import ServerConfig
-from sglang_topp_client.transport.long_message_limit import UNLIMITED
+from sglang_topp_client.transport.long_message_slots import UNLIMITED
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
 
@@ -85,7 +85,7 @@ class RequestRunner:
         configs: the connection settings of one or several servers, all of the same kind.
         kind: the servers' kind, or None to ask the servers.
         max_retries: how often a failed call is retried.
-        max_long_messages: see `LongMessageLimit`. The default is no limit. At a limit, the client would stop
+        max_long_messages: see `LongMessageSlots`. The default is no limit. At a limit, the client would stop
             reading, and a server may drop such a client.
     """
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sglang_topp import formats
 from sglang_topp.errors import BadRequestError, WireError
-from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass, check_sets
+from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
 from sglang_topp_client.codecs.json_fields import read_field
 from sglang_topp_client.protocols.sglang_answer_fields import parse_token_logprobs, read_weight_version
 from sglang_topp_client.protocols.sglang_generate import StreamedExchange

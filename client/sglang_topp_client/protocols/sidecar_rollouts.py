@@ -30,8 +30,8 @@ from typing import Any, Generic, TypeVar
 from sglang_topp.engine_contract.resume_rules import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
 from sglang_topp_client.argument_checks import fresh_id
+from sglang_topp_client.codecs.answer_consistency import check_kept_mass
 from sglang_topp_client.codecs.binary_frame import is_frame
-from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass
 from sglang_topp_client.codecs.error_json import error_from_json
 from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE, rollout_from_bytes
 from sglang_topp_client.codecs.rollout_json import rollout_from_json

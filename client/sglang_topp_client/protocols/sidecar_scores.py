@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_topp.errors import MissingCandidateSetsError, WireError
-from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass
+from sglang_topp_client.codecs.answer_consistency import check_kept_mass
 from sglang_topp_client.codecs.score_codecs import MEDIA_TYPE, score_from_bytes, score_from_json
 from sglang_topp_client.protocols.sidecar_rollouts import SidecarExchange
 from sglang_topp_client.requests.score import ScoreRequest

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from sglang_topp.errors import TransportError, WireError
-from sglang_topp_client.transport.long_message_limit import LongMessageLimit
+from sglang_topp_client.transport.long_message_slots import LongMessageSlots
 
 __all__ = ["frame_head", "frames", "lines", "whole"]
 
@@ -25,7 +25,7 @@ def frame_head(num_bytes: int) -> bytes:
 
 
 async def lines(
-    body: AsyncIterator[bytes], limit: LongMessageLimit, max_bytes: int
+    body: AsyncIterator[bytes], limit: LongMessageSlots, max_bytes: int
 ) -> AsyncGenerator[bytes, None]:
     """Yield the lines of an answer as they arrive, without their line ends.
 
@@ -58,7 +58,7 @@ async def lines(
 
 
 async def frames(
-    body: AsyncIterator[bytes], limit: LongMessageLimit, max_bytes: int
+    body: AsyncIterator[bytes], limit: LongMessageSlots, max_bytes: int
 ) -> AsyncGenerator[bytes, None]:
     """Yield the frames of an answer as they arrive, without their length prefixes.
 

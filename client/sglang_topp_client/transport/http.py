@@ -45,7 +45,7 @@ from sglang_topp_client.codecs import rollout_binary, score_codecs
 from sglang_topp_client.codecs.error_json import error_from_json
 from sglang_topp_client.transport import fd_limit, framing
 from sglang_topp_client.transport.fd_limit import FileLimitError
-from sglang_topp_client.transport.long_message_limit import LongMessageLimit
+from sglang_topp_client.transport.long_message_slots import LongMessageSlots
 from sglang_topp_client.transport.request_headers import as_headers
 from sglang_topp_client.transport.trace_context import trace_headers
 
@@ -137,7 +137,7 @@ class HttpClient:
 
     Args:
         config: the server's connection settings.
-        max_long_messages: see `LongMessageLimit`.
+        max_long_messages: see `LongMessageSlots`.
     """
 
     def __init__(self, config: ServerConfig, max_long_messages: int) -> None:
@@ -148,7 +148,7 @@ class HttpClient:
         self._base_url = config.base_url.rstrip("/")
         self._max_message_bytes = config.max_message_bytes
         self._ssl = config.ssl
-        self._limit = LongMessageLimit(max_long_messages)
+        self._limit = LongMessageSlots(max_long_messages)
         self._session: aiohttp.ClientSession | None = None
         self._closer: AsyncGenerator[None, None] | None = None
 

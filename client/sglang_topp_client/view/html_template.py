@@ -21,6 +21,7 @@ __all__ = ["content_security_policy", "page_chunks", "script_text"]
 # The modules form one script in this order. Code outside of functions may use only the earlier modules.
 _MODULES = (
     "dom.js",
+    "number_format.js",
     "token_colors.js",
     "page_data.js",
     "charts.js",

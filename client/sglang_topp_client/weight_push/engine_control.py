@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from sglang_topp.errors import BadRequestError, InvalidInputError, ServerError, WireError, describe
 from sglang_topp_client.transport.http import HttpClient, ServerConfig
-from sglang_topp_client.transport.long_message_limit import UNLIMITED
+from sglang_topp_client.transport.long_message_slots import UNLIMITED
 
 __all__ = ["PAUSE_MODES", "TRANSPORTS", "EngineControl", "PauseMode", "Transport"]
 

@@ -1,10 +1,10 @@
 """Serve the candidate sets of prompts and first tokens from a prefill server to decode servers.
 
-The decode server answers the client, but the prefill server draws the first token. So while a request runs,
-the decode server's HTTP process asks the prefill server's HTTP process for the sets. The question goes
-through SGLang's bootstrap server. A decode server without the patch set does not ask, and would answer
-without sets. So the prefill server passes a request for sets to its scheduler only after a decode server has
-asked for the sets.
+The decode server answers the client, but the prefill server draws the first token. So while a generation
+runs, the decode server's HTTP process fetches the sets from the prefill server's HTTP process, through
+SGLang's bootstrap server. A decode server without the patch set does not fetch them, and would answer without
+sets. So if a generation requests sets, the prefill server holds it back until a decode server has asked for
+its sets.
 """
 
 from __future__ import annotations

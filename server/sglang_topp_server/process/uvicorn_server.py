@@ -1,4 +1,4 @@
-"""The sidecar's uvicorn server, and its settings: addresses, keys, limits, and timeouts."""
+"""Server: the uvicorn server of the sidecar. Settings: its addresses, keys, limits, and timeouts."""
 
 from __future__ import annotations
 

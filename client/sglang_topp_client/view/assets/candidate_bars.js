@@ -1,7 +1,8 @@
 // Bars for the candidates of one position. Two more bars show the candidates that are not listed, and the
 // mass outside the set.
 
-import { count, el, fixed, whole } from "./dom.js";
+import { el } from "./dom.js";
+import { count, fixed, whole } from "./number_format.js";
 import { candidatesAt } from "./page_data.js";
 import { tokenLabel, tokenNodes } from "./token_names.js";
 

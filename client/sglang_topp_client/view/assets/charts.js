@@ -1,6 +1,7 @@
 // Bar charts and percentile bands, drawn as SVG in the available width.
 
-import { compact, el, svg } from "./dom.js";
+import { el, svg } from "./dom.js";
+import { compact } from "./number_format.js";
 
 const MARGIN = { left: 52, right: 12, top: 10, bottom: 34 };
 

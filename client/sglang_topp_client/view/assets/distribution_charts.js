@@ -1,7 +1,8 @@
 // The charts of the overview: kept mass, set sizes, importance ratios, and bands over positions.
 
-import { compact, count, el, fixed, percent, svg, whole } from "./dom.js";
+import { el, svg } from "./dom.js";
 import { band, figure, linear, logBars, niceTicks, xAxis, yAxis } from "./charts.js";
+import { compact, count, fixed, percent, whole } from "./number_format.js";
 
 const OFF_MASS = 0.9;
 

@@ -1,6 +1,7 @@
 // The table of rollouts: sort by a column, filter by words, and draw 100 rows at a time.
 
-import { count, el, fixed, percent, whole } from "./dom.js";
+import { el } from "./dom.js";
+import { count, fixed, percent, whole } from "./number_format.js";
 import { isDetailed } from "./page_data.js";
 
 const ROWS_AT_ONCE = 100;

@@ -1,7 +1,8 @@
 // The view of one rollout: its tokens, the candidates of the selected token, and other samples of its prompt.
 
-import { count, el, fixed, percent, whole } from "./dom.js";
+import { el } from "./dom.js";
 import { drawCandidates } from "./candidate_bars.js";
+import { count, fixed, percent, whole } from "./number_format.js";
 import { isDetailed, openDetail, overview, partingOf } from "./page_data.js";
 import { METRICS, legendOf } from "./token_colors.js";
 import { linkTo } from "./rollout_table.js";

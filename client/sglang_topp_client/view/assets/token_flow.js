@@ -1,6 +1,7 @@
 // The tokens of one rollout as colored text, in blocks of 100. Only tokens in blocks near the screen have elements.
 
-import { el, whole } from "./dom.js";
+import { el } from "./dom.js";
+import { whole } from "./number_format.js";
 import { colorClass } from "./token_colors.js";
 import { hasTexts, tokenNodes } from "./token_names.js";
 

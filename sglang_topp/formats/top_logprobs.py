@@ -1,6 +1,7 @@
-"""Encode and decode fixed-k log-probs: SGLang's `top_logprobs_num` most likely tokens of each position.
+"""Encode and decode SGLang's top log-probs: the k most likely tokens of each position (`top_logprobs_num`).
 
-The response's `meta_info` holds the log-probs in one of four forms::
+The response's `meta_info` holds them in one of four forms. All four are decoded, and the last is encoded.
+`{side}` is `input` for the prompt and `output` for generated tokens::
 
     SGLang, lists         {side}_top_logprobs[t] = [[logprob, token_id, text or null], ...], or null
     SGLang, flat arrays   {side}_top_logprobs_{val_flat,idx_flat,shape,null_prefix}
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import first_true, offsets_of, rows_of, sorted_by_logprob
+from sglang_topp.candidates.csr_arrays import first_true, offsets_of, rows_of, sorted_by_logprob
 from sglang_topp.candidates.validation import LOWEST, as_float32, check_distinct
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
 from sglang_topp.formats import output_token_logprobs

@@ -1,8 +1,8 @@
-"""LongMessageLimit: limit how many long messages are read at the same time, to save memory.
+"""LongMessageSlots: bound how many long messages the client reads at the same time, to save memory.
 
-A message holds all candidate sets of a sample, and can be decoded only once it is complete. Many samples may
-end together. Without a limit, the client would hold all of their incomplete messages in memory. While a
-message waits for a slot, its unread part stays on the server.
+A message holds all candidate sets of a sample, and can be decoded only after its last byte has arrived. Many
+samples may end together. Without slots, the client would hold all of their incomplete messages in memory.
+While a message waits for a slot, its unread part stays on the server.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 
-__all__ = ["LONG_BYTES", "UNLIMITED", "LongMessageLimit", "MessageReader"]
+__all__ = ["LONG_BYTES", "UNLIMITED", "LongMessageSlots", "MessageReader"]
 
 LONG_BYTES = 1 << 20
 """The length, in bytes, above which a message counts as long."""
@@ -21,7 +21,7 @@ UNLIMITED = 1 << 30
 _STUCK_S = 5.0
 
 
-class LongMessageLimit:
+class LongMessageSlots:
     """A limit on the long messages that are read at the same time, within one event loop.
 
     Args:
@@ -71,7 +71,7 @@ class LongMessageLimit:
 class MessageReader:
     """The reader of one answer. Each of its long messages takes a slot while it is read."""
 
-    def __init__(self, limit: LongMessageLimit) -> None:
+    def __init__(self, limit: LongMessageSlots) -> None:
         self._limit = limit
         self._is_long = self._has_place = False
 

@@ -1,4 +1,4 @@
-"""Choose the transport of a weight push: a model folder, HTTP requests, or a torch process group."""
+"""Send the weights of a push by one of three transports: model folder, HTTP requests, or process group."""
 
 from __future__ import annotations
 
