@@ -12,7 +12,7 @@ has no final message. Answer::
     {"done": true, "scores": 8}
 
 Messages and failures have the same form as for `/rollouts` (`sidecar_rollouts.py`). `score_codecs.py` encodes
-the records.
+and decodes the message of a score.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ScoresExchange(SidecarExchange[Score]):
         " client's version there, or use its engine directly (kind='sglang')"
     )
     samples_per_call = 16
-    """The dispatcher adds sequences to a call until the call has this many.
+    """The maximum number of sequences in one HTTP call.
 
-    The number is low, because a sequence may be as long as the engine's context.
+    The maximum is low, because a sequence may be as long as the engine's context.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-// The list of the worst tokens of all rollouts, each with the tokens around it.
+// The list of the worst tokens: those with the largest set, the least kept mass, or the largest absolute log-ratio.
+// Each worst token is shown with the tokens around it.
 
 import { el } from "./dom.js";
 import { count, fixed, whole } from "./number_format.js";
