@@ -1,1 +1,1 @@
-"""Benchmarks of this project: `python -m benchmarks [NAME ...]`, or `make bench` for all."""
+"""Benchmarks of sglang-topp: `python -m benchmarks NAME ...` runs some, and `make bench` runs all."""

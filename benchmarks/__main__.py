@@ -1,7 +1,7 @@
 """Run the named benchmarks, or all benchmarks in this folder.
 
-A benchmark is a module with a function `run()`. It prints its tables. The command then writes the tables to
-`benchmarks/results/` as JSON, and as pictures if matplotlib is installed.
+A benchmark is a module with a function `run()`, which prints tables. After each benchmark, this command
+writes the tables to `benchmarks/results/` as JSON, and as pictures if matplotlib is installed.
 """
 
 from __future__ import annotations

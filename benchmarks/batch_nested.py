@@ -4,8 +4,9 @@ The batch has 1024 x 16384 positions, of which 8.4 % hold tokens. Two fields are
 and three fields are float32. The dense batch takes 470 MB, which fits a small machine. The controller process
 of a real trainer would hold eight times as many rows.
 
-The baseline is a copy with NumPy. On Linux, NumPy uses huge pages, as the nested batches do. `torch.clone`
-would use pages of 4 KiB. Linux would then compact memory while the next function is timed.
+The baseline copies the dense batch with NumPy. On Linux, NumPy uses huge pages, as the nested batches do.
+`torch.clone` would use pages of 4 KiB. After a copy into such small pages, Linux would compact memory while
+the next function is timed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def padded_batch(rows: int = 1024, width: int = 16384, fill: float = 0.084) -> M
     """Return left-padded rows of random lengths. The fraction of positions with tokens is about `fill`."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(16, int(2 * fill * width) - 16, rows)
-    lengths[0] = width  # all other rows are padded to this length
+    lengths[0] = width  # the other rows are padded to the length of row 0
     keep = np.arange(width) >= width - lengths[:, None]
     batch = {"responses": np.zeros(keep.shape, np.int64), "response_mask": keep.astype(np.int64)}
     batch["responses"][keep] = rng.integers(0, 150_000, lengths.sum())

@@ -6,7 +6,8 @@ ranks.
 
 Most tables compare `PackedCollator` with `reference_layouts.py`, which loops over samples and joins lists of
 tokens. One table has a loop over tokens as its baseline, because SkyRL measured a speedup of 34 x over such a
-loop (pull request 1808). That table has fewer samples, because the loop over tokens takes seconds.
+loop (pull request 1808). The table with the loop over tokens has fewer samples, because the loop takes
+seconds.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def run() -> None:
 def _loop_over_tokens(
     ids: list[list[int]], counts: list[int], masks: list[list[int]], multiples: dict[str, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Pack like `reference_layouts.pack_sft`, but loop over loss-mask tokens, and return no position ids."""
+    """Pack like `reference_layouts.pack_sft`, but loop over every token, and return no position ids."""
     multiple = multiples["sequence_multiple"]
     footprints = [-(-len(row) // multiple) * multiple for row in ids]
     bins = reference_layouts.first_fit_decreasing(footprints, _BUDGET)

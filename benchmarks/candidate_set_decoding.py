@@ -21,8 +21,8 @@ POSITIONS, VOCAB = 32_768, 151_936
 
 def run() -> None:
     rng = np.random.default_rng(0)
-    # These set sizes imitate a measurement on a model at top_p 0.97: 46 % singletons, median 2, mean about 8,
-    # p99 about 82.
+    # The skewed set sizes imitate those measured on a model at top_p 0.97: 46 % singletons, median 2, mean
+    # about 8, p99 about 82.
     skewed = np.exp(rng.normal(0.85, 1.55, POSITIONS)).astype(np.int64)
     for title, sizes in (
         ("geometric", rng.geometric(1 / 8, POSITIONS)),
@@ -64,11 +64,12 @@ def loop_decode(meta_info: dict[str, Any]) -> list[tuple[list[int], list[float]]
 
 
 def _sets(rng: np.random.Generator, sizes: NDArray[np.int64]) -> CandidateSets:
-    """Return sets of the given sizes. Log-probs descend, and the sampled token is a random member."""
+    """Return sets of the given sizes, with descending log-probs and a random member as the sampled token."""
     offsets = np.concatenate([[0], sizes.cumsum()])
     rows = np.repeat(np.arange(len(sizes)), sizes)
     rank = np.arange(len(rows)) - offsets[rows]
-    # The step of 60,013 from id to id and the vocabulary size are coprime, so no id occurs twice in a set.
+    # The ids of a set are 60,013 apart, modulo the vocabulary size. Both numbers are coprime, so no id occurs
+    # twice in a set.
     token_ids = (rng.integers(0, VOCAB, len(sizes))[rows] + rank * 60_013) % VOCAB
     logprobs = (-0.1 - rank / 8).astype(np.float32)
     sampled = token_ids[offsets[:-1] + rng.integers(0, sizes)]

@@ -1,7 +1,8 @@
 """Benchmark of full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
 
-A package takes part if it is installed and runs on this machine. No other package supports candidate sets, so
-this benchmark uses none. Install `trl`, `cut-cross-entropy`, and `liger-kernel` for the whole table.
+The benchmark times every package that is installed and runs on this machine. No other package supports
+candidate sets, so this benchmark uses none. Install `trl`, `cut-cross-entropy`, and `liger-kernel` for the
+whole table.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def run() -> None:
     )
 
 
-# A contender is its label and the function to time.
+# A contender's label, and the function to time.
 Contender = tuple[str, Callable[[], Tensor]]
 
 

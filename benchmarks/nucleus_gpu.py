@@ -33,7 +33,7 @@ ROWS = {"realistic": 7.0, "flat": 0.5}
 # The rows, vocabulary, threshold, and kind of logits for which target speedups are set.
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
-# The sleep takes about 10 ms at 2 GHz. A contender needs less time to queue its kernels.
+# The sleep takes about 10 ms at 2 GHz. A contender queues its kernels in less time than the sleep takes.
 SLEEP_CYCLES = 20_000_000
 
 
@@ -103,8 +103,9 @@ def _compare_main_case() -> None:
 def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
     """Return the functions to compare, by label.
 
-    Each contender leaves the candidates of every row on the GPU, with two exceptions. `topk` finds each row's
-    1024 most likely tokens, and "one copy" finds no candidates.
+    Most contenders leave the candidates of every row on the GPU. `topk` leaves each row's 1024 most likely
+    tokens, FlashInfer leaves the renormalized probabilities of the whole vocabulary, and "one copy" finds no
+    candidates.
     """
     from sglang_topp.nucleus.gpu_extraction import stage_top_p
 

@@ -191,7 +191,10 @@ def epochs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Callable[[], None]:
-    """Return a step: one forward pass for the reference, then four forward-backward passes for the policy."""
+    """Return a function that runs one training step.
+
+    The step is one forward pass for the reference, then four forward-backward passes for the policy.
+    """
     hidden, weight = _head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v)
     targets, buffer = _targets(sets, device), torch.zeros_like(weight)
@@ -279,7 +282,8 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
     rows = torch.tensor(sets.token_ids[entries], dtype=torch.int64, device=device)
 
     def read_once() -> None:
-        # `embedding_bag` sums the rows in groups of 256, so it reads every row and writes almost nothing.
+        # `embedding_bag` reads every row, but writes only one sum per 256 rows. The time is therefore that of
+        # reading.
         torch.nn.functional.embedding_bag(
             rows, weight.detach(), torch.arange(0, len(rows), 256, device=device)
         )

@@ -1,12 +1,12 @@
 """Benchmark of scoring over candidate sets when the LM head's gradient accumulates over micro-batches.
 
-Each micro-batch makes a new gradient of the hidden states, and adds to the head's existing gradient. If the
-micro-batch's head gradient is dense, the whole matrix is zeroed, filled, and added, even if only a few of its
-rows are non-zero.
+Each micro-batch makes a new gradient of the hidden states, and adds to the head's existing gradient. With a
+dense head gradient, each micro-batch zeroes, fills, and adds the whole matrix, even if only a few of the
+matrix's rows are non-zero.
 
-The benchmark uses torch's default number of threads. If other processes compete for the cores, threads that
-wait for each other spin for whole time slices. Setting `OMP_WAIT_POLICY=passive` or using one thread is then
-much faster.
+The benchmark uses torch's default number of threads. torch's threads spin while they wait for each other. If
+other processes compete for the cores, a thread may spin for a whole time slice. In that case, setting
+`OMP_WAIT_POLICY=passive` or using one thread is much faster.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ def _steps(work: Work, threads: int) -> Callable[[], None]:
 
 @contextmanager
 def _busy_process() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
-    """Start a process that can keep one core busy, and yield a wrapper for timed functions.
+    """Start a process that can keep one core busy, and yield a decorator for timed functions.
 
-    The process runs only while a wrapped function runs, and is paused otherwise.
+    The process runs only while a decorated function runs, and is paused otherwise.
     """
     process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     process.start()

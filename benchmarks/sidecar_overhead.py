@@ -79,9 +79,10 @@ def _compare(
 
 
 def _show_cost(servers: _Servers) -> None:
-    """Print the processor time of sidecar and client per sample and per token.
+    """Print the processor time of the sidecar and the client per sample and per token.
 
-    Both costs are computed from two runs: one with samples of `SHORT` tokens, and one with `LONG` tokens.
+    The time per sample and the time per token are computed from two runs: one with samples of `SHORT` tokens,
+    and one with samples of `LONG` tokens.
     """
     cost: dict[str, float] = {}
     for label, url, clock in (

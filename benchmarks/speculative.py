@@ -77,7 +77,7 @@ def run() -> None:
 
 @contextmanager
 def _engine(folder: Path) -> Iterator[tuple[Engine, str]]:
-    """Run an engine with speculative decoding, and yield it with a title for the table."""
+    """Run an engine with speculative decoding, and yield the engine and a title for the table."""
     target, draft = (os.environ.get(f"SPECULATIVE_{name}") for name in ("MODEL", "DRAFT"))
     arguments: Sequence[str] = chain_draft_worker.ARGUMENTS
     if torch.cuda.is_available():

@@ -1,17 +1,18 @@
-"""Measure the bias of training without replay: gradients, KL, and reward of one small policy.
+"""Train a small policy with and without replay, and measure the bias of its gradients, reward, and KL.
 
-The policy is a small network that reads the last token and predicts the next one. Its tokens form a Markov
-chain with few states, so dynamic programming gives the exact expected reward and its exact gradient. The
-script compares estimated gradients with the exact gradients. Candidate sets and scores come from this
-project's functions.
+The policy is a small network that predicts the next token from the last token alone. The generated tokens
+form a Markov chain with few states, so dynamic programming computes the exact expected reward and the exact
+gradient of this reward. The script compares gradients that are estimated from samples with the exact
+gradients. Candidate sets and scores come from `sglang_topp`.
 
-The script trains the policy in four ways. These ways normalize the log-probs of the importance ratio over
-different tokens:
+The script trains the policy with four losses (`WAYS`). The losses differ in the tokens over which the
+log-probs of the importance ratio are normalized:
 
     replay        new and old log-probs over the candidate sets
-    without       new log-probs over the vocabulary, old over the sets: the ratio starts at the kept mass
+    without       new log-probs over the vocabulary, old log-probs over the candidate sets: the ratio starts
+                  at the kept mass
     uncorrected   new and old log-probs over the vocabulary: the ratio starts at 1, as if top-p were off
-    truncated IS  like uncorrected, but each token is weighted with min(policy / sampler, 2)
+    truncated IS  like uncorrected, but each token's loss has the weight min(policy / sampler, 2)
 
     python examples/bias.py                     # minutes on two cores; prints a table
     python examples/bias.py --short             # seconds
@@ -39,7 +40,7 @@ from sglang_topp.replay import full_logprobs, masked_logprobs, replayed_old_logp
 WAYS = ("replay", "without", "uncorrected", "truncated IS")
 VOCAB, LENGTH = 48, 24
 CLIP, LARGEST_WEIGHT = 0.2, 2.0
-MINI_BATCHES = 4  # optimizer steps per batch of rollouts; the ratios change after the first one
+MINI_BATCHES = 4  # optimizer steps per batch of rollouts; the ratios change after the first step
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Task:
         return total / LENGTH
 
     def visits(self, transitions_VV: Tensor) -> Tensor:
-        """Return the expected share of tokens that the chain draws in each state, [V]."""
+        """Return [V]: for each state, the expected share of tokens that the chain draws in this state."""
         state_V = torch.zeros(VOCAB)
         state_V[0] = 1
         total_V = torch.zeros(VOCAB)
@@ -124,7 +125,7 @@ def roll_out(task: Task, policy: nn.Module, top_p: float, num: int, generator: t
 
 @torch.no_grad()
 def candidate_sets(policy: nn.Module, rollouts: Rollouts, top_p: float) -> CandidateSets:
-    """Return the candidate set of each token, as the engine would report it."""
+    """Return the candidate set of each token, as the engine would report the set."""
     logprobs_VV = torch.log_softmax(all_logits(policy), 1)
     targets = rollouts.targets_NT.flatten()
     arrays = top_p_candidates(logprobs_VV[rollouts.states_NT.flatten()], top_p, targets)
@@ -132,7 +133,7 @@ def candidate_sets(policy: nn.Module, rollouts: Rollouts, top_p: float) -> Candi
 
 
 def loss(way: str, logits_TV: Tensor, targets_T: Tensor, sets: CandidateSets, advantage_T: Tensor) -> Tensor:
-    """Return PPO's clipped loss, averaged over tokens, for one of the `WAYS`."""
+    """Return PPO's clipped loss, averaged over tokens. `way` is one of the four losses in `WAYS`."""
     drawn_with_T = replayed_old_logprobs(sets, output_ids=targets_T)
     reported_T = torch.from_numpy(sets.sampled_logprobs.copy())
     if way == "replay":
@@ -155,11 +156,11 @@ def gradient(value: Tensor, policy: nn.Module) -> Tensor:
 def gradient_cosines(
     task: Task, policy: nn.Module, top_p: float, num: int, generator: torch.Generator
 ) -> dict[str, dict[str, float]]:
-    """Return the cosines between each way's gradient, from `num` trajectories, and two exact gradients.
+    """Return the cosines between the gradient of each loss in `WAYS` and two exact gradients.
 
-    All ways use the same trajectories. In the result, `sampled` stands for the gradient of the sampler's
-    expected reward, with the current candidate sets fixed. `policy` stands for the gradient of the expected
-    reward at top-p 1, over the whole distribution.
+    All four losses are computed on the same `num` trajectories. The result maps each way to two cosines.
+    `sampled` is the cosine with the gradient of the sampler's expected reward, with the current candidate
+    sets fixed. `policy` is the cosine with the gradient of the expected reward at top-p 1.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)
@@ -229,9 +230,9 @@ def train(
 def run(
     top_ps: Sequence[float], seeds: Sequence[int], *, steps: int, trajectories: int, estimates: int
 ) -> dict[str, Any]:
-    """Train the policy in all four ways, and return the training curves and the gradient cosines.
+    """Train a policy for each loss, threshold, and seed. Return the training curves and the gradient cosines.
 
-    The cosines are measured at four steps of the training with replay.
+    The cosines are measured at four steps of each training with replay.
     """
     curves: list[dict[str, Any]] = []
     cosines: list[dict[str, Any]] = []
@@ -273,7 +274,7 @@ def main() -> int:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print the cosines and the final reward and KL: mean, smallest, and largest over the seeds."""
+    """Print the mean cosines, and the mean, smallest, and largest final reward and KL over the seeds."""
     print("cosine of the expected gradient with the exact one: of the sampled reward | of the policy's")
     print(f"{'top-p':>6}{'step':>6}  " + "".join(f"{way:>18}" for way in WAYS))
     for top_p, step in sorted({(each["top_p"], each["step"]) for each in results["cosines"]}):
@@ -304,7 +305,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Plot the reward and KL(sampler || policy) over the steps, one line per way and seed."""
+    """Plot the reward and KL(sampler || policy) over the steps, with one line per loss and seed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,12 @@
 """On-policy distillation on two real engines: the student rolls out, the teacher scores, the student learns.
 
-Both models are small and random, and are created when the example starts. In each step, the student's engine
-samples rollouts, and the teacher's engine returns the teacher's top-p set at every sampled token. The student
-takes one optimizer step towards the teacher's distribution on these sets. The example then pushes the new
-weights to the student's engine.
+The example creates two small random models. In each step, the student's engine samples rollouts, and the
+teacher's engine returns the teacher's top-p set at every sampled token. The student takes one optimizer step
+towards the teacher's distribution on these sets. The example then pushes the new weights to the student's
+engine.
 
 After the last step, the example prints the KL over the whole vocabulary at each step. The KL falls. Computing
-it takes a forward pass of the teacher, which the training itself does not need.
+this KL takes a forward pass of the teacher, which the training itself does not need.
 
     python examples/distill.py                          # two minutes to start both engines, seconds per step
     python examples/distill.py --outside renormalized   # compare within the teacher's sets only
@@ -48,11 +48,12 @@ def distill(
     direction: Literal["forward", "reverse"] = "forward",
     outside: Literal["tail", "renormalized"] = "tail",
 ) -> list[dict[str, float]]:
-    """Distill the teacher into the student, and return each step's loss and KLs, measured before its update.
+    """Distill the teacher into the student, and return the loss and the KLs of each step.
 
-    `loss` is the training loss. `forward_kl` and `reverse_kl` are computed over the whole vocabulary. All
-    three are means over the student's rollout tokens, in nats. At the end, the student's engine has the last
-    step's weights.
+    `loss` is the training loss. `forward_kl` and `reverse_kl` are computed over the whole vocabulary. `loss`,
+    `forward_kl`, and `reverse_kl` are means over the student's rollout tokens, in nats. All values of a step
+    are measured before the step's optimizer update. After the last step, the student's engine has the final
+    weights.
     """
     student = AutoModelForCausalLM.from_pretrained(student_path, dtype=torch.float32)
     teacher_model = AutoModelForCausalLM.from_pretrained(teacher_path, dtype=torch.float32).eval()
@@ -102,7 +103,10 @@ def states(model: PreTrainedModel, batch: RLBatch) -> Tensor:
 def distances(
     student: PreTrainedModel, teacher_model: PreTrainedModel, hidden: Tensor, batch: RLBatch
 ) -> dict[str, float]:
-    """Return both KLs over the whole vocabulary and the mean size of the teacher's sets."""
+    """Return the forward KL, the reverse KL, and the mean size of the teacher's sets.
+
+    The KLs are computed over the whole vocabulary.
+    """
     log_p = torch.log_softmax(hidden @ student.lm_head.weight.t(), dim=1)
     log_q = torch.log_softmax(states(teacher_model, batch) @ teacher_model.lm_head.weight.t(), dim=1)
     return {
@@ -113,7 +117,7 @@ def distances(
 
 
 def main() -> int:
-    """Run the example. Return 0 if training lowered the KL over the whole vocabulary, and 1 if not."""
+    """Run the example. Return 0 if training lowered the KL over the whole vocabulary, or else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="training steps (%(default)s)")
     parser.add_argument("--top-p", type=float, default=0.95, help="threshold of the sets (%(default)s)")

@@ -64,8 +64,9 @@ def grpo_loss(
 
     `hidden` holds this rank's final hidden states, and `weight` is the LM head. `attention_mask` is the
     mask of the forward pass. Only `Layout("bshd")` needs the mask. `advantages` has one number per sample,
-    and `loss_mask` has one entry per response token. Without a loss mask, every token with a candidate set
-    counts. Tool tokens have no candidate set, so they do not count. The metrics cover this rank's tokens.
+    and `loss_mask` has one entry per response token. If `loss_mask` is None, every token with a candidate
+    set contributes to the loss. Tool tokens have no candidate set, so they do not contribute to the loss. The
+    metrics are computed over this rank's tokens only.
     """
     lengths = [len(sample.output_ids) for sample in samples]
     recorded = [sample.candidates for sample in samples]
@@ -86,12 +87,13 @@ def grpo_loss(
 
     per_sample = torch.tensor(lengths, device=hidden.device)
     advantage = rows.take(advantages.to(hidden.device).repeat_interleave(per_sample))
-    # If the rollout gave a token no probability, the token's ratio is infinite. The gradient would then be
-    # NaN, even where PPO's clip replaces the ratio. Clamping the log-ratio stops that gradient.
+    # A token to which the rollout gave probability 0 has an infinite ratio. Without the first clamp, the
+    # token's gradient would be NaN, even if PPO's clip replaces the ratio.
     ratio = (new.logprobs - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     per_token = -gain - entropy_bonus * new.entropy
-    # Every rank divides the sum over all ranks by the total number of tokens, so all ranks get the same loss.
+    # Every rank divides the sum of the loss over all ranks by the total number of scored tokens, so all ranks
+    # get the same loss.
     loss = rows.scatter(per_token, cp_group).sum() / max(1, int(rows.scored.sum()))
     return loss, replay_metrics(new.logprobs, old, sets)
 
@@ -123,7 +125,10 @@ def reward(samples: Sequence[Sample]) -> Tensor:
 
 
 def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, float]]:
-    """Train the toy policy's head, and return each step's mean reward and metrics before its update."""
+    """Train the toy policy's head, and return the mean reward, the loss, and the metrics of each step.
+
+    The values of a step are computed before the step's optimizer update.
+    """
     torch_rng, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     hidden = torch.randn(PROMPTS, 1, PROMPT + RESPONSE, WIDTH, generator=torch_rng).expand(-1, GROUP, -1, -1)
     hidden = hidden.reshape(PROMPTS * GROUP, PROMPT + RESPONSE, WIDTH)

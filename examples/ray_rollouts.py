@@ -1,9 +1,9 @@
 """Roll out on a Ray cluster: an engine on every node, and rollout actors that use all engines.
 
 Ray places the actors and moves the rollouts. The client balances the load over the engines, and moves samples
-away from an engine that dies. The driver keeps one entry per prompt. If a prompt's actor or result is lost
-with a node, the driver rolls out the prompt again, and no prompt counts twice. The trainer receives object
-references, and reads the candidate sets from its node's shared memory without a copy.
+away from an engine that dies. The driver keeps one result per prompt. If a node dies and a prompt's actor or
+result is lost, the driver rolls out the prompt again, and no prompt counts twice. The trainer receives Ray
+object references, and reads the candidate sets from its node's shared memory without a copy.
 
     python examples/ray_rollouts.py                                  # starts Ray and an engine here
     python examples/ray_rollouts.py --address auto --model-path MODEL --gpus-per-engine 1 -- --tp-size 1
@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG = 1
 
 @ray.remote
 class Engine:
-    """An actor that runs `sglang-topp serve`. If the actor's process ends, Linux kills the server."""
+    """An actor that runs `sglang-topp serve`. If the actor's process ends, Linux kills `serve`."""
 
     def __init__(self, model_path: str, host: str, engine_args: Sequence[str]) -> None:
         command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", model_path]
@@ -72,27 +72,27 @@ class Engine:
 
 @ray.remote(num_cpus=0)
 class RolloutWorker:
-    """An actor that rolls out prompts on all engines. Its calls run concurrently on one event loop."""
+    """An actor that rolls out prompts on all engines. All calls run concurrently on one event loop."""
 
     def __init__(self, urls: Sequence[str], sampling: dict[str, Any]) -> None:
         self.client = AsyncRolloutClient(urls)
         self.sampling = sampling
 
     async def roll_out(self, prompt_index: int, prompt: str) -> list[Rollout]:
-        """Return the samples of one prompt. Call your own tools or reward model here."""
+        """Return the samples of one prompt. Add calls of your own tools or reward model to this method."""
         rollouts = await self.client.generate(prompt, self.sampling, top_logprobs_source="sampler")
         return [replace(rollout, prompt_index=prompt_index) for rollout in rollouts]
 
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """An actor that scores rollouts over their sets. With the engines' weights, importance ratios are 1."""
+    """An actor that scores rollouts over their candidate sets, with the weights that the engines serve."""
 
     def __init__(self, model_path: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def score(self, references: Sequence[ray.ObjectRef]) -> dict[str, float]:
-        """Return the metrics of the referenced rollouts, read from this node's shared memory."""
+        """Read rollouts from this node's shared memory, and return their replay metrics."""
         rollouts = [rollout for each in ray.get(list(references)) for rollout in each]
         batch = collate_rollouts(rollouts, np.zeros(len(rollouts)), pad_token_id=0)
         _, metrics = loss_sum(self.model, batch, replay=True)
@@ -102,7 +102,9 @@ class Trainer:
 def roll_out(
     workers: Iterable[Any], prompts: Sequence[str], in_flight: int
 ) -> dict[int, tuple[ray.ObjectRef, list[Rollout]]]:
-    """Roll out every prompt exactly once. Return each prompt's reference and rollouts, by prompt index.
+    """Roll out all prompts, and return one result per prompt, by prompt index.
+
+    A result is a Ray object reference, and the rollouts to which the reference refers.
 
     Args:
         workers: `RolloutWorker` actors.
@@ -129,8 +131,8 @@ def roll_out(
         (reference, *_), _ = ray.wait(list(running))
         index, worker = running.pop(reference)
         try:
-            # `get` copies the object into this node's memory, and the rollouts' arrays keep the copy alive.
-            # So the rollouts survive the loss of the node that made them.
+            # `ray.get` copies the rollouts into this node's memory, and their arrays keep the copy alive. The
+            # rollouts therefore survive the loss of the node that generated them.
             rollouts = ray.get(reference)
         except (RayActorError, ObjectLostError) as error:
             print(f"prompt {index} again: {type(error).__name__}", flush=True)
@@ -144,7 +146,7 @@ def roll_out(
 
 
 def main() -> int:
-    """Run the example. Return 0 if the mean importance ratio is 1, and 1 if not."""
+    """Run the example. Return 0 if the mean importance ratio is 1, or else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--address", help="of a running cluster (default: start Ray on this machine)")
     parser.add_argument("--model-path", help="readable on every node (default: a tiny random model)")
@@ -181,8 +183,8 @@ def main() -> int:
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         trainer = Trainer.options(scheduling_strategy=here).remote(model_path)
-        # Ray does not resolve references inside a list. So this call sends 28 bytes per reference, not the
-        # rollouts.
+        # Ray does not resolve references inside a list, so this call sends the references (28 bytes each),
+        # not the rollouts.
         metrics = ray.get(trainer.score.remote([finished[index][0] for index in range(len(prompts))]))
         rollouts = [rollout for index in range(len(prompts)) for rollout in finished[index][1]]
         if args.output is not None:

@@ -1,14 +1,16 @@
-"""Score saved rollouts with a teacher on a Ray cluster: one output file for each part file of a directory.
+"""Score saved rollouts with a teacher on a Ray cluster: one output file for each Parquet file of a directory.
 
-Ray Data gives each part to an actor, and repeats a part if its node dies. An output file gets its part's name
-only once the file is complete, so a restarted run skips finished parts. An actor holds one row group of its
-part and some scored rollouts in memory, however large the part is. An output file has its part's rollouts in
-the same order, but with the teacher's log-probs and candidate sets instead of the student's.
+Ray Data gives each Parquet file to an actor. If the actor's node dies, Ray Data gives the file to another
+actor. An actor writes to a temporary file, and gives only a complete file the name of the input file. So a
+restarted run scores only the input files that have no output file. An actor holds in memory one row group of
+its input file and some scored rollouts, however large the input file is. An output file has the rollouts of
+its input file in the same order. Each rollout has the teacher's log-probs and candidate sets instead of the
+student's.
 
     sglang-topp serve --model-path TEACHER                    # on one machine or on several
     python examples/ray_score.py ROLLOUTS SCORES --url http://teacher:30010
 
-All nodes must see both directories. `load_rollouts("SCORES")` reads the result.
+All nodes must see the directories ROLLOUTS and SCORES. `load_rollouts("SCORES")` reads the result.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from sglang_topp_client import Rollout, RolloutClient, load_rollouts, save_rollo
 
 
 class PartScorer:
-    """An actor that scores one part after another.
+    """An actor that scores one Parquet file of rollouts after another.
 
     Args:
-        output: the directory of the results.
+        output: the directory of the output files.
         urls: the teacher's servers.
         top_logprobs_p: the threshold of the teacher's sets.
         at_a_time: the number of rollouts that are scored, and held in memory, at a time.
@@ -43,11 +45,12 @@ class PartScorer:
         self.teacher = RolloutClient(urls)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Score one part, unless an earlier attempt has finished it."""
+        """Score one Parquet file, unless its output file exists already."""
         part = Path(row["path"])
         done = self.output / part.name
         if not done.exists():
-            # Two attempts at one part may overlap, so each attempt has a unique name.
+            # Ray may start a second attempt at a file while the first one still runs, so each attempt writes
+            # to a temporary file of its own.
             attempt = self.output / f".{part.name}.{uuid.uuid4().hex}"
             save_rollouts(attempt, self.score(load_rollouts(part)), row_group_size=self.at_a_time)
             os.replace(attempt, done)
@@ -70,7 +73,7 @@ class PartScorer:
 
 
 def main() -> int:
-    """Run the example. Return 0 if every part has its output, and 1 if not."""
+    """Run the example. Return 0 if every input file has its output file, and 1 if not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rollouts", type=Path, help="a directory that RolloutWriter wrote")
     parser.add_argument("output", type=Path, help="a directory")

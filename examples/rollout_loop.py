@@ -1,8 +1,8 @@
 """Roll out at top-p, score the same tokens again, and compare the importance ratios without and with replay.
 
-The model is random, and is created when the example starts. All other parts are real. SGLang serves the
-model, the client decodes the candidate sets, and a transformers forward pass acts as the trainer. The weights
-are the same on both sides, so every importance ratio should be 1.
+The model has random weights, and is created when the example starts. The real SGLang serves the model, the
+client decodes the candidate sets, and a transformers forward pass acts as the trainer. SGLang and the trainer
+use the same weights, so every importance ratio should be 1.
 
     python examples/rollout_loop.py            # about two minutes, mostly the start of SGLang
     python examples/rollout_loop.py --help
@@ -47,18 +47,18 @@ def main() -> int:
         model_path = make_tiny_model(folder, vocab_size=args.vocab_size, logit_std=7.0)
         with serve(model_path) as (sidecar_url, _), RolloutClient(sidecar_url) as client:
             ready = time.monotonic()
-            # -- the rollout: a trainer does this in every step ---------------------------------------
+            # -- a trainer makes such a rollout in every step -----------------------------------------
             rollouts = client.generate(
                 PROMPTS,
                 {"top_p": args.top_p, "temperature": 1.0, "n": args.samples, "ignore_eos": True}
                 | {"max_new_tokens": args.max_new_tokens},
-                top_logprobs_source="sampler",  # sets of the tokens that the sampler could draw
+                top_logprobs_source="sampler",  # asks for the sets of tokens that the sampler could draw
             )
         rolled_out = time.monotonic()
         trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         scores = [score(trainer, rollout) for rollout in rollouts]
 
-    # These are the rollout's log-probs over the renormalized sets from which the sampler drew.
+    # `masked_logprobs` holds the log-probs over the renormalized sets from which the sampler drew.
     behavior = np.concatenate([rollout.masked_logprobs for rollout in rollouts])
     without = np.exp(np.concatenate([full for full, _ in scores]) - behavior)
     replayed = np.exp(np.concatenate([masked for _, masked in scores]) - behavior)
@@ -86,10 +86,10 @@ def serve(model_path: Path) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", str(model_path)]
     command += ["--port", "0", "--engine-port", "0"]
     command += ["--", "--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
-    command.append("--sleep-on-idle")  # without this option, the idle engine takes a core from the trainer
+    command.append("--sleep-on-idle")  # an idle engine would otherwise take a core from the trainer
     env = dict(os.environ)
     if not torch.accelerator.is_available():
-        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # SGLang's default needs an accelerator
+        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # the default platform needs an accelerator
     with (model_path / "server.log").open("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
         try:
@@ -115,7 +115,7 @@ def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndar
     logprobs = torch.log_softmax(logits, dim=-1)
     sampled = logprobs.gather(1, ids[len(rollout.prompt_ids) :, None])[:, 0]
 
-    # These tensors hold each candidate's position, and its log-prob under the trainer's policy.
+    # `positions` holds each candidate's position, and `kept` its log-prob under the trainer's policy.
     sets = candidates.to_torch(logprobs.device)
     positions = torch.repeat_interleave(sets.offsets.diff())
     kept = logprobs[positions, sets.token_ids]

@@ -34,7 +34,7 @@ from sglang_topp_client import RolloutClient
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
-GROUP = 8  # samples of each prompt
+GROUP = 8  # the number of samples per prompt
 MICRO_BATCH_TOKENS = 512
 CLIP = 0.2
 
@@ -108,8 +108,8 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
         new = head_logprobs(states, weight, targets).logprobs
     old = replayed_old_logprobs(sets, output_ids=targets)
 
-    # If the rollout gave a token no probability, the token's ratio is infinite. Without the clamp, the
-    # gradient of this ratio would be NaN.
+    # If the rollout gave a token no probability, the token's ratio is infinite. Without the clamp, an
+    # infinite ratio would make the gradient NaN.
     advantage, ratio = batch["rewards"][scored], (new - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return -gain.sum(), replay_metrics(new, old, sets)

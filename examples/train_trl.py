@@ -1,4 +1,4 @@
-"""Train with TRL on the real engine: `GRPOTrainer` samples from SGLang and scores over the candidate sets.
+"""Train with TRL's `GRPOTrainer`, which samples from SGLang and scores over the candidate sets.
 
 The model is small and random, and is created when the example starts. The reward of a sample is the share of
 even token ids. The example prints the importance ratios and the kept mass of each step. If the trainer scored

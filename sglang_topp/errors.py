@@ -138,8 +138,8 @@ class ResponseError(RequestError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status of the error. An error inside a stream or a 200 answer has the status that the
-            error's body names. If the body names no status, `status` is None.
+        status: the HTTP status of the error. If the error arrives in a stream or in an answer with status
+            200, `status` is the status in the error's body, or None if the body has no status.
         body: the server's message, truncated to a readable length.
     """
 
@@ -189,7 +189,7 @@ class AbortedError(RolloutError):
 def describe(value: object) -> str:
     """Return an abbreviated `repr` of any value, for an error message."""
     if isinstance(value, int) and value.bit_length() > 200:
-        return f"a number of {value.bit_length()} bits"  # Python does not print thousands of digits
+        return f"a number of {value.bit_length()} bits"  # `repr` may fail on thousands of digits
     try:
         return _ABBREVIATED.repr(value)
     except (ValueError, RecursionError):

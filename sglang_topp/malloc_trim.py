@@ -1,13 +1,13 @@
 """Return freed memory to the operating system after a process has handled large candidate sets.
 
-glibc keeps freed blocks for later allocations, so a process stays large after it has freed large sets. Such
-a process needs both remedies in this module:
+glibc keeps freed blocks for later allocations, so a process stays large after it has freed large sets. A
+process that handles large sets needs both parts of this module:
 
-- `return_large_blocks_at_once` (`M_MMAP_THRESHOLD`) bounds the peak memory. A sidecar that streamed 16
-  samples of 200,000 candidates grew by 28 MiB with the threshold, and by 55 to 75 MiB without it.
-- `HeapTrimmer` (`malloc_trim`, in a background thread) returns smaller blocks. After answers of 0.4 MB each,
-  a process that started at 33 MiB stayed at 122 MiB with the threshold alone, and at 34 MiB with
-  `malloc_trim`.
+- `return_large_blocks_at_once` sets `M_MMAP_THRESHOLD`, which bounds the peak memory. A sidecar that streamed
+  16 samples of 200,000 candidates grew by 28 MiB with this setting, and by 55 to 75 MiB without.
+- `HeapTrimmer` calls `malloc_trim` in a background thread, to return smaller blocks. After answers of
+  0.4 MB each, a process that started at 33 MiB still held 122 MiB with `M_MMAP_THRESHOLD` alone. With
+  `malloc_trim` too, the process held 34 MiB.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ LARGE_BYTES = 1 << 24
 
 _M_MMAP_THRESHOLD = -3
 
-# Trim several times: SGLang's event loops keep their last message alive until the next message arrives.
+# Trim several times, because SGLang's event loops keep their last message alive until the next message
+# arrives.
 _DELAYS_S = (1.0, 4.0, 25.0)
 
 
 def return_large_blocks_at_once() -> None:
     """Make glibc return every freed block of 1 MiB or more to the OS at once, in the whole process.
 
-    glibc's own threshold starts at 128 KiB. glibc raises the threshold, up to 32 MiB, each time the process
-    frees a larger block. Outside of Linux and glibc, this call does nothing.
+    By default, glibc returns freed blocks of 128 KiB or more at once. glibc raises this minimum size, up to
+    32 MiB, each time the process frees a larger block. Outside of Linux and glibc, this call does nothing.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 class HeapTrimmer:
-    """Trims the heap of this process in a background thread. Create one instance per process."""
+    """Heap trimmer that runs `malloc_trim` in a background thread. Create one instance per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +50,7 @@ class HeapTrimmer:
         """Trim the heap in the background, 1, 5, and 30 seconds from now.
 
         If the caller calls this method again before the third trim, the thread repeats all three trims.
-        Outside of Linux and glibc, nothing is trimmed.
+        Outside of Linux and glibc, the thread does nothing.
         """
         with self._lock:
             self._requests += 1

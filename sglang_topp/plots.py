@@ -1,7 +1,7 @@
 """Plots of candidate sets for notebooks and papers. Needs matplotlib (`sglang-topp[plot]`).
 
-Each function draws into `ax`, or into the current Axes by default, and returns the Axes. Positions without
-a candidate set are left out.
+Each function draws into `ax`, or into the current Axes by default, and returns the Axes. The plots omit
+positions without a candidate set.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def over_positions(
     *,
     value: Literal["size", "mass", "entropy"] = "size",
 ) -> Axes:
-    """Draw the median and the 10th to 90th percentiles of `value` over the position in the output.
+    """Plot the median and the 10th to 90th percentiles of `value` against the position in the output.
 
-    Positions are grouped into at most 128 intervals of equal length.
+    The function groups positions into at most 128 intervals of equal length.
 
     Raises:
         InvalidInputError: no rollout has a candidate set, sets have no log-probs, or `value` is unknown.
@@ -125,7 +125,7 @@ def ratios(
     Args:
         new: float [T], the trainer's log-probs over the whole vocabulary.
         old: float [T], the rollout's log-probs over the whole vocabulary.
-        sets: the T candidate sets. Tokens with an empty set are left out.
+        sets: the T candidate sets. The plot omits tokens with an empty set.
         ax: the Axes to draw into; the current Axes by default.
         masked_new: float [T], the trainer's log-probs over the sets (`replay.masked_logprobs`).
 

@@ -15,7 +15,7 @@ def to_numpy(values: ArrayLike | torch.Tensor) -> NDArray[Any]:
     """Return `values` as a NumPy array in host memory.
 
     `values` is a list, an array, or a tensor on any device, with or without grad. NumPy has no bfloat16, so
-    a bfloat16 tensor becomes float32, which holds each of its values exactly.
+    a bfloat16 tensor becomes a float32 array. Every bfloat16 value is exact in float32.
     """
     if not isinstance(values, torch.Tensor):
         return np.asarray(values)

@@ -1,7 +1,7 @@
 """A fake engine for benchmarks: it answers like a patched SGLang, with candidate sets, but runs no model.
 
-The engine builds each answer once and sends it many times, so that a benchmark measures only the client or
-sidecar in front of the engine.
+The fake engine builds each answer once and sends the answer many times, so that a benchmark measures only the
+client or sidecar in front of the engine.
 
     python -m benchmarks.harness.fake_engine [--token-s SECONDS] [--max-running N]
 
@@ -67,10 +67,10 @@ def run_fake_engine(*, token_s: float = 0.0, max_running: int = 1 << 20) -> Iter
 
 @functools.cache
 def _answer(tokens: int) -> tuple[list[bytes], list[bytes]]:
-    """Return the two events of a sample: its first token, and the finished sample.
+    """Return a sample's two server-sent events: one for the first token, and one for the finished sample.
 
-    Each event is a list of five byte strings. The caller joins them, with the request id after the second
-    string and the prompt length after the third.
+    Each event is a list of five byte strings. To complete an event, the caller joins the five strings, with
+    the request id after the second string and the prompt length after the third string.
     """
     first, whole = (_GAPS.split(json.dumps(_chunk(tokens, count)).encode()) for count in (1, tokens))
     return [b"data: ", *first, b"\n\n"], [b"data: ", *whole, b"\n\ndata: [DONE]\n\n"]
@@ -131,7 +131,7 @@ class _Pace:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. It supports only the part of HTTP that this project's clients use."""
+    """A client's connection, with only the part of HTTP that sglang-topp's client and sidecar use."""
 
     def __init__(self, pace: _Pace) -> None:
         self._pace = pace

@@ -1,8 +1,9 @@
 """Paired timings: contenders take turns in one run, so that a slowdown of the machine affects them all.
 
-Every contender runs once per round. Its speedup in a round is the first contender's time divided by its own.
-The result is the median speedup over all rounds, with the minimum and maximum. Absolute times are accurate
-only to an order of magnitude. Every table is printed, and recorded for the benchmark's result file.
+Every contender runs once per round. A contender's speedup in a round is the first contender's time divided by
+the contender's own time. A table shows the median speedup over all rounds, with the minimum and maximum.
+Absolute times are accurate only to an order of magnitude. Every table is printed, and recorded for the
+benchmark's result file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def compare(
 
     Args:
         title: The heading of the printed table.
-        contenders: The functions to time, by label. The first is the baseline.
+        contenders: The functions to time, by label. The first function is the baseline.
         rounds: Number of measured rounds. Every contender runs once per round.
         warmup: Number of unmeasured rounds that run first.
         target: The ratio that the last contender should reach, printed below the table.

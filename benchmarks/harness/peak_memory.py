@@ -21,9 +21,9 @@ def peak_bytes(prepare: Callable[..., Work], *args: object, warmup: tuple[object
     """Return the peak growth of the resident set in bytes, minus the size of the results.
 
     Args:
-        prepare: A function that builds the inputs and returns another function, the work to measure. Both run
-            in a fresh process, so `prepare` must be defined at module level. The work takes no arguments, and
-            returns its results as a list of tensors, such as gradients.
+        prepare: A function that builds the inputs and returns the function to measure. Both functions run in
+            a fresh process, so `prepare` must be defined at module level. The measured function takes no
+            arguments, and returns its results as a list of tensors, such as gradients.
         args: Arguments of `prepare`.
         warmup: Arguments of `prepare` for tiny inputs. An unmeasured first run uses tiny inputs, so that
             libraries are loaded and their threads are started.
@@ -48,7 +48,7 @@ def compare_peaks(
     target: float | None = None,
     picture: str | None = None,
 ) -> Table:
-    """Measure each contender's peak, and print how many times less memory it needs than the first contender.
+    """Measure peak memory, and print how many times less memory each contender needs than the first one.
 
     A contender is `(prepare, args)`. Peaks below 1 MiB count as 1 MiB, because the kernel's counters are too
     coarse below that.

@@ -1,4 +1,4 @@
-"""Draw bar charts of the result files; `python -m benchmarks.harness.plots` redraws all of them.
+"""Draw bar charts of benchmark results; `python -m benchmarks.harness.plots` redraws all charts.
 
 Each bar shows a row's median ratio: how many times faster or smaller the row is than the table's first row.
 The whisker spans the smallest to the largest ratio over all rounds. A dotted line shows the target.
@@ -16,7 +16,8 @@ from benchmarks.harness.result_files import FOLDER
 __all__ = ["draw"]
 
 _BASELINE, _BAR, _WHISKER, _TARGET = "#b8b8b8", "#2f6f9f", "#222222", "#b5442e"
-# Larger ratios need a logarithmic axis. On a linear axis, the other bars would be too short to see.
+# A chart whose largest ratio exceeds this number gets a logarithmic axis. On a linear axis, the bars of the
+# small ratios would be too short to see.
 _MAX_LINEAR_RATIO = 20
 _TITLE_CHARS = 115
 

@@ -23,7 +23,7 @@ from sglang_topp.errors import (
     WeightPushError,
     WireError,
 )
-from sglang_topp_client.client import AsyncRolloutClient
+from sglang_topp_client.async_client import AsyncRolloutClient
 from sglang_topp_client.storage.rollout_files import RolloutWriter, load_rollouts, save_rollouts
 from sglang_topp_client.storage.scored_rollout_files import add_trainer_columns
 from sglang_topp_client.sync_client import RolloutClient

@@ -35,7 +35,7 @@ MAX_BODY_CHARS = 2_000
 """A server's answer is cut to this many characters in `ResponseError.body`."""
 
 MAX_REQUEST_ID = 512
-"""The maximum length, in characters, of a request id. The client and the sidecar have the same limit."""
+"""The maximum length, in characters, of a request id, in the client and in the sidecar."""
 
 # Python's JSON encoder and decoder fail at about 900 nested levels, depending on the caller's stack depth.
 _MAX_NESTING = 100
@@ -92,7 +92,7 @@ def find_json_problem(value: Any) -> str | None:
 
 
 def whole_number(name: str, value: Any, lowest: int) -> int:
-    """Return `value` as an `int`. It must be an integer of at least `lowest`, and not a boolean.
+    """Return `value` as an `int`. `value` must be an integer of at least `lowest`, and not a boolean.
 
     Raises:
         InvalidInputError: `value` is not an integer, is a boolean, or is below `lowest`.

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_client.client import DEFAULT_TIMEOUT_S, AsyncRolloutClient
+from sglang_topp_client.async_client import DEFAULT_TIMEOUT_S, AsyncRolloutClient
 from sglang_topp_client.requests.generate import (
     SamplingParams,
     TopLogprobsP,
@@ -310,8 +310,9 @@ class RolloutClient:
             while (result := self._thread.run(following())) is not None:
                 yield result
         finally:
-            # Close the generator, which aborts the remaining samples. If this thread cannot wait for the
-            # loop, the loop closes the generator later: at its garbage collection, or when the loop ends.
+            # Closing the generator aborts the remaining samples. If this thread cannot wait for the event
+            # loop, the loop closes the generator later: when the generator is garbage-collected, or when the
+            # loop ends.
             if self._thread.can_wait:
                 self._thread.run(results.aclose())
 
@@ -320,9 +321,9 @@ class RolloutClient:
         self._thread.run(self._client.abort(request_id))
 
     def abort_all(self) -> None:
-        """Abort every request of every client in the engines; see `AsyncRolloutClient.abort_all`.
+        """Abort the requests of all clients in every engine; see `AsyncRolloutClient.abort_all`.
 
-        Call this method from another thread, because a running `generate` blocks its own.
+        A running `generate` blocks the thread that called it, so call this method from another thread.
         """
         self._thread.run(self._client.abort_all())
 
@@ -345,7 +346,10 @@ class RolloutClient:
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:
-        """Check that no server or gateway drops a needed field; see `AsyncRolloutClient.check_servers`."""
+        """Check that no server or gateway drops a request field that the client needs.
+
+        `AsyncRolloutClient.check_servers` describes the check.
+        """
         self._thread.run(self._client.check_servers())
 
     def close(self) -> None:

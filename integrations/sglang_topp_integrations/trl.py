@@ -37,10 +37,11 @@ from sglang_topp_client import Rollout, RolloutClient
 __all__ = ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"]
 
 SUPPORTED_TRL = ("1.16.0",)
-"""The TRL releases that the tests cover. `ReplayMixin` overrides private methods, which may change."""
+"""The TRL releases that the tests cover. `ReplayMixin` overrides private methods of `GRPOTrainer`, which may
+change between releases."""
 
-# These parameters only end a sample or forbid tokens, so the candidate sets stay exact. Other parameters
-# would change log-probs in ways that a rollout does not record.
+# SGLang's sampling parameters that only end a sample or forbid tokens, so that the candidate sets stay exact.
+# Any parameter outside this list would change log-probs in ways that a rollout does not record.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
 
@@ -70,8 +71,9 @@ class SGLangRollouts:
 
     Args:
         client: a client whose `engine_url` names every engine behind its `base_url`.
-        sampling_params: further SGLang sampling parameters: `ignore_eos`, `min_new_tokens`, `stop`,
-            `stop_regex`, and the grammars `json_schema`, `regex`, and `ebnf`. Others are refused.
+        sampling_params: any of SGLang's sampling parameters `ignore_eos`, `min_new_tokens`, `stop`,
+            `stop_regex`, `json_schema`, `regex`, and `ebnf`, of which the last three are grammars. Other
+            parameters are refused.
 
     Raises:
         InvalidInputError: a sampling parameter belongs to `GRPOConfig`, or cannot be replayed.
@@ -138,9 +140,9 @@ class SGLangRollouts:
     def _push_weights(self, trainer: Any) -> str:
         """Push the weights from the main process, and return their version on every process."""
         accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
-        # An evaluation's batches share one push, because the step does not change between the batches. In
-        # training, every generation pushes the weights, even if the step is the same. Each call of `train`
-        # counts steps from 0 again, so one step number can stand for different weights.
+        # All batches of an evaluation share one weight push, because the step does not change between the
+        # batches. In training, every generation pushes the weights, even if the step is the same. Each call
+        # of `train` counts steps from 0 again, so one step number can stand for different weights.
         if accelerator.is_main_process and (trainer.model.training or step != self._pushed_step):
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
@@ -148,7 +150,8 @@ class SGLangRollouts:
                 self.client.push_weights(accelerator.unwrap_model(trainer.model), version=self._version)
                 self._pushed_step = step
             except Exception as error:
-                # Raise the error only after the broadcast, because other processes wait for the broadcast.
+                # Raise the push's error only after the broadcast, because all processes take part in the
+                # broadcast.
                 failure = error
         failure, self._version = broadcast_object_list([failure, self._version])
         if failure is not None:
@@ -156,7 +159,7 @@ class SGLangRollouts:
         return self._version
 
 
-_Next: Any = object  # stands for `GRPOTrainer`; `Any` lets the type checker accept every attribute
+_Next: Any = object  # in place of `GRPOTrainer`; `Any` lets the type checker accept every attribute
 
 
 class ReplayMixin(_Next):  # type: ignore[misc]
@@ -164,15 +167,16 @@ class ReplayMixin(_Next):  # type: ignore[misc]
 
     - The policy's and the reference's log-probs, the entropy, and the KL are taken over the rollout's
       candidate sets.
-    - The old log-probs are the rollout's (`Rollout.masked_logprobs`). So even in the first step, importance
-      ratios compare the trainer with the engine.
+    - The old log-probs come from the rollout (`Rollout.masked_logprobs`). Importance ratios therefore compare
+      the trainer with the engine, even in the first step.
     - The trainer logs `replay/ratio_mean` and the other metrics of `sglang_topp.replay.ReplayMetrics`.
 
     The trainer's `rollout_func` is a `SGLangRollouts`, or a function that returns `rollout_fields(rollouts)`.
 
     Raises:
-        InvalidInputError: TRL's release is not in `SUPPORTED_TRL`, or replay does not support an option. The
-            message names the option and the reason. The constructor raises the error before any rollout.
+        InvalidInputError: the installed release of TRL is not in `SUPPORTED_TRL`, or replay does not support
+            an option. The error message names the option and the reason. The constructor raises the error
+            before any rollout.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -202,7 +206,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         return prompt_ids, completion_ids, env_mask, completions, old_logprobs, extra_fields, *images
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        # With None, the call below scores the reference over `self._sets`, which has the sets of all rows.
+        # TRL scores the reference with `_get_per_token_logps_and_entropies`. While `_rows` is None, that
+        # method scores over `_sets`, which has the sets of all rows.
         self._rows = None
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         # TRL shuffles and splits lists together with tensor rows, so each row keeps its candidate sets.
@@ -214,7 +219,7 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         if (rows := inputs.get("candidate_rows")) is None:
             rows = _ScoredRows(inputs["candidate_sets"], inputs["completion_ids"], inputs["completion_mask"])
         if self.num_iterations > 1:
-            # Keep the rows, because TRL scores each micro-batch again in every iteration.
+            # Keep the `_ScoredRows`, because TRL scores each micro-batch again in every iteration.
             inputs["candidate_rows"] = rows
         self._rows = rows
         loss: Tensor = super()._compute_loss(model, inputs)
@@ -232,7 +237,7 @@ class ReplayMixin(_Next):  # type: ignore[misc]
     ) -> tuple[Tensor | None, Tensor | None, None]:
         """Score completions over their sets. Return (log-probs [B, C], entropies [B, C] or None, None)."""
         if model is self.model and not compute_entropy:
-            # TRL asks for old log-probs here, but the rollout supplies them.
+            # TRL would compute the old log-probs with this call, but the rollout already supplies them.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []
@@ -285,7 +290,7 @@ class _ScoredRows:
 
 
 def _add_candidate_head(model: Any, temperature: float) -> None:
-    """Let `model(..., candidate_rows=rows)` return log-probs and entropies over the sets.
+    """Let `model(..., candidate_rows=rows)` return log-probs and entropies over the candidate sets.
 
     The new code is a branch of the model's own `forward`, so that the hooks of DDP and FSDP still run.
     """

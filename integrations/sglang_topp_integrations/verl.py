@@ -1,8 +1,8 @@
 """Adapter for verl: train with PPO or GRPO on SGLang's rollouts, and score the policy over their sets.
 
-Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`. Every process that imports verl then imports
-this module too. The import installs the adapter, and an error in the import stops the process. These
-functions carry the sets from SGLang to the trainer::
+Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, so that every process that imports verl also
+imports this module. Importing this module installs the adapter. If the import fails, the process stops. The
+sets pass through four functions and classes on their way from SGLang to the trainer::
 
     ReplayHttpServer.generate     asks SGLang, and packs the sets of a request beside its tokens
     LLMServerClient.generate      keeps the sets of a trajectory's requests: its turns and continuations
@@ -47,18 +47,19 @@ from sglang_topp.replay import masked_logprobs, replayed_old_logprobs
 __all__ = ["FIELD", "SUPPORTED_VERL", "ReplayEngine", "ReplayHttpServer", "packed_sets"]
 
 SUPPORTED_VERL = ("0.9.1",)
-"""The verl releases that the tests run. The adapter wraps internal functions, which may change."""
+"""The verl releases that the tests cover. The adapter wraps internal functions of verl, which may change
+between releases."""
 
 FIELD = "candidate_sets"
-"""The name of the sets in `TokenOutput.extra_fields` and in TransferQueue.
+"""The key of the candidate sets in `TokenOutput.extra_fields` and in TransferQueue.
 
-The value is the bytes that `sglang_topp.formats.pack` returns. If a trajectory has no sets, TransferQueue
-carries the reason as text instead.
+The sets are stored as the bytes that `sglang_topp.formats.pack` returns. If a trajectory has no sets,
+TransferQueue carries the reason as text instead.
 """
 
 _MODULES = "VERL_USE_EXTERNAL_MODULES"
-# A request with any other parameter gets no sets. Other parameters would change log-probs in ways that a
-# rollout does not record.
+# A request whose sampling parameters include one outside `_SAMPLER` and `_OTHERS` gets no sets, because that
+# parameter would change log-probs in ways that a rollout does not record.
 _SAMPLER = ("temperature", "top_p", "top_k")
 _OTHERS = (
     "ignore_eos",
@@ -71,10 +72,10 @@ _OTHERS = (
 )
 
 _turns: ContextVar[list[tuple[list[int], bytes | None]] | None] = ContextVar("turns", default=None)
-"""The requests of the running trajectory, in order. Each entry has the generated tokens and their packed
-sets."""
+"""The requests of the running trajectory, in order: each request's generated tokens and their packed sets, or
+None without sets."""
 
-_Next: Any = object  # stands for verl's `SGLangHttpServer`, because only serving processes import it
+_Next: Any = object  # in place of verl's `SGLangHttpServer`, which only serving processes import
 
 
 class ReplayHttpServer(_Next):  # type: ignore[misc]
@@ -84,7 +85,8 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
         """Launch SGLang, and send one request to check that SGLang returns sets.
 
         Raises:
-            SglangToppError: SGLang returned no sets. The server raises the error before the first rollout.
+            SglangToppError: SGLang answered the check request without sets. The launch fails with this error,
+                so no rollout starts.
         """
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
@@ -110,8 +112,8 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
         ):
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         asked = {"top_logprobs_p": self.config.top_p, "return_logprobs_in_base64": True}
-        # verl drops the answer's `meta_info`. So for this call, a recorder replaces the tokenizer manager and
-        # keeps the answer.
+        # verl drops the `meta_info` of SGLang's answer. So a copy of this server makes the call. The copy has
+        # a recorder in place of the tokenizer manager, and the recorder keeps the answer.
         call = copy.copy(self)
         call.tokenizer_manager = answers = _AnswerRecorder(self.tokenizer_manager)
         output = await super(ReplayHttpServer, call).generate(
@@ -190,9 +192,9 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
 
 def packed_sets(micro_batch: Any) -> CandidateSets:
-    """Return the sets of a micro-batch's T packed tokens.
+    """Return the candidate sets of a micro-batch's T packed tokens.
 
-    Each set is at the position whose logits score the token of the set.
+    A token's set is one position before the token, where the model computes the logits that score the token.
 
     A row without a loss gets empty sets, because verl's padding rows hold copies of another row's fields.
 
@@ -246,7 +248,7 @@ def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> 
 
 
 async def _keep_sets(original: Callable[..., Any], client: Any, *args: Any, **kwargs: Any) -> Any:
-    """`LLMServerClient.generate`: keep the sets of one request for the end of the trajectory."""
+    """Wrap `LLMServerClient.generate`: keep the sets of one request until the trajectory ends."""
     output = await original(client, *args, **kwargs)
     if (turns := _turns.get()) is not None:
         turns.append((output.token_ids, output.extra_fields.pop(FIELD, None)))
@@ -254,7 +256,7 @@ async def _keep_sets(original: Callable[..., Any], client: Any, *args: Any, **kw
 
 
 async def _run_trajectory(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """`AgentLoopWorker._run_agent_loop`: collect the sets of one trajectory."""
+    """Wrap `AgentLoopWorker._run_agent_loop`: collect the sets of one trajectory."""
     token = _turns.set([])
     try:
         return await original(worker, *args, **kwargs)
@@ -263,7 +265,7 @@ async def _run_trajectory(original: Callable[..., Any], worker: Any, *args: Any,
 
 
 def _add_sets(original: Callable[..., dict[str, Any]], output: Any) -> dict[str, Any]:
-    """`AgentLoopOutput.as_dict`: add the sets to the fields that go to TransferQueue."""
+    """Wrap `AgentLoopOutput.as_dict`: add the sets to the fields that go to TransferQueue."""
     fields = original(output)
     if (turns := _turns.get()) is not None:
         fields[FIELD] = _response_sets(turns, output)
@@ -271,14 +273,14 @@ def _add_sets(original: Callable[..., dict[str, Any]], output: Any) -> dict[str,
 
 
 def _forward_modules(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """`get_ppo_ray_runtime_env`: let the processes on other machines load the adapter as well."""
+    """Wrap `get_ppo_ray_runtime_env`: let the processes on other machines load the adapter as well."""
     environment = original(*args, **kwargs)
     environment["env_vars"][_MODULES] = os.environ.get(_MODULES, __name__)
     return environment
 
 
 def _check_config(original: Callable[..., None], trainer: Any, config: Any) -> None:
-    """`PPOTrainer.__init__`: raise InvalidInputError for an option that cannot be replayed."""
+    """Wrap `PPOTrainer.__init__`: raise InvalidInputError for an option that cannot be replayed."""
     top_p, temperature = (config.actor_rollout_ref.rollout[name] for name in ("top_p", "temperature"))
     if not 0 < top_p < 1:
         raise InvalidInputError(
@@ -306,7 +308,7 @@ def _check_config(original: Callable[..., None], trainer: Any, config: Any) -> N
 
 
 def _check_processes(original: Callable[..., Any], trainer: Any, agent_loop_manager: Any) -> Any:
-    """`PPOTrainer.fit`: raise InvalidInputError if a process trains or rolls out without the adapter."""
+    """Wrap `PPOTrainer.fit`: raise InvalidInputError if a process trains or rolls out without the adapter."""
     groups = [trainer.actor_rollout_wg, *([trainer.ref_policy_wg] if trainer.use_reference_policy else [])]
     workers = [worker.__ray_call__.remote(_check_engines) for group in groups for worker in group.workers]
     loops = [worker.__ray_call__.remote(_is_loaded) for worker in agent_loop_manager.agent_loop_workers]
@@ -333,7 +335,7 @@ def _is_loaded(worker: Any) -> bool:
 
 
 def _refuse_v0(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """`RayPPOTrainer.__init__`: refuse verl's older trainer."""
+    """Wrap `RayPPOTrainer.__init__`: refuse this older trainer of verl."""
     raise InvalidInputError("trainer.use_v1: got False, expected True: the sets travel through TransferQueue")
 
 
@@ -374,7 +376,7 @@ def _install() -> None:
     for owner, name, around in (
         (LLMServerClient, "generate", _keep_sets),
         (AgentLoopWorker, "_run_agent_loop", _run_trajectory),
-        # When Ray decorates an actor's class, Ray copies inherited methods, so wrap the copy too.
+        # Ray's decorator copies inherited methods into an actor's class, so wrap that copy too.
         (AgentLoopWorkerTQ.__ray_metadata__.modified_class, "_run_agent_loop", _run_trajectory),
         (AgentLoopOutput, "as_dict", _add_sets),
         (PPOTrainer, "__init__", _check_config),

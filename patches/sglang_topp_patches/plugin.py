@@ -26,16 +26,18 @@ __all__ = ["ProcessState", "register"]
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The mutable state of one process.
+    """The mutable state of one SGLang process.
 
-    A hook may receive one of these fields as its first argument (`Hook.state` in `compat.seams`).
+    `Hook.state` (`compat.seams`) names the field that a hook receives as its first argument.
 
     Attributes:
-        in_flight: counts the candidates that the process holds. `http` and `scheduler` use the same counter.
+        in_flight: counts the candidates that the process holds. `http.in_flight` and `scheduler.in_flight`
+            refer to the same counter.
         http: the state for the hooks of an HTTP process.
-        prefill_server: keeps sets until decode servers fetch them; the same object as `http.prefill_server`.
+        prefill_server: keeps the candidate sets of first tokens until decode servers fetch the sets; the same
+            object as `http.prefill_server`.
         scheduler: the state for the hooks of a scheduler process.
-        prefix_cache: tracks which weights computed the scheduler's cached KV; the same object as
+        prefix_cache: tracks which weights computed the KV in the scheduler's prefix cache; the same object as
             `scheduler.prefix_cache`.
     """
 

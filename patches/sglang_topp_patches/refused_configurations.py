@@ -1,8 +1,9 @@
 """Decide whether this server can serve exact candidate sets, and give the reasons if it cannot.
 
-The reasons come from the patch set itself (`compat.seam_check`), the server's arguments, and the environment.
-The HTTP process adds a reason if it served requests before the plugin could guard its routes
-(`http.process_state`). Some reasons depend on the request (`request_problem`).
+`compat.seam_check` gives the reasons for which the whole patch set is inactive. This module adds the reasons
+that follow from the server's arguments, the environment variables, and the single request
+(`request_problem`). `http.process_state` adds a reason if SGLang's HTTP routes run without the patch set's
+checks.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ __all__ = [
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
-# We have read in SGLang's source how these backends filter tokens. SGLang itself records the probabilities
-# after their filters, for its own sampling mask.
+# The sampling backends whose token filters are known exactly, from SGLang's source. SGLang records the
+# filtered probabilities of these backends for its own request field `return_sampling_mask`.
 _SAMPLING_BACKENDS = ("flashinfer", "pytorch")
 
 
@@ -35,16 +36,16 @@ def server_problems(server_args: Any) -> tuple[str, ...]:
     """Return every reason why this server refuses candidate sets; empty if it serves them.
 
     Args:
-        server_args: SGLang's `ServerArgs`; None before they are known.
+        server_args: SGLang's `ServerArgs`; None if the process has not parsed its arguments yet.
     """
     return (*status().problems, *_mode_problems(server_args))
 
 
 def request_problem(temperature: Any) -> str:
-    """Return why a request at this temperature cannot have exact sets here, or an empty string.
+    """Return why this server has no exact sets for a request at this temperature, or an empty string.
 
-    The temperature matters only if SGLang reports log-probs without temperature
-    (`SGLANG_RETURN_ORIGINAL_LOGPROB`).
+    With `SGLANG_RETURN_ORIGINAL_LOGPROB`, SGLang reports log-probs of the logits before the division by the
+    temperature. Without this variable, no temperature is refused.
     """
     if temperature not in (None, 0, 1) and _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return f"temperature: got {temperature!r}, expected 1: {_ORIGINAL_LOGPROB}"
@@ -54,7 +55,7 @@ def request_problem(temperature: Any) -> str:
 def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
     """Return why the sampler does not draw from exactly the nucleus of `top_p`, or an empty string.
 
-    The function ignores a temperature that is not a number, because SGLang itself checks the type.
+    This function ignores a temperature that is not a number, because SGLang itself checks the type.
     """
     if isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW:
         return f"temperature: got {temperature!r}, expected more than 0: {_NUCLEUS_ONLY}"
@@ -66,7 +67,7 @@ def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
 
 
 _GREEDY_BELOW = 1e-6  # SGLang replaces a temperature below this value with a top_k of 1
-_NO_TOP_K = (-1, 1 << 30)  # for no top_k, callers write -1, and SGLang stores 1 << 30
+_NO_TOP_K = (-1, 1 << 30)  # both mean that top_k is off: callers write -1, and SGLang stores 1 << 30
 _NUCLEUS_ONLY = f"{NUCLEUS} returns the nucleus of top_p alone"
 
 
@@ -88,7 +89,7 @@ def source_problems() -> tuple[str, ...]:
         return (reason,)
     try:
         backend, on_policy = internals().sampling()
-    except ValueError as error:  # SGLang has not set its configuration in this process
+    except ValueError as error:  # raised if SGLang has not set its configuration in this process
         return (f"the sampling backend is not known here: {error}",)
     reasons = []
     if backend not in _SAMPLING_BACKENDS:
@@ -110,8 +111,9 @@ def environment_problems() -> tuple[str, ...]:
 
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
-    # SGLang reads this flag where it computes a prompt's logits (0.5.21 to 0.5.23) and in `eagle_sample`
-    # (0.5.19). With this flag, another CUDA graph may overwrite the logits before the hooks extract the sets.
+    # `SGLANG_ENABLE_GRAPH_POOL_BORROW` affects prompt logits in SGLang 0.5.21 to 0.5.23, and `eagle_sample`
+    # in 0.5.19. If the flag is on, another CUDA graph may overwrite logits before the hooks extract sets from
+    # them.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),
@@ -154,7 +156,7 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
 
 
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
-    """Map each possible reason to refuse speculative decoding to whether the reason applies."""
+    """Return the possible reasons to refuse speculative decoding. A value is true if its reason applies."""
     algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
     if not algorithm:
         return {}
@@ -197,7 +199,10 @@ def _has_unknown_kernel() -> bool:
 
 
 def verification_problem(server_args: Any, top_k: int) -> str:
-    """Return why speculative verification does not sample at this `top_k`, or an empty string."""
+    """Return why a request with this `top_k` has no exact sets under speculative decoding.
+
+    The result is empty if the sets are exact. A request with a `top_k` of 1 is greedy.
+    """
     algorithm = getattr(server_args, "speculative_algorithm", None)
     if not algorithm or top_k == 1:
         return ""
@@ -212,7 +217,7 @@ def verification_problem(server_args: Any, top_k: int) -> str:
 
 
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
-    """Map each possible reason to refuse a disaggregated server to whether the reason applies."""
+    """Return the possible reasons to refuse a disaggregated server. A value is true if its reason applies."""
     role = getattr(server_args, "disaggregation_mode", "null")
     if role in (None, "null"):
         return {}

@@ -1,9 +1,10 @@
 """Messages that carry candidate sets from the scheduler to the HTTP process.
 
 SGLang carries the messages in its field `customized_info`. Each generated token has one `Entry`, and each
-scored prompt position has one `Span`. A span holds bytes, because bytes pickle fast and do not keep a whole
-batch in memory. The format may change in any version, because both processes run the same version of this
-package. This module also defines the names of the request fields that ask for sets.
+scored prompt position has one `Span`. A `Span` holds bytes instead of views of a batch's arrays, because
+bytes pickle fast and do not keep the whole batch in memory. The format may change in any version, because
+both processes run the same version of this package. This module also defines the names of the request fields
+that ask for sets.
 """
 
 from __future__ import annotations
@@ -42,13 +43,20 @@ THRESHOLD = "top_logprobs_p"
 SOURCE = "top_logprobs_source"
 BASE64 = "return_logprobs_in_base64"
 NUCLEUS = "return_top_p_token_ids"
-"""slime's request field, which asks for sets at p = `top_p`, in slime's format (`http.slime_fields`)."""
+"""The request field of slime that asks for each token's nucleus at the request's own `top_p`.
+
+The answer to a request with this field holds the sets in slime's two arrays (`http.slime_fields`)."""
 
 FIELDS = (THRESHOLD, SOURCE, BASE64, NUCLEUS)
-"""The request fields of the patch set. A caller may also put them into `custom_params`."""
+"""The request fields that the patch set adds to SGLang's `POST /generate`.
+
+A caller may instead put these fields into `sampling_params.custom_params`."""
 
 DISTRIBUTION, SAMPLER = "distribution", "sampler"
-"""The values of the field `SOURCE`. `DISTRIBUTION` is the default."""
+"""The values of the request field `top_logprobs_source`.
+
+`DISTRIBUTION`, the default, makes `top_logprobs_p` the threshold of each set. `SAMPLER` asks for the tokens
+that the sampler could draw."""
 
 
 def asking_field(get: Callable[[str], Any]) -> str:
@@ -58,7 +66,7 @@ def asking_field(get: Callable[[str], Any]) -> str:
         get: returns a field's value, or None if the request lacks it.
     """
     if get(NUCLEUS):
-        return NUCLEUS  # checked before THRESHOLD, because such a request has a threshold too
+        return NUCLEUS  # checked before THRESHOLD, because a request with slime's field has both fields
     if get(THRESHOLD):
         return THRESHOLD
     return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""
@@ -70,7 +78,7 @@ def from_sampler(get: Callable[[str], Any]) -> bool:
 
 
 def custom_params(req: Any) -> dict[str, Any]:
-    """Return the custom parameters of SGLang's `Req`; empty if they are not a dictionary."""
+    """Return the `custom_params` of SGLang's `Req`, or an empty dictionary if they are not a dictionary."""
     custom = req.sampling_params.custom_params
     return custom if isinstance(custom, dict) else {}
 
@@ -79,18 +87,22 @@ KEY = "sglang_topp"
 """The `customized_info` key under which each generated token has one `Entry`."""
 
 PROMPT_KEY = "sglang_topp_prompt"
-"""The `customized_info` key of the prompt's rows, which SGLang sends once per request.
+"""The `customized_info` key of the list of prompt sets, which SGLang sends once per request.
 
-The list begins with an `Entry` that names the weight version of all rows. One span per scored row follows. If
-the scheduler refused the request, the list has only entries that give the reason."""
+The list begins with an `Entry` that holds the weight version of all prompt sets. One `Span` per scored prompt
+position follows. If the scheduler refused the request, every element of the list is an `Entry` that gives the
+reason."""
 
 AT_END = "sglang_topp_at_end"
-"""The HTTP process sets this attribute on a request whose sets it writes only once, at the end."""
+"""The attribute that the HTTP process sets on requests to OpenAI routes.
+
+For a request with this attribute, the HTTP process writes all sets at the end of the answer, even in a
+stream."""
 
 SETS = "sglang_topp_sets"
-"""The `meta_info` key under which a request with `AT_END` gets its sets and their tokens.
+"""The `meta_info` key of the sets and tokens of a request that has the attribute `AT_END`.
 
-The value is None for a sample that did not ask for sets."""
+The value under this key is None if the request did not ask for sets."""
 
 Span: TypeAlias = tuple[bytes, bytes]
 """One position's set: the bytes of its token ids (int32), and the bytes of its log-probs (float32)."""
@@ -98,13 +110,14 @@ Span: TypeAlias = tuple[bytes, bytes]
 
 @dataclass(frozen=True)
 class Entry:
-    """The set of one generated token, or the reason why it is missing.
+    """The set of one generated token, or the reason why the set is missing.
 
     Attributes:
-        candidates: the set. None if the set is missing. Also None in the entry that precedes a prompt's rows.
+        candidates: the token's set. None if the set is missing, and None in the entry that begins the list of
+            prompt sets (`PROMPT_KEY`).
         problem: why the set is missing.
         status: the HTTP status of the error that a missing set causes. A status other than 500 means that the
-            scheduler refused the request and extracts no more sets for it.
+            scheduler refused the request and extracts no more sets for the request.
         weight_version: the version of the weights that drew the token.
         handed_over: whether a prefill server generated the token and still holds the token's set
             (`disaggregation`).
@@ -152,7 +165,7 @@ def span(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Span:
 
 
 def join(spans: Iterable[Span | None]) -> Positions:
-    """Return the sets of `spans` in flat arrays. None stands for a position that has no distribution."""
+    """Return the sets of `spans` in flat arrays. A None in `spans` is a position without a distribution."""
     spans = list(spans)
     present = [each for each in spans if each is not None]
     return Positions(

@@ -42,8 +42,8 @@ from sglang_topp_client.codecs.error_json import error_to_json
 
 __all__ = ["as_sglang_topp_error", "error_body", "error_headers", "from_engine_error", "http_status"]
 
-# If the engine's error has one of these statuses, the caller's request is at fault. The status is None if the
-# engine reported the error inside a stream.
+# The statuses of engine errors for which the caller's request is at fault. The status is None if the engine
+# reported the error inside a stream.
 _ABOUT_THE_REQUEST = (None, 400, 413, 422)
 
 

@@ -23,8 +23,8 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 class SizeHistogram(Collector):
     """A Prometheus histogram that can observe a whole array in one call.
 
-    A rollout has one observation per token. The histogram of prometheus_client accepts only one observation
-    per call.
+    A rollout has one observation per token. The `Histogram` of prometheus_client would need one call for each
+    of these observations.
 
     Args:
         name: the metric's name.
@@ -57,7 +57,10 @@ class SizeHistogram(Collector):
 
 
 class Metrics:
-    """The sidecar's metrics. The route `/metrics` adds the prefix `sglang_topp_` to their names.
+    """The sidecar's metrics.
+
+    In `/metrics`, a metric's name is its attribute's name with the prefix `sglang_topp_`. One name differs:
+    `candidates` is `sglang_topp_candidates_per_token`.
 
     Attributes:
         requests: number of requests by outcome: `ok`, `partial` (a stream with failed prompts), `failed`,

@@ -1,6 +1,6 @@
-"""`BatchCandidateSets`: the candidate sets of a batch in one value, with one row per sample.
+"""`BatchCandidateSets`: the candidate sets of a batch, with one row per sample, in common CSR arrays.
 
-Shape legend: B rows, T positions in all, n candidates in all, W columns of a padded field.
+Shape legend: B rows, T positions in all, n candidates in all, W columns of a padded tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.batch.ragged_rows import as_integers
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates.csr_arrays import offsets_of
 from sglang_topp.errors import InvalidInputError
 
 __all__ = ["BatchCandidateSets", "cut", "row_index"]
@@ -22,7 +22,7 @@ __all__ = ["BatchCandidateSets", "cut", "row_index"]
 
 @dataclass(frozen=True, eq=False)
 class BatchCandidateSets:
-    """The candidate sets of B rows as one CSR value with row offsets.
+    """The candidate sets of B rows, stored as one `CandidateSets` with row offsets.
 
     The positions of row `i` are `sets[row_offsets[i]:row_offsets[i + 1]]`.
 
@@ -31,7 +31,7 @@ class BatchCandidateSets:
         row_offsets: int64 [B + 1], `row_offsets[0] == 0`, never decreasing, `row_offsets[B] == T`.
 
     Raises:
-        InvalidInputError: `row_offsets` has another dtype or shape, decreases, or does not run from 0 to T.
+        InvalidInputError: `row_offsets` is not int64 [B + 1], decreases, or does not run from 0 to T.
     """
 
     sets: CandidateSets
@@ -54,11 +54,11 @@ class BatchCandidateSets:
 
     @classmethod
     def from_rows(cls, rows: Sequence[CandidateSets]) -> BatchCandidateSets:
-        """Build from one CandidateSets per row. Each array is copied once.
+        """Build a batch from one CandidateSets per row. Each array is copied once.
 
         Raises:
-            InvalidInputError: some rows have log-probs and others have none. Rows without candidates are
-                ignored in this check.
+            InvalidInputError: some rows with candidates have log-probs, and other rows with candidates have
+                none.
         """
         if not rows:
             return cls(CandidateSets.empty(0), np.zeros(1, np.int64))
@@ -81,7 +81,7 @@ class BatchCandidateSets:
         return len(self.row_offsets) - 1
 
     def __eq__(self, other: object) -> bool:
-        """Compare every entry of every row."""
+        """Return whether `other` has the same rows, with equal candidate sets."""
         if not isinstance(other, BatchCandidateSets):
             return NotImplemented
         return np.array_equal(self.row_offsets, other.row_offsets) and self.sets == other.sets
@@ -95,7 +95,7 @@ class BatchCandidateSets:
 
     @property
     def nbytes(self) -> int:
-        """The total size of all arrays in bytes, as sent to another process."""
+        """The size in bytes of all arrays in a transfer to another process."""
         sets = self.sets
         arrays = (*sets._arrays(), self.row_offsets)
         return sum(array.nbytes for array in arrays if array is not None)
@@ -130,7 +130,7 @@ class BatchCandidateSets:
             rows: integers [any], from 0 to B - 1.
 
         Raises:
-            InvalidInputError: `rows` are not integers, or a row is out of range.
+            InvalidInputError: a row index is not an integer, or is out of range.
         """
         index, sets = row_index(rows, len(self)), self.sets
         candidates = sets.offsets[self.row_offsets]  # the index of each row's first candidate
@@ -143,22 +143,23 @@ class BatchCandidateSets:
         return BatchCandidateSets(taken, offsets_of(self.lengths[index]))
 
     def place(self, into: ArrayLike, starts: ArrayLike, shape: tuple[int, int]) -> BatchCandidateSets:
-        """Place every row in a padded [N, W] field, with one position per column.
+        """Return the candidate sets arranged like a padded [N, W] tensor, with one position per element.
 
-        Row `i` goes to row `into[i]` of the field, in columns `starts[i]` to `starts[i] + lengths[i] - 1`.
-        All other elements of the field get empty spans. The result has N rows of W positions each. Position
-        `row * W + column` of the result's `sets` belongs to element `[row, column]` of the field. Candidates
-        are neither copied nor changed.
+        The positions of row `i` go to row `into[i]` of the tensor, in columns `starts[i]` to
+        `starts[i] + lengths[i] - 1`. All other elements of the tensor have no candidates. The result has N
+        rows of W positions each. Position `row * W + column` of the result's `sets` belongs to element
+        `[row, column]` of the tensor. Candidates are neither copied nor changed.
 
         Args:
-            into: integers [B], the destination row of each row.
-            starts: integers [B], the first column of each row in the field. In row-major order, each row must
-                start after the last position of the previous row. To reorder the rows, call `take` first.
-            shape: the field's shape (N, W).
+            into: integers [B], the tensor row to which each row of this batch goes.
+            starts: integers [B], the tensor column in which each row of this batch starts. In the flattened
+                tensor, row `i + 1` of this batch must start after the end of row `i`. To reorder the rows,
+                call `take` first.
+            shape: the tensor's shape (N, W).
 
         Raises:
-            InvalidInputError: a value is not an integer, a row exceeds the field, or a row does not start
-                after the last position of the previous row.
+            InvalidInputError: a value is not an integer, a row does not fit in the tensor, or a row starts
+                before the end of the previous row.
         """
         num_rows, width = shape
         lines, columns = as_integers("into", into, "integers"), as_integers("starts", starts, "integers")
@@ -191,7 +192,7 @@ def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
     """Return `rows` as int64 [k], after checking that each value is from 0 to `num_rows - 1`.
 
     Raises:
-        InvalidInputError: `rows` are not 1-D integers, or a value is out of range.
+        InvalidInputError: `rows` is not a 1-D array of integers, or an integer is out of range.
     """
     index = as_integers("rows", rows, "integers [any]")
     if index.size and (index.min() < 0 or index.max() >= num_rows):
@@ -203,7 +204,7 @@ def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
 def cut(values: NDArray[Any], offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
     """Concatenate the spans `values[offsets[i]:offsets[i + 1]]` for i in `rows`.
 
-    The result is a view if the rows are adjacent.
+    The result is a view if the rows are consecutive.
     """
     if not len(rows):
         return values[:0]

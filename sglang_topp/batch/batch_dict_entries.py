@@ -1,4 +1,4 @@
-"""List a batch dict's or TensorDict's entries, count and take their rows, and view tensors as bit patterns.
+"""Read the entries of a batch (a dict or TensorDict): count rows, select rows, and view tensors as raw bits.
 
 `nested_batch.py` compresses batches with these functions.
 
@@ -44,7 +44,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def entries_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch's entries by name.
 
-    Non-tensors in a TensorDict keep their `NonTensorData` wrappers, except for BatchCandidateSets.
+    Non-tensor values of a TensorDict keep their `NonTensorData` wrapper, except for BatchCandidateSets.
     """
     if not is_tensordict(batch):
         return dict(batch)
@@ -76,9 +76,9 @@ def count_rows(entries: Mapping[str, Any]) -> int:
 
 
 def _rows_come_second(entries: Mapping[str, Any], name: str, num_rows: int) -> str:
-    """Return a hint for the error message if the tensor's second dimension has size `num_rows`.
+    """Return a hint for the error message: the second dimension of tensor `name` may hold the rows.
 
-    An example is `position_ids` [3, B, W]. For any other entry, the hint is empty.
+    The hint is empty unless the second dimension has size `num_rows`, as in `position_ids` [3, B, W].
     """
     value = entries[name]
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == num_rows:
@@ -92,10 +92,10 @@ def is_jagged(value: Any) -> bool:
 
 
 def is_padded(name: str, value: Any) -> bool:
-    """Return whether `value` is a padded tensor with rows, on any device.
+    """Return whether `value` is a padded tensor: strided, with a first dimension of rows, on any device.
 
     Raises:
-        InvalidInputError: `value` is a tensor whose layout cannot be sliced by rows, such as a sparse tensor.
+        InvalidInputError: `value` is a tensor that cannot be sliced by rows, such as a sparse tensor.
     """
     if not isinstance(value, torch.Tensor) or not value.ndim or is_jagged(value):
         return False
@@ -109,7 +109,7 @@ def is_padded(name: str, value: Any) -> bool:
 
 
 def is_plain(name: str, value: Any) -> bool:
-    """Return whether `value` is a padded tensor with rows that NumPy can view."""
+    """Return whether `value` is a padded CPU tensor that NumPy can view."""
     return is_padded(name, value) and value.device.type == "cpu" and value.itemsize in _BITS
 
 
@@ -127,7 +127,7 @@ def with_columns(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def has_rows(value: Any, num_rows: int) -> bool:
-    if isinstance(value, BatchCandidateSets | list) or type(value) is tuple:  # all rows share a named tuple
+    if isinstance(value, BatchCandidateSets | list) or type(value) is tuple:  # a named tuple has no rows
         return len(value) == num_rows
     if isinstance(value, torch.Tensor | np.ndarray) or is_tensordict(value):
         return bool(value.ndim > 0 and value.shape[0] == num_rows)
@@ -183,7 +183,7 @@ def padded_field(entries: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def mask_of(entries: Mapping[str, Any], name: str) -> NDArray[Any]:
-    """Return the mask `name` as integers [B, W]. An integer is 0 if the mask is 0, and non-zero otherwise."""
+    """Return the mask `name` as integers [B, W], which are 0 exactly where the mask is 0."""
     mask = padded_field(entries, name)
     if mask.ndim != 2:
         raise InvalidInputError(f"{name}: got shape {list(mask.shape)}, expected a mask [rows, columns]")
@@ -193,7 +193,7 @@ def mask_of(entries: Mapping[str, Any], name: str) -> NDArray[Any]:
 
 
 def bits_of(entries: Mapping[str, Any], name: str, layout: CompressedMask, columns: int) -> NDArray[Any]:
-    """Return a field's bit patterns as [B, W, *rest]: dimension `columns` becomes the second dimension."""
+    """Return the bit patterns of field `name` as [B, W, *rest], with dimension `columns` moved to index 1."""
     tensor = padded_field(entries, name)
     if not 1 <= columns < tensor.ndim:
         raise InvalidInputError(
@@ -211,7 +211,7 @@ def bits_of(entries: Mapping[str, Any], name: str, layout: CompressedMask, colum
 
 
 def as_bits(tensor: torch.Tensor) -> NDArray[Any]:
-    tensor = tensor.detach().resolve_conj().resolve_neg()  # a bit view ignores a pending conj or neg
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # `view` would ignore a lazy conj or neg
     bits: NDArray[Any] = tensor.view(_BITS[tensor.itemsize]).numpy()
     return bits
 

@@ -54,10 +54,10 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
 def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[list[list[int]]]:
     """Pack samples into bins of about equal size, with the same number of bins for every rank.
 
-    The number of bins is that of first-fit decreasing, rounded up to a multiple of `ranks`. Each sample, from
-    the largest to the smallest, goes into the emptiest bin. If this would overfill a bin, the function starts
-    from the bins of first-fit decreasing instead. The function then splits the fullest bin until there are
-    enough bins. A bin is empty only if there are fewer samples than bins.
+    The function makes as many bins as first-fit decreasing needs, rounded up to a multiple of `ranks`. Each
+    sample, from the largest to the smallest, goes into the emptiest bin. If this would overfill a bin, the
+    function starts from the bins of first-fit decreasing instead. The function then splits the fullest bin
+    until there are enough bins. A bin is empty only if there are fewer samples than bins.
 
     The bins are assigned to the ranks, the fullest bin first. Each bin goes to the rank with the fewest
     tokens among the ranks that still need a bin.
@@ -105,9 +105,9 @@ def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[i
 def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
     """Split the fullest bin with two samples or more into two bins, until there are `count` bins.
 
-    Such a bin always exists, because there are more samples than `count`. With at most `count` samples,
-    `_spread` gives each sample a bin of its own. No bin is overfilled then, and `deal_bins` does not call
-    `_split`.
+    A bin with two samples or more always exists, because `deal_bins` calls this function only for more than
+    `count` samples. For at most `count` samples, `_spread` gives each sample its own bin, and no bin is
+    overfilled.
     """
     out = list(bins)
     fullest = [(-_load(members, sizes), at) for at, members in enumerate(out) if len(members) > 1]

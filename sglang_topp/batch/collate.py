@@ -9,7 +9,7 @@ column::
                       |<------- R ------------>|
     |<--------------- S ---------------------->|
 
-`reference_layouts.py` defines the results of `collate_rl` and `collate_sft` with plain loops.
+`reference_layouts.py` has slow reference versions of `collate_rl` and `collate_sft`, written as plain loops.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def collate_rl(
     The result equals that of `reference_layouts.collate_rl` bit for bit.
 
     Args:
-        prompts: B rows of token ids. A prompt may be empty only if its response is. Here and below, a row is
-            a list, a 1-D array, or a 1-D tensor on any device, with or without grad.
+        prompts: B rows of token ids. A prompt may be empty only if its response is empty too. A row of any
+            argument is a list, a 1-D array, or a 1-D tensor on any device, with or without grad.
         responses: B rows of token ids.
         rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32. A number that is
             too large becomes infinite.
@@ -105,7 +105,8 @@ def collate_rl(
         logprobs: B rows of R_i numbers, rounded like `rewards`, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
         fields: further fields by name, such as another model's log-probs. Each field has B rows of R_i
-            values. Integer arrays and tensors become int64. All other rows, including lists, become float32.
+            values. If all rows of a field are integer arrays or integer tensors, the field becomes int64.
+            Otherwise, the field becomes float32. Lists always become float32.
         pad_token_id: fills `sequences` before the prompt.
         max_seq_len: warn if a sample is longer. Nothing is truncated.
 
@@ -113,8 +114,8 @@ def collate_rl(
         InvalidInputError: an argument is invalid. The message names the field and the sample. Each row of
             rewards, masks, log-probs, sets, and fields must have the length of its response. The prompt of a
             response must not be empty, because nothing would predict the first token. A set's sampled token
-            must be the response's token. A token with a loss must have a candidate set. A name in `fields`
-            must not be a standard field of the batch. `pad_token_id` must be an integer.
+            must be the response's token. A token with loss mask 1 must have a candidate set. A name in
+            `fields` must not be a standard field of the batch. `pad_token_id` must be an integer.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
@@ -137,14 +138,15 @@ def collate_rollouts(
     """Collate a client's `Rollout` objects into a batch like that of `collate_rl`.
 
     The batch's `logprobs` are the denominators of importance ratios. For rollouts with candidate sets, each
-    log-prob is over the rollout's own set. For rollouts without sets, each log-prob is over the whole
-    vocabulary. Tokens that `Rollout.extend` appended have a loss mask of 0.
+    token's log-prob is normalized over the token's set in the rollout. For rollouts without sets, each
+    token's log-prob is normalized over the whole vocabulary. Tokens that `Rollout.extend` appended have a
+    loss mask of 0.
 
     Args:
-        rollouts: B rollouts, for example from `RolloutClient.generate` or `load_rollouts`. Either all or none
-            have candidate sets.
-        rewards: B entries. An entry is one number for the whole response (such as its advantage), or one
-            number per token.
+        rollouts: B rollouts, for example from `RolloutClient.generate` or `load_rollouts`. Either all
+            rollouts or none have candidate sets.
+        rewards: one entry per rollout. An entry is either one number for the whole response (such as an
+            advantage), or one number per token.
         candidates: the sets that replace the rollouts' own sets in the batch, for example a teacher's sets
             (`Score.candidates`).
         fields: as in `collate_rl`.
@@ -219,8 +221,9 @@ def collate_sft(
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.
         num_actions: B integers, the number of tokens at the end of each row to train on.
         loss_masks: B rows of num_actions[i] values, each 0 or 1. None means all 1.
-        normalize_loss_mask: divide the mask by its sum over the batch. The sum of the masked losses is then
-            their mean, as in `PackedBatch`. A mask of all zeros stays 0.
+        normalize_loss_mask: divide the mask by its sum over the batch, as in `PackedBatch`. The sum of
+            `loss * mask` over the batch is then the mean loss of the trained tokens. A mask of all zeros
+            stays 0.
         pad_token_id: fills `sequences` before the ids.
 
     Raises:
@@ -250,7 +253,7 @@ def _padding(lengths: NDArray[np.int64], width: int, pad_token_id: int) -> NDArr
     """
     pad_token_id = as_integer("pad_token_id", pad_token_id)
     if pad_token_id == 0:
-        return np.zeros((len(lengths), width), np.int64)  # `np.zeros` gets memory that is already zero
+        return np.zeros((len(lengths), width), np.int64)  # faster than filling `np.empty`
     out = np.empty((len(lengths), width), np.int64)
     for line, start in zip(out, (width - lengths).tolist(), strict=True):
         line[:start] = pad_token_id

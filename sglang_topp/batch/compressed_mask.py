@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import cut
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates.csr_arrays import offsets_of
 
 __all__ = ["CompressedMask", "blocks"]
 
@@ -24,8 +24,8 @@ _BLOCK_BYTES = 1 << 20  # a block of rows of this size fits in a core's cache
 class CompressedMask:
     """The kept elements of B rows, as runs of columns, or as bits if runs would be larger.
 
-    Both forms can represent any mask, including masks with gaps and empty rows. `take` keeps the whole
-    batch's `width`, so the selected rows are restored at this width.
+    Both forms can represent any mask, including masks with gaps and empty rows. The result of `take` has
+    the `width` of the whole batch.
 
     Args:
         width: the number of columns W.
@@ -51,7 +51,8 @@ class CompressedMask:
         num_rows, width = mask.shape
         pairs, counts = [], np.zeros(num_rows, np.int64)
         for low, high in blocks(num_rows, width):
-            # Join the rows with a 0 between them. Each change of value then starts or ends a run.
+            # Concatenate the mask's rows, with a 0 between two rows. Each change of value in the result
+            # starts or ends a run.
             line = np.zeros((high - low) * (width + 1) + 1, np.uint8)
             np.not_equal(mask[low:high], 0, out=line.view(np.bool_)[1:].reshape(-1, width + 1)[:, :width])
             changes = np.bitwise_xor(line[1:], line[:-1])
@@ -91,7 +92,7 @@ class CompressedMask:
     ) -> NDArray[Any]:
         """Return [n, *rest]: the kept elements of `field` [B, W, *rest], row after row.
 
-        The function passes each block of rows to `on_block`, just before it gathers the block. So the caller
+        The function passes each block of rows to `on_block` just before gathering the block. So the caller
         can inspect the whole field, although the field is read from memory only once.
         """
         values = np.empty((self.offsets[-1], *field.shape[2:]), field.dtype)
@@ -133,7 +134,8 @@ class CompressedMask:
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Yield every run as a span of the flattened [B * W] field.
 
-        There is at most one run per 64 elements, because `of` stores a mask with more runs as bits.
+        There is at most one run per 64 elements, because `CompressedMask.of` stores a mask with more runs
+        as bits.
         """
         assert self.runs is not None
         assert self.run_offsets is not None

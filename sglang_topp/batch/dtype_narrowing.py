@@ -15,14 +15,15 @@ _FLOATS: dict[torch.dtype, tuple[type[np.floating[Any]], tuple[type[np.floating[
     torch.float32: (np.float32, (np.float16,)),
     torch.float64: (np.float64, (np.float16, np.float32)),
 }
-_SAMPLE = 4096  # `narrowed` tests these first values alone, because most float arrays cannot be narrowed
+# `narrowed` tests this many values before it tests all values, because most float arrays cannot be narrowed.
+_SAMPLE = 4096
 
 
 def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
     """Return an array in a narrower dtype if no value changes, and in its own dtype otherwise.
 
-    `bits` holds the bit patterns of the array's elements as signed integers. `dtype` is the elements' own
-    dtype.
+    `bits` holds the bit patterns of the array's elements as signed integers. `dtype` is the array's
+    original dtype.
     """
     if not bits.size:
         return bits

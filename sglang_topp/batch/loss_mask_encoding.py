@@ -35,8 +35,8 @@ class PackedLossMask:
             int8 [L], with one byte per token.
         length: the number of tokens L.
 
-    `len` and iteration behave as for a list of ints, so Python's built-in `sum` is correct. (On an int8 array
-    of NumPy 2, the built-in `sum` overflows above 127.)
+    `len` and iteration behave as for a list of ints, so Python's built-in `sum` is correct. On an int8 array
+    of NumPy 2, the built-in `sum` overflows above 127.
     """
 
     data: NDArray[np.uint8] | NDArray[np.int8]
@@ -75,7 +75,7 @@ class PackedLossMask:
         return self.data.nbytes
 
     def sum(self) -> int:
-        """Return the number of tokens with a loss, as a Python int that cannot overflow."""
+        """Return the number of tokens whose mask is 1, as a Python int that cannot overflow."""
         if self.data.dtype == np.int8:
             return int(np.count_nonzero(self.data))
         return int.from_bytes(self.data.tobytes(), "little").bit_count()
@@ -104,11 +104,13 @@ def pack_loss_mask(
 
     Args:
         mask: [L], a list of ints or bools, a 1-D array, or a 1-D tensor on any device. Every value is 0 or 1.
-        form: `bits` is smaller (L / 8 bytes). `int8` (L bytes) can be read without a copy.
+        form: `bits` stores the mask in L / 8 bytes. `int8` stores the mask in L bytes, which the receiving
+            process reads without a copy.
         length: the expected L, such as the response's length. Any other length is an error.
 
     Raises:
-        InvalidInputError: the mask has a value other than 0 and 1, is not 1-D, or has the wrong length.
+        InvalidInputError: the mask has a value other than 0 and 1, is not 1-D, or has the wrong length,
+            or `form` is neither `bits` nor `int8`.
     """
     (values,) = mask_rows("loss mask", [mask])
     if length is not None and len(values) != length:
@@ -170,8 +172,8 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
 def _bytes(mask: Any) -> NDArray[np.uint8]:
     """Return the mask as uint8 [L].
 
-    For an invalid value, raise InvalidInputError or return a number above 1. `mask_rows` rejects such
-    numbers.
+    The result may contain numbers above 1, which `mask_rows` rejects. For all other invalid values, the
+    function raises InvalidInputError.
     """
     if isinstance(mask, PackedLossMask):
         return mask.to_numpy().view(np.uint8)
@@ -179,7 +181,7 @@ def _bytes(mask: Any) -> NDArray[np.uint8]:
         try:
             return np.frombuffer(bytearray(mask), np.uint8)
         except (TypeError, ValueError):
-            pass  # the code below checks floats, and ints outside 0 to 255
+            pass  # the mask holds floats, or ints outside 0 to 255, which NumPy checks below
     try:
         array = np.asarray(mask)
     except (TypeError, ValueError) as error:

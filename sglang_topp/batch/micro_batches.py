@@ -92,8 +92,9 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
     the same number of micro-batches, because all ranks must take part in collective operations.
 
     Args:
-        lengths: integers [B], the number of tokens in each row. If the trainer removes padding, pass the
-            row's own length. Otherwise, pass the batch's width.
+        lengths: integers [B], the number of tokens that the trainer processes in each row. If the trainer
+            removes padding, this number is the row's length without padding. If the trainer keeps padding,
+            this number is the batch's width.
         max_tokens: the most tokens in a micro-batch.
         ranks: the number of data-parallel ranks.
 
@@ -108,13 +109,14 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
 
 
 def take_batch(batch: Any, rows: ArrayLike) -> Any:
-    """Return the given rows of a batch, in the given order. Adjacent rows are returned as views.
+    """Return the given rows of a batch, in the given order. Consecutive rows are returned as views.
 
     The result includes the rows' candidate sets.
 
     Args:
         batch: a NestedBatch, or a dict or TensorDict with entries as in `nest_batch` and tensors on any
-            device. The result has the same type. An entry that all rows share is kept unchanged.
+            device. The result has the same type as `batch`. An entry that does not have one element per row
+            is kept unchanged.
         rows: integers, from 0 to B - 1.
 
     Raises:
@@ -125,5 +127,5 @@ def take_batch(batch: Any, rows: ArrayLike) -> Any:
 
 
 def _like(batch: Any, taken: NestedBatch) -> Any:
-    """Convert `taken` to the type of `batch`."""
+    """Convert the selected rows `taken` to the type of `batch`."""
     return taken if isinstance(batch, NestedBatch) else unnest_batch(taken)

@@ -47,8 +47,8 @@ class NestedFieldSpec:
     Args:
         mask: the name of the [B, W] field whose non-zero elements mark the columns to keep.
         pad: the field's value in columns that are not kept.
-        droppable: whether all elements where the mask is 0 may be replaced by `pad`. If true, these elements
-            are never sent.
+        droppable: whether to replace all elements where the mask is 0 by `pad`. If true, elements where the
+            mask is 0 are never sent.
         columns: the field's dimension that matches the mask's columns. For example, pass 2 for `position_ids`
             [B, 3, W], which hold three position ids per token.
     """
@@ -66,12 +66,12 @@ class _Field:
     values: NDArray[Any]
     dtype: torch.dtype
     layout: int | None
-    """The index of the field's CompressedMask in `NestedBatch._layouts`. None for a dense tensor, whose
-    `values` are [B, *rest]."""
+    """The index of the field's CompressedMask in `NestedBatch._layouts`. None for a tensor that is
+    not compressed: its `values` are [B, *rest]."""
     pad: int = 0
     """The pad value's bit pattern."""
     columns: int = 1
-    """The tensor's dimension of size W. `values` [n, *rest] do not have this dimension."""
+    """The dimension of size W in the padded tensor. The array `values` [n, *rest] has no such dimension."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,18 +79,18 @@ class NestedBatch:
     """A batch whose padded fields are stored as values and offsets.
 
     `nest_batch` creates a NestedBatch, and `unnest_batch` restores the padded batch. The batch is immutable
-    and picklable. `batch[a:b]`, `take`, and `chunk` select rows. `nest_batch` does not copy tensors that stay
-    dense, and pickle protocol 5 transfers them without a copy.
+    and picklable. `batch[a:b]`, `take`, and `chunk` select rows. `nest_batch` does not copy tensors that it
+    does not compress. Pickle protocol 5 transfers such tensors without a copy too.
 
-    `dense` and `outside` describe the whole batch, even if this NestedBatch holds only some of its rows.
+    `dense` and `outside` always describe the whole batch that `nest_batch` received, even after `take`.
 
     Attributes:
         num_rows: the number of rows B.
         dense: the tensors with two or more dimensions that were not compressed. Each name maps to a text with
             shape, dtype, and size in bytes. A tensor in an inner TensorDict has the name `name.inner`.
         outside: the fields with values other than `pad` where the mask is 0. Each name maps to the number of
-            columns that are sent for these values, over all rows. If a field has many such columns and you do
-            not need their values, set `droppable`.
+            columns, over all rows, that are sent only because of these values. If you do not need the values,
+            set the field's `droppable`, and the columns are not sent.
     """
 
     num_rows: int
@@ -114,7 +114,7 @@ class NestedBatch:
 
     @property
     def nbytes(self) -> int:
-        """The total size of all tensors, masks, and candidate sets in bytes, as sent to another process."""
+        """The size in bytes of all tensors, masks, and candidate sets in a transfer to another process."""
         return (
             sum(field.values.nbytes for field in self._fields.values())
             + sum(layout.nbytes for layout in self._layouts)
@@ -126,7 +126,7 @@ class NestedBatch:
         return self.take(np.arange(self.num_rows)[rows])
 
     def chunk(self, parts: int) -> list[NestedBatch]:
-        """Split the batch into `parts` parts of consecutive rows. Their sizes differ by at most one row."""
+        """Split the batch into `parts` parts of consecutive rows. Part sizes differ by at most one row."""
         if parts < 1:
             raise InvalidInputError(f"parts: got {parts}, expected 1 or more")
         return [self.take(rows) for rows in np.array_split(np.arange(self.num_rows), parts)]
@@ -163,33 +163,34 @@ class NestedBatch:
         )
 
     def jagged(self, name: str) -> torch.Tensor:
-        """Return a nested field as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
+        """Return a compressed field as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
 
-        Row i holds the values where its mask is not 0. Unless the field is droppable, row i also holds all
-        other values that differ from the pad value. `padded` is the inverse.
+        Row i of the result holds the field's values in the columns where the mask is not 0. Unless the field
+        is `droppable`, row i also holds the columns that have a value other than `pad` where the mask is 0.
+        To turn jagged values into a padded tensor again, call `padded`.
 
         Raises:
-            InvalidInputError: `name` is not a nested field.
+            InvalidInputError: `name` is not a compressed field.
         """
         field, layout = self._nested_field(name)
         values = torch.from_numpy(widened(field.values, field.dtype).copy()).view(field.dtype)
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
-        """Put new values at the kept columns of the nested field `like`, and return them padded with 0.
+        """Return new values padded with 0, in the same columns as the values of the compressed field `like`.
 
         Args:
-            values: one new value for each value of `jagged(like)`, on any device. Either a jagged tensor
-                `[B, ragged, *rest]`, or flat values `[n, *rest]`.
-            like: the name of a nested field.
+            values: one new value for each value of `jagged(like)`, on any device: a jagged tensor
+                `[B, ragged, *rest]`, or a flat tensor `[n, *rest]`.
+            like: the name of a compressed field.
 
         Returns:
             `[B, W, *rest]` on the device of `values`, and differentiable in `values`. W is the width of the
             whole batch, even if this NestedBatch holds only some of the batch's rows.
 
         Raises:
-            InvalidInputError: `like` is not a nested field, or the number of values does not match. The
-                message names the row.
+            InvalidInputError: `like` is not a compressed field, or `values` has more or fewer values than
+                `jagged(like)`. For a jagged tensor, the message names the row.
         """
         _, layout = self._nested_field(like)
         lengths = np.diff(layout.offsets)
@@ -234,20 +235,20 @@ def nest_batch(
     """Compress the padded fields of a batch. `unnest_batch` restores the batch bit for bit.
 
     Args:
-        batch: a dict or a `tensordict.TensorDict` that maps names to values. A value has one element per row
-            if it is a tensor [B, ...] on any device (padded or jagged), a BatchCandidateSets, or a list,
-            tuple, or array of B elements. All rows share any other value. In a TensorDict, all rows also
-            share non-tensor data that is not stacked, except for BatchCandidateSets.
+        batch: a dict or a `tensordict.TensorDict` that maps names to values. These values have one element
+            per row: tensors [B, ...] on any device (padded or jagged), BatchCandidateSets, and lists, tuples,
+            and arrays of B elements. Any other value belongs to the batch as a whole. In a TensorDict,
+            non-tensor data has one element per row only if it is stacked or is a BatchCandidateSets.
         fields: the padded CPU tensors `[B, W, *rest]` to compress. Each name maps to a `NestedFieldSpec`, or
-            to the name of the field's mask. Other entries are not changed.
+            to the name of the field's mask. Entries that are not in `fields` are not changed.
         narrow: send integers and floats in a narrower dtype if it holds every value exactly.
-        strict: raise an error if a tensor with two or more dimensions stays dense.
+        strict: raise an error if a tensor with two or more dimensions is not in `fields`.
 
     Raises:
-        InvalidInputError: a field or its mask is missing, is not a padded CPU tensor, or has another shape.
-            The same error is raised if a pad value is not valid in its field's dtype, or if tensors differ in
-            their number of rows. With `strict`, it is also raised if a tensor with two or more dimensions is
-            not in `fields`. The message then gives the tensor's shape, dtype, and size.
+        InvalidInputError: a field or its mask is missing, is not a padded CPU tensor, or has the wrong shape.
+            It is also an error if a pad value is not valid in its field's dtype, or if tensors differ in
+            their number of rows. With `strict`, a tensor with two or more dimensions that is not in `fields`
+            is an error, and the message gives the tensor's shape, dtype, and size.
     """
     specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
     entries = entries_of(batch)
@@ -261,8 +262,8 @@ def nest_batch(
         bits = bits_of(entries, name, layouts[index], spec.columns)
         dtype = entries[name].dtype
         pad = pad_bits(name, dtype, spec.pad)
-        # If an integer field is its own mask, the field is 0 wherever the mask is 0. So a field with pad
-        # value 0 need not be searched for other values there.
+        # A field may be its own mask. An integer field that is its own mask is 0 wherever the mask is 0. So
+        # with pad value 0, no element where the mask is 0 can differ from the pad value.
         hides_zeros = name == spec.mask and pad == 0 and not dtype.is_floating_point
         if spec.droppable or hides_zeros:
             values = layouts[index].gather(bits)
@@ -306,8 +307,8 @@ def nest_batch(
 def unnest_batch(nested: NestedBatch) -> Any:
     """Restore the padded batch of the rows that `nested` holds.
 
-    Fields have their original dtype, shape, and order. Padded fields are new tensors. Dense tensors share the
-    memory of `nested` if this memory is writable.
+    Fields have their original dtype, shape, and order. Compressed fields become new tensors.
+    Uncompressed tensors share memory with `nested` if the memory is writable.
 
     Returns:
         A `tensordict.TensorDict` with batch size [B] if `nest_batch` received a TensorDict, else a dict.

@@ -1,13 +1,14 @@
 """`PackedCollator`: pack several samples into each row, for variable-length attention.
 
-A loss mask, reward, log-prob, or candidate set belongs to a token. The collator puts it in the column whose
-logits predict the token, which is one column before the token. So `f(logits)[row, column]` lines up with
-every scored field without a shift. In the last column of each sample, all scored fields are empty::
+A scored field has one value per token: a loss mask, a reward, a log-prob, or a candidate set. The collator
+writes a token's value to the column whose logits predict the token, one column before the token itself. So
+the value at `[row, column]` belongs to the logits at `[row, column]`, without a shift. The last column of
+each sample predicts no token of the sample, so scored fields are 0 or empty there::
 
     sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding
     scored field   .  r0 r1 r2 .  .  |  r0 .  .   .       the value of response token r0, ...
 
-`reference_layouts.py` defines the layout in plain loops.
+`reference_layouts.py` has slow reference versions of the collator: `pack_rl` and `pack_sft`.
 
 Shape legend: B samples; L_i tokens in sample i, P_i in its prompt and R_i in its response; N rows of W
 columns.
@@ -58,12 +59,12 @@ class PackedBatch(TypedDict):
     zeros and ones. An SFT mask is divided by its sum over the whole batch, so that the sum of the losses is
     their mean."""
     row_lengths: torch.Tensor
-    """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, each number is
-    W."""
+    """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, all rows
+    have W columns to compute."""
     cu_seqlens: list[torch.Tensor]
     """int32 [samples + 1] for each row: the first column of each sample, followed by the row's length. So
-    each span includes the padding after the sample. A row without samples has one sequence, which consists of
-    padding."""
+    the columns from one entry to the next include the padding after the sample. A row without samples has
+    one sequence, which consists of padding."""
     seq_lengths: list[torch.Tensor]
     """int32 [samples] for each row: the number of tokens of each sample, without padding."""
     samples: list[torch.Tensor]
@@ -118,7 +119,7 @@ class _Packing:
 class PackedCollator:
     """A collator that packs samples into rows of at most `max_tokens` columns.
 
-    `bin_packing.deal_bins` assigns the samples to rows by their aligned lengths.
+    `bin_packing.deal_bins` assigns the samples to rows by the samples' padded lengths.
 
     Args:
         max_tokens: the most columns in a row, including alignment padding.
@@ -130,13 +131,13 @@ class PackedCollator:
         cp_size: the number of context-parallel ranks. Above 1, every sample is padded to a multiple of
             `2 * cp_size * tp_size`, because each rank takes two zigzag chunks.
         pp_size: the number of pipeline stages. Above 1, all rows are computed at the same width.
-        fp8_multiple: on every rank, the number of rows of an FP8 GEMM must be a multiple of this number: 16
-            with per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. Only whole rows
-            are aligned for FP8, not each sample.
+        fp8_multiple: the multiple that an FP8 GEMM requires of its number of rows, on every rank. Pass 16
+            with per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. For FP8, the
+            collator pads each row of the batch, but not each sample.
 
     Raises:
-        InvalidInputError: an argument is not an integer, a size is below 1, or `max_tokens` is too small for
-            one aligned row.
+        InvalidInputError: an argument is not an integer, a size is below 1, or `max_tokens` is below
+            `row_multiple`.
     """
 
     max_tokens: int
@@ -173,7 +174,7 @@ class PackedCollator:
     ) -> PackedBatch:
         """Pack supervised examples. The arguments are those of `sglang_topp.batch.collate_sft`.
 
-        A loss on the first token of a sample is dropped, because nothing predicts that token.
+        The loss mask of a sample's first token is ignored, because no column predicts that token.
 
         Raises:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_sft`), a sample is
@@ -292,7 +293,8 @@ class PackedCollator:
         order = np.concatenate([np.array(members, np.int64) for members in bins])
         rows = np.repeat(np.arange(len(bins)), counts)
         ends = np.cumsum(footprints[order])
-        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # columns in earlier rows
+        # `before` is the number of columns that samples take in all earlier rows.
+        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]
         starts = ends - footprints[order] - before[rows]
         filled = np.bincount(rows, weights=footprints[order], minlength=len(bins)).astype(np.int64)
         row_lengths = _round_up(np.maximum(filled, 1), self.row_multiple)

@@ -57,7 +57,7 @@ def as_integer(name: str, value: Any) -> int:
 
     Raises:
         InvalidInputError: `value` is not an integer, or does not fit int64. For example, a tokenizer without
-            a padding token gives None.
+            a padding token has the `pad_token_id` None.
     """
     try:
         return int(np.int64(operator.index(value)))
@@ -69,7 +69,7 @@ def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> N
     """Check that `values` are 1-D integers, and return them as int64 [k]. An empty list is valid.
 
     Raises:
-        InvalidInputError: `values` are not 1-D, or not integers. The message contains `expected`.
+        InvalidInputError: `values` is not a 1-D array of integers. The message contains the text `expected`.
     """
     try:
         array = to_numpy(values)
@@ -84,8 +84,8 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
     """Return int64 [B]: the length of every sample's row.
 
     Raises:
-        InvalidInputError: `rows` is empty or not a sequence, or an entry has no length. The message names the
-            sample.
+        InvalidInputError: `rows` is empty or is not a sequence, or a row in `rows` has no length. The message
+            names the sample.
     """
     try:
         num_rows = len(rows)
@@ -101,7 +101,7 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 
 
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
-    """Check that the rows' lengths are `expected`, which are the lengths of the rows in the field `of`.
+    """Check that every row has its `expected` length: the length of the same sample's row in field `of`.
 
     Raises:
         InvalidInputError: the number of samples or the length of a row is not the expected one. The message
@@ -161,7 +161,8 @@ def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
     """Write `line[:] = row`. Only integers convert to int64, and only numbers to float32.
 
     Args:
-        line: int64 or float32 [L], contiguous. L is the row's length, already verified by `check_lengths`.
+        line: the destination, contiguous int64 or float32 [L]. L is the row's length, already verified by
+            `check_lengths`.
         row: a row that `host_rows` returned.
         name, sample: the row's name in error messages.
 

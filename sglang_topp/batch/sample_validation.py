@@ -132,7 +132,7 @@ def read_examples(
 def check_sets_match_responses(
     candidates: BatchCandidateSets, ids: NDArray[np.int64], masks: Sequence[NDArray[np.uint8]]
 ) -> None:
-    """Check that each set's sampled token is the response's token, and that each token with a loss has a set.
+    """Check that sampled tokens are the responses' tokens, and that tokens with loss mask 1 have sets.
 
     Args:
         candidates: B rows, T positions in all.
@@ -140,8 +140,8 @@ def check_sets_match_responses(
         masks: B loss masks.
 
     Raises:
-        InvalidInputError: a sampled token differs from the response's token, or a token with a loss has no
-            set. The message names the first such position.
+        InvalidInputError: a sampled token differs from the response's token, or a token with loss mask 1 has
+            no candidate set. The message names the first invalid position.
     """
 
     def where(position: int) -> tuple[int, int]:

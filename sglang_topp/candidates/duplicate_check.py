@@ -17,11 +17,11 @@ _VALUE_FACTOR, _ROW_FACTOR, _ROUND_FACTOR = np.array([0x9E3779B1, 0x85EBCA6B, 0x
 def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
     """Return whether all values within each row are distinct.
 
-    In each round, every entry hashes to a slot of a table, writes its index there, and reads the slot again.
-    An entry that reads another entry's index has lost the slot, and is compared with the winner. The losers
-    try again with another hash in the next round. Equal entries (same value, same row) always hash to the
-    same slot. When one of them wins the slot, the others are compared with it. So the check finds every
-    duplicate.
+    In each round, every entry hashes to a slot of a table, writes its index to the slot, and reads the slot
+    again. If an entry reads another entry's index, the function compares the two entries. The entry whose
+    index was overwritten goes to the next round, with another hash. Equal entries (same value and same row)
+    always hash to the same slot. Once the slot holds the index of one of several equal entries, the function
+    compares the others with that entry. So the check finds every duplicate.
 
     Args:
         values: int32 [n], the value of every entry.

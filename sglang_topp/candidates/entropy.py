@@ -18,7 +18,8 @@ _LEAST_LOGPROB = -1e4
 def set_entropy(sets: CandidateSets) -> NDArray[np.float64]:
     """Return the entropy of each set, float64 [T] in nats; 0 for an empty set.
 
-    The entropy is `-Σ r log r` over the set, with `r = q / kept mass`.
+    The entropy is `-Σ r log r` over the set, with `r = q / kept mass`. Here, q is a candidate's probability
+    under the full vocabulary.
 
     Raises:
         InvalidInputError: the sets have no log-probs.

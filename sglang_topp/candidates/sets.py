@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.candidates.csr_operations import (
+from sglang_topp.candidates.csr_arrays import (
     Int32Array,
     Int64Array,
     blocks_of,
@@ -57,17 +57,17 @@ class CandidateSets:
     The candidates of position `t` are the span `offsets[t]:offsets[t + 1]` of `token_ids` and `logprobs`. A
     span is ordered by log-prob, highest first, then by token id, lowest first. The ids in a span are distinct
     and include `sampled_ids[t]`. An empty span marks a position that the policy did not sample, such as a
-    tool's token. Scoring functions ignore such a position, and its loss mask is 0.
+    tool's token. Scoring functions ignore a position with an empty span, and its loss mask is 0.
 
-    Sets decoded from a sampling mask may have no log-probs. Then `has_logprobs` is False, and spans are
-    ordered by token id. Reading `logprobs`, or a value computed from `logprobs`, raises an error. All other
-    methods work.
+    Sets that were decoded from a sampling mask of SGLang may have no log-probs. Without log-probs,
+    `has_logprobs` is False, spans are ordered by token id, and reading `logprobs` (or a value computed from
+    `logprobs`) raises an error. Methods that need no log-probs still work.
 
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
         logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. Only
             a sampled token of zero probability may have `-inf` (or float32's lowest value, which SGLang
-            writes instead). If n is 0, None is the same as an empty array.
+            writes instead). If there are no candidates, None counts as an empty array.
         offsets: int64 [T + 1], `offsets[0] == 0`, never decreasing, `offsets[T] == n`.
         sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the span is
             empty.
@@ -76,7 +76,7 @@ class CandidateSets:
     must not write to the arrays afterwards.
 
     Raises:
-        InvalidCandidateSetsError: the arrays break one of the rules above. The message names the array and
+        InvalidCandidateSetsError: the arrays break a rule of this docstring. The message names the array and
             the first invalid position.
 
     Example:
@@ -110,7 +110,7 @@ class CandidateSets:
 
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
         if logprobs is None and not len(token_ids):
-            logprobs = np.empty(0, np.float32)  # no log-prob is missing from the empty array
+            logprobs = np.empty(0, np.float32)  # without candidates, no log-prob is missing
         for name, array in (
             ("token_ids", token_ids),
             ("_logprobs", logprobs),
@@ -121,7 +121,7 @@ class CandidateSets:
 
     @classmethod
     def unchecked(cls, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> CandidateSets:
-        """Build from arrays that are known to be valid, such as parts of a validated value."""
+        """Build candidate sets from arrays that are known to be valid, such as slices of other sets."""
         self = object.__new__(cls)
         self._assign(token_ids, logprobs, offsets, sampled_ids)
         return self
@@ -190,8 +190,8 @@ class CandidateSets:
     def logprob_sum(self) -> Float32Array:
         """float32 [T]: the natural log of the kept mass, `log Σ_{i in C_t} q[i]`, accumulated in float64.
 
-        For an empty span, the value is 0, because nothing is masked there. For a set with one candidate, the
-        value is exactly that candidate's log-prob.
+        For an empty span, the value is 0, as if the whole vocabulary were kept. For a set with one candidate,
+        the value is exactly that candidate's log-prob.
         """
         return _read_only(self._log_mass.astype(np.float32))
 
@@ -225,11 +225,12 @@ class CandidateSets:
     def check_kept_mass(self, p: float) -> None:
         """Check that every set keeps at least the mass that top-p sampling keeps at `p`.
 
-        Top-p sampling takes tokens, most likely first, until their mass reaches `p`. So a set's mass is at
-        least `min(p, row)`. Here, `row` is the mass of the whole vocabulary at this position, after the
-        engine's rounding. `row` differs from 1 by at most `error`: 2e-3 if the engine computes in float32,
-        and 1/30 in bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can represent
-        all log-probs of a set. The check rejects a mass below `min(p, 1 - error)` or above `1 + error`.
+        Top-p sampling takes tokens, most likely first, until their total probability (the mass) reaches `p`,
+        or until all tokens are taken. Because the engine rounds, the mass of all tokens differs from 1 by at
+        most `error`. `error` is 2e-3 if the engine computes in float32. `error` is 1/30 if the engine
+        computes in bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can represent
+        all log-probs of a set. The check rejects a set whose mass is below `min(p, 1 - error)` or above
+        `1 + error`.
 
         The engine and this check sum the same probabilities in float64, but in different orders. So the
         comparison with the lower bound tolerates a relative difference of 1e-6.
@@ -268,9 +269,8 @@ class CandidateSets:
         """Concatenate the positions of all `parts`.
 
         Raises:
-            InvalidInputError: some parts have log-probs and others have none. Parts without candidates are
-                ignored in this check. To concatenate such parts, first call `without_logprobs` on those that
-                have log-probs.
+            InvalidInputError: some parts with candidates have log-probs, and other parts with candidates have
+                none. Before you concatenate such parts, call `without_logprobs` on the parts with log-probs.
         """
         if not parts:
             return cls.empty(0)
@@ -310,7 +310,7 @@ class CandidateSets:
             positions: integers [R], from 0 to T - 1.
 
         Raises:
-            InvalidInputError: `positions` are not integers, or a position is out of range.
+            InvalidInputError: a position is not an integer, or is out of range.
         """
         index = np.asarray(positions)
         if index.ndim != 1 or (index.dtype.kind not in "iu" and index.size):
@@ -332,8 +332,8 @@ class CandidateSets:
         result's `logprob_sum` is the log of the total probability of the shared candidates.
 
         Raises:
-            InvalidInputError: `self` and `other` differ in length, sampled tokens, or empty spans. The same
-                error is raised if a position's only shared candidate is a sampled token of zero probability.
+            InvalidInputError: `self` and `other` differ in length, sampled tokens, or empty spans. It is
+                also an error if a position's only shared candidate is a sampled token of zero probability.
         """
         if len(self) != len(other):
             raise InvalidInputError(f"other: got {len(other)} positions, expected {len(self)}")
@@ -372,9 +372,9 @@ class CandidateSets:
         """Copy the arrays to tensors: `token_ids`, `logprobs`, `offsets`, and `sampled_ids`. Needs torch.
 
         A copy to a GPU is one asynchronous transfer from pinned memory. Kernels on the current stream can use
-        the tensors at once. The tensors have the same dtypes as the arrays. `logprobs` is None if the
-        log-probs are unknown. To score over the same sets several times, pass the result to
-        `sglang_topp.replay` instead of the sets.
+        the tensors immediately. The tensors have the same dtypes as the arrays. `logprobs` is None if the
+        log-probs are unknown. To score over the same sets several times, pass the returned
+        tensors to `sglang_topp.replay` instead of the CandidateSets.
 
         Args:
             device: the tensors' device, or None for torch's default device.
@@ -386,7 +386,10 @@ class CandidateSets:
     # -- comparing, printing, and pickling ---------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Compare every entry of all four arrays. Sets with log-probs never equal sets without log-probs."""
+        """Return whether all four arrays are equal.
+
+        Sets with log-probs never equal sets without log-probs.
+        """
         if not isinstance(other, CandidateSets):
             return NotImplemented
         return (
@@ -418,13 +421,13 @@ class CandidateSets:
 def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
     """Return whether top-p sampling at `p` cannot produce a set of this mass.
 
-    `error` is the largest difference between 1 and the mass of the whole vocabulary.
+    `error` is the largest possible difference between 1 and the sum of all tokens' probabilities.
     """
     return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
 
 
 def _error_of_mass(logprobs: Float32Array | None) -> float:
-    """Return the largest difference between 1 and the mass of the whole vocabulary.
+    """Return the largest possible difference between 1 and the sum of all tokens' probabilities.
 
     The difference depends on the precision of the log-probs.
     """

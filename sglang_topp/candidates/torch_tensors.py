@@ -23,8 +23,8 @@ class CandidateTensors:
     """The arrays of `CandidateSets` as tensors on one device. `CandidateSets.to_torch` creates them.
 
     `sglang_topp.replay` scores over these tensors without copying them again. The first scoring call also
-    stores index tensors in this object, about 60 bytes per candidate. Do not write to any tensor after that
-    call.
+    stores index tensors in this object, about 60 bytes per candidate. Do not write to any of the tensors
+    after the first scoring call.
     """
 
     token_ids: Tensor
@@ -47,7 +47,8 @@ class CandidateTensors:
         return self.token_ids.device
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Leave out the index cache. The process that unpickles the tensors can compute it again.
+        # Do not pickle `_index_cache`, because the process that unpickles the tensors can compute the index
+        # tensors again.
         return CandidateTensors, (self.token_ids, self.logprobs, self.offsets, self.sampled_ids)
 
 
@@ -70,7 +71,7 @@ def to_torch(
     in_host = block.numpy()
     for array, (start, stop) in zip(arrays, pairwise(bounds), strict=True):
         in_host[start:stop] = np.ascontiguousarray(array).view(np.uint8)
-    # torch's allocator does not reuse the pinned block until the copy has finished.
+    # torch's allocator does not reuse the pinned memory of `block` until the copy has finished.
     block = block.to(device, non_blocking=True)
     parts = [block[start:stop] for start, stop in pairwise(bounds)]
     return CandidateTensors(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.candidates.csr_operations import (
+from sglang_topp.candidates.csr_arrays import (
     Int32Array,
     Int64Array,
     blocks_of,
@@ -38,7 +38,7 @@ NO_TOKEN = -1
 """The `sampled_ids` value of a position without a sampled token. The position's span must be empty."""
 
 MAX_LOGPROB = 1e-3
-"""The largest valid log-prob: a float32 softmax may round to just above 0."""
+"""The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0."""
 
 MASS_ERROR = 2e-3
 """The largest difference between 1 and the sum of a row's probabilities, for log-probs of a float32 softmax.
@@ -93,7 +93,10 @@ def check_arrays(
 
 
 def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
-    """Raise an error if a row contains an id twice. `first` is the first row's number in the message."""
+    """Raise an error if a row contains an id twice.
+
+    `first` is the position of row 0. The message names the position of the duplicate id.
+    """
     if not all_distinct(ids, rows):
         keys = np.sort(row_keys(rows, ids), kind="stable")
         twice = int(keys[1:][keys[1:] == keys[:-1]][0])
@@ -111,8 +114,8 @@ def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | No
 
 
 def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
-    # Here and in the functions below, a cheap check runs first. Only if this check fails, the code searches
-    # for the invalid position.
+    # This function and the functions below first run a cheap check of all entries. If the cheap check fails,
+    # the function searches for the invalid position.
     if len(ids) and ids.min() < 0:
         e = int((ids < 0).argmax())
         raise InvalidCandidateSetsError(
@@ -168,7 +171,10 @@ def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | No
 def _check_sampled(
     ids: Int32Array, rows: Int32Array, offsets: Int64Array, sampled: Int32Array, first: int
 ) -> NDArray[np.bool_]:
-    """Return bool [n]: True for sampled tokens. A non-empty span without its sampled token is an error."""
+    """Return bool [n]: whether each candidate is the sampled token of its position.
+
+    A non-empty span without its sampled token is an error.
+    """
     sizes = np.diff(offsets)
     # Earlier checks ensure that a span's ids are distinct. So a span contains its sampled token at most once.
     is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)
@@ -244,7 +250,8 @@ def as_float32(name: str, values: ArrayLike) -> NDArray[np.float32]:
 def _as_array(name: str, values: ArrayLike) -> NDArray[Any]:
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, or a tensor that NumPy cannot read
+    except (TypeError, ValueError, RuntimeError) as error:
+        # `values` holds lists of different lengths, or is a tensor that NumPy cannot read.
         raise InvalidCandidateSetsError(name, f"cannot be read as one number per entry: {error}") from None
     if array.ndim != 1:
         raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")

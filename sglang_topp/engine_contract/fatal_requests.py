@@ -1,12 +1,12 @@
 """Refuse requests that would crash or block SGLang.
 
 SGLang 0.5.23 accepts an id beyond the vocabulary, a number that overflows its tensor, and a bias that leaves
-no finite logit. Each of these crashes the scheduler, which ends the service for every caller. SGLang also
-tokenizes a long text on its event loop, while all other requests wait. This module does not check values that
-SGLang refuses by itself. A comment at each check says what happens without the check.
+no finite logit. Each of these values crashes the scheduler, which ends the service for every caller. SGLang
+also tokenizes a long text on its event loop, while all other requests wait. This module does not check values
+that SGLang refuses by itself. A comment at each check says what happens without the check.
 
-The sidecar checks every request with this module. The patch set uses it to check the requests for candidate
-sets. The sidecar may run where SGLang is not installed, so this module does not import SGLang.
+The sidecar checks every request with this module. The patch set checks requests for candidate sets with this
+module. The sidecar may run where SGLang is not installed, so this module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_INT64 = 2**63 - 1
 # The largest absolute bias that stays finite in float32 after division by the smallest temperature (1e-6).
 _MAX_BIAS = 1e30
 # The smallest repetition penalty. SGLang divides a logit by the penalty and by the temperature. With this
-# penalty and the smallest temperature, the result stays finite in float32.
+# penalty and the smallest temperature, the quotient stays finite in float32.
 _MIN_REPETITION_PENALTY = 1e-6
 
 # The most characters of one stop string or stop pattern. SGLang itself refuses more than 32 stop strings.
@@ -41,9 +41,9 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 _MAX_DEPTH = 64
 
-# The most characters per token that the limit on a text's length assumes. A long text has about 4 characters
-# per token. A tokenizer's longest tokens are long runs of blanks or dashes. If the limit assumed their
-# length, it would be too high.
+# `Model.max_text_chars` allows at most this many characters per token. A long text has about 4 characters per
+# token. A tokenizer's longest tokens are long runs of blanks or dashes. A limit that assumed the length of
+# these tokens would be too high.
 _MAX_TOKEN_CHARS = 16
 
 
@@ -53,7 +53,7 @@ class Model:
 
     Attributes:
         vocab_size: the number of rows in the embedding and the LM head (`vocab_size` in the model's
-            configuration). This number may include ids that the tokenizer does not use.
+            configuration). `vocab_size` may count ids that the tokenizer does not use.
         context_length: the most tokens that a prompt and its answer may have together.
         max_token_chars: the number of characters in the tokenizer's longest token.
     """
@@ -64,7 +64,10 @@ class Model:
 
     @classmethod
     def from_record(cls, record: Any) -> Model | None:
-        """Build from the `model` record of `GET /server_info`. Return None if the record is invalid."""
+        """Build a `Model` from the `model` record of `GET /server_info`.
+
+        Return None if the record is invalid.
+        """
         names = ("vocab_size", "context_length", "max_token_chars")
         sizes: dict[str, Any] = {}
         if isinstance(record, Mapping):
@@ -94,12 +97,12 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     """
     try:
         array = np.asarray(ids)
-    except ValueError:  # nested lists of different lengths
+    except ValueError:  # `ids` holds lists of different lengths
         array = np.array(None)
     if array.ndim == 1 and array.dtype.kind in "iu":
         wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
         at = int(wrong[0]) if len(wrong) else None
-    else:  # the list holds integers beyond 64 bits, or other types
+    else:  # `ids` holds integers beyond 64 bits, or other types
         at = next((i for i, one in enumerate(ids) if type(one) is not int or not 0 <= one < vocab_size), None)
     if at is not None:
         wrong_id = ids[at].item() if isinstance(ids, np.ndarray) else ids[at]
@@ -113,7 +116,7 @@ def overlong_text(name: str, text: str, model: Model) -> str | None:
     """Return an error message if a prompt's text is longer than `Model.max_text_chars`, and None otherwise.
 
     SGLang tokenizes the text on its event loop, at some megabytes per second, before it checks the length.
-    Meanwhile, all other requests wait.
+    During the tokenization, all other requests wait.
     """
     if len(text) <= model.max_text_chars:
         return None
@@ -148,7 +151,7 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
 
     Args:
         name: the name of the parameters in error messages.
-        params: the parameters by SGLang's names. Unknown names pass, because SGLang refuses them.
+        params: the parameters by SGLang's names. Unknown names are not checked, because SGLang refuses them.
         model: the sizes of the engine's model.
 
     Raises:
@@ -160,18 +163,19 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
 
 def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     for key, value in params.items():
-        # Without this check, msgpack cannot encode the number, or the scheduler cannot decode it and exits.
+        # Without this check, msgpack may fail to encode a large integer, or the scheduler may fail to decode
+        # the integer and exit.
         if _is_int(value) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
             yield f"{key}: got {describe(value)}, expected an integer of 64 bits"
     # SGLang stores top_k in an int32 tensor.
     top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
     if _is_int(top_k) and top_k > _MAX_INT32:
         yield f"top_k: got {top_k}, expected at most {_MAX_INT32}; -1 is no limit"
-    # Without this check, logits become infinite, probabilities become NaN, and the sampler raises.
+    # With a smaller penalty, logits become infinite and probabilities NaN, and the sampler raises an error.
     if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
         yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
-    # SGLang pickles custom_params. Pickle fails beyond some hundred levels of nesting. SGLang then answers
-    # with status 500 and gives no reason.
+    # SGLang pickles custom_params. Pickle fails beyond some hundred levels of nesting. If pickle fails,
+    # SGLang answers with status 500 and gives no reason.
     if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
         yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"
     # SGLang's HTTP process accepts the field `choice`, but its `SamplingParams` class does not. So SGLang
@@ -199,7 +203,8 @@ def _bias_problems(bias: Any, vocab_size: int) -> Iterator[str]:
 def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     stop_ids = params.get("stop_token_ids")
     if isinstance(stop_ids, Sequence) and not isinstance(stop_ids, str):
-        # With `min_new_tokens`, SGLang indexes a row of logits with these ids. An invalid id crashes SGLang.
+        # With `min_new_tokens`, SGLang indexes a row of logits with the stop token ids. An invalid id crashes
+        # SGLang.
         try:
             check_token_ids("stop_token_ids", stop_ids, model.vocab_size)
         except InvalidInputError as error:
@@ -220,7 +225,7 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     patterns = _texts(params.get("stop_regex"))
     try:
         steps = sum(search_steps(pattern, model.context_length) for pattern in patterns)
-    except re.error as error:  # SGLang answers with status 500 and gives no reason
+    except re.error as error:  # SGLang answers an invalid pattern with status 500 and no reason
         yield f"stop_regex: got {describe(params['stop_regex'])}, which is no regular expression: {error}"
         return
     if steps == math.inf:

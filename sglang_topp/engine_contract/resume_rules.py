@@ -3,8 +3,8 @@
 A resuming request sends the earlier tokens as part of its prompt. Parameters that depend only on the logits
 of one position, or on the tokens themselves, work as if the answer had not been interrupted. Parameters that
 keep state over the answer's tokens, such as penalties and grammars, would lose that state. So a resuming
-request must not use them. Every field of SGLang's `SamplingParams` belongs to one of the groups in this
-module. A test compares the groups with the installed SGLang release.
+request must not use parameters that keep state. Every field of SGLang's `SamplingParams` belongs to one of
+the groups in this module. A test compares the groups with the installed SGLang release.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ RESUMABLE_PARAMS = frozenset(
         "logit_bias",
         # The sampler's noise depends on the seed and on the position, counted from the prompt's first token.
         "sampling_seed",
-        # These parameters end an answer by its last tokens. It does not matter which request generated the
-        # tokens.
+        # These parameters end an answer because of its last tokens, whichever request generated the tokens.
         "stop",
         "stop_token_ids",
         "stop_regex",
         "ignore_eos",
-        # The client subtracts from these limits the number of tokens that earlier requests generated.
+        # The client reduces `max_new_tokens` and `min_new_tokens` by the number of tokens that earlier
+        # requests generated.
         "max_new_tokens",
         "min_new_tokens",
         # These parameters control how SGLang writes and sends an answer.
@@ -77,7 +77,7 @@ INTERNAL_PARAMS = frozenset(
         "ebnf_full_assistant",
     }
 )
-"""The fields of `SamplingParams` that SGLang sets by itself. Callers do not pass them."""
+"""The fields of `SamplingParams` that SGLang sets by itself. Callers do not pass these fields."""
 
 
 def find_resume_problem(params: Mapping[str, Any]) -> str | None:

@@ -5,15 +5,15 @@ all other requests wait. Python's `re` backtracks. So the search time of `(.*)*x
 answer's length, and that of `.*.*x` is cubic. A stop regex must therefore follow these rules:
 
 1. Every repeat has an upper bound: `?`, `{n}`, or `{m,n}`. `*`, `+`, and `{m,}` are refused.
-2. Only a character, a class, or an escape may repeat. A group may at most be optional, `(...)?`.
+2. Only a character, a class, or an escape may repeat. A group may be optional, `(...)?`, but must not repeat.
 3. There are no backreferences, and no verbose syntax (`(?x)`).
 4. The searches for all patterns of a request take at most `MAX_STEPS` steps. `search_steps` counts the ways
-   to match the pattern at one start position, and multiplies the count by the number of start positions in
-   the text. A repeat has one way per count, a group has one way per alternative, and a sequence multiplies
-   the ways of its parts.
+   to match the pattern at one start position. It then multiplies the count by the number of start positions
+   in the text. A repeat `{m,n}` has n - m + 1 ways. A group has one way per alternative. For a sequence,
+   `search_steps` multiplies the ways of the parts.
 
-The number of steps is an upper bound. The number includes ways that exclude each other, so some harmless
-patterns are refused.
+The number of steps is an upper bound: it also counts combinations of ways that cannot occur together. So some
+harmless patterns are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parse and check single fields of an engine's answer. An invalid field raises a WireError that names it.
+"""Parse and check single fields of an engine's answer. A WireError names the invalid field.
 
 Shape legend: T positions, n candidates in all.
 """
@@ -41,7 +41,10 @@ INT32 = np.dtype("<i4")
 
 
 class Decoded(NamedTuple):
-    """The arguments of `CandidateSets`, and the field of the answer that each argument was read from."""
+    """The arguments of `CandidateSets`, decoded from an engine's answer.
+
+    `fields` maps the name of each argument to the answer's field that held the argument.
+    """
 
     token_ids: NDArray[np.integer[Any]]
     logprobs: NDArray[np.floating[Any]] | None
@@ -76,7 +79,7 @@ def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.floa
         )
     lengths = np.fromiter((-1 if row is None else len(row) for row in rows), np.int32, len(rows))
     entries = list(chain.from_iterable(row for row in rows if row is not None))
-    # Compare sets of types and lengths, which takes a tenth of the time of a Python check per entry.
+    # Check only the distinct types and lengths, because a check of each entry takes ten times as long.
     if not set(map(type, entries)) <= {list, tuple} or not set(map(len, entries)) <= {2, 3}:
         raise WireError(name, "expected every candidate as [logprob, token_id, text or null]")
     logprobs = numbers(name, [entry[0] for entry in entries])
@@ -104,8 +107,8 @@ def numbers(name: str, values: list[Any]) -> NDArray[np.float64]:
 def integers(field: str, values: Any) -> NDArray[np.int32]:
     """Parse a JSON list of 32-bit integers.
 
-    `struct` converts the values, because it accepts only integers and booleans, and is twice as fast as
-    NumPy.
+    `struct` converts the values, and raises an error for any value other than an integer or a boolean.
+    `struct` is also twice as fast as NumPy.
     """
     if not isinstance(values, list):
         raise WireError(field, f"got {type(values).__name__}, expected a list of integers")
@@ -147,9 +150,9 @@ def check_vocab(field: str, token_ids: NDArray[np.integer[Any]], vocab_size: int
 
 
 def check_count(field: str, count: int, num_tokens: int) -> None:
-    """Raise WireError unless there is one position per token.
+    """Raise WireError unless the field has as many positions as the answer has tokens.
 
-    One position for zero tokens is also valid, because SGLang reports one position if `max_new_tokens` is 0.
+    An answer without tokens may have one position, because SGLang reports one if `max_new_tokens` is 0.
     """
     if count != num_tokens and (count, num_tokens) != (1, 0):
         raise WireError(field, f"got {count} positions for {num_tokens} tokens")

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import (
+from sglang_topp.candidates.csr_arrays import (
     first_true,
     offsets_of,
     rows_of,
@@ -58,7 +58,8 @@ def decode_sampling_mask(
 
     With `return_sampling_mask`, SGLang returns log-probs `r` that are renormalized over the mask. In mode
     `"support"` with `return_logprob`, SGLang also reports the log-prob of the sampled token `s` over the
-    whole vocabulary. The decoder then computes all log-probs over the whole vocabulary::
+    whole vocabulary. The decoder computes each candidate's log-prob over the whole vocabulary from `r` and
+    `logprob[s]`::
 
         logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
 
@@ -71,12 +72,12 @@ def decode_sampling_mask(
         vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Raises:
-        MissingCandidateSetsError: the response has no mask, or a position has none.
+        MissingCandidateSetsError: the response has no masks, or no mask for a position.
         SampledTokenMissingError: a mask lacks its sampled token.
-        WireError: a field is malformed in any other way, or the log-probs in
-            `output_token_sampling_logprobs` and `output_token_logprobs` cannot belong to one distribution.
-            `SGLANG_RETURN_ORIGINAL_LOGPROB=1` causes this error at a temperature other than 1. The message
-            names the field.
+        WireError: a field is malformed in any other way. A WireError also reports log-probs in
+            `output_token_sampling_logprobs` and `output_token_logprobs` that cannot belong to one
+            distribution. `SGLANG_RETURN_ORIGINAL_LOGPROB=1` makes the log-probs in these two fields disagree
+            at a temperature other than 1. The message names the field.
 
     Example:
         >>> choice = {"sampling_mask": [[5, 3], [7]]}  # one of vLLM's choices
@@ -124,7 +125,7 @@ def _under_the_vocabulary(
     sampled: NDArray[np.integer[Any]],
     reported: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Return the log-probs over the whole vocabulary, float32 [n].
+    """Return each entry's log-prob over the whole vocabulary, float32 [n].
 
     The log-prob of entry `i` is `support[i] + (reported - support[s])`, where `s` is the entry of the sampled
     token in the same row.
@@ -170,7 +171,10 @@ def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32],
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Return the log-probs of all entries, float32 [n], or None. Only mode "support" reports log-probs."""
+    """Return the log-prob of each entry of the mask, float32 [n], or None.
+
+    SGLang reports these log-probs only if `sampling_logprobs_mode` is "support".
+    """
     if rows is None:
         return None
     if not isinstance(rows, list):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp.candidates.csr_operations import first_true
+from sglang_topp.candidates.csr_arrays import first_true
 from sglang_topp.candidates.validation import MAX_LOGPROB, as_float32
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import check_count, entry_rows, renaming_errors
@@ -21,11 +21,14 @@ FIELD = "output_token_logprobs"
 def sampled_logprobs(
     meta_info: Mapping[str, Any], sampled_ids: NDArray[np.integer[Any]]
 ) -> NDArray[np.float32]:
-    """Return `output_token_logprobs` as float32 [T], after checking that its tokens are `sampled_ids`."""
+    """Return the log-probs in `output_token_logprobs`, float32 [T].
+
+    Raise WireError unless the field lists exactly the tokens `sampled_ids`.
+    """
     if meta_info.get(FIELD) is None:
         raise WireError(FIELD, "missing; it holds the sampled tokens' log-probs (`return_logprob`)")
-    # The list has one [logprob, token_id, text] per token. `entry_rows` parses the list as one row of
-    # candidates.
+    # The field holds one [logprob, token_id, text] per token. `entry_rows` expects a list of rows of such
+    # entries, so pass the whole field as a single row.
     token_ids, given, _ = entry_rows(FIELD, [meta_info[FIELD]])
     check_count(FIELD, len(given), len(sampled_ids))
     with renaming_errors({"logprobs": FIELD}):

@@ -25,7 +25,7 @@ import pybase64
 from numpy.typing import NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates.csr_arrays import offsets_of
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import FLOAT32, INT32, b64bytes, renaming_errors
 
@@ -45,7 +45,10 @@ def pack(sets: CandidateSets) -> bytes:
 
 
 def pack_parts(sets: CandidateSets) -> list[bytes | memoryview]:
-    """Return the buffers that `pack` joins. Ids and log-probs are views of the sets' arrays, not copies."""
+    """Return the parts of the buffer that `pack` returns, in order.
+
+    The parts with ids and log-probs are views of the sets' arrays, not copies.
+    """
     parts: list[NDArray[Any]] = [
         sets.sizes.astype(INT32),
         sets.sampled_ids.astype(INT32, copy=False),
@@ -84,8 +87,8 @@ def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates")
             field, f"got {size} bytes, expected {expected} for {positions} positions, {candidates} candidates"
         )
     if version == _WITHOUT_LOGPROBS and not candidates:
-        # `pack` writes sets without candidates as version 1. Accepting version 2 would give equal sets two
-        # encodings.
+        # If there are no candidates, `pack` always writes version 1. Reject version 2, so that equal sets
+        # have only one encoding.
         raise WireError(field, f"got version {version} without a candidate, expected {_WITH_LOGPROBS}")
 
     def part(dtype: np.dtype[Any], count: int, start: int) -> NDArray[Any]:

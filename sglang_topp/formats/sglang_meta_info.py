@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates.csr_arrays import offsets_of
 from sglang_topp.errors import MissingCandidateSetsError, WireError
 from sglang_topp.formats.field_parsing import (
     FLOAT32,
@@ -78,7 +78,7 @@ def decode_top_p(
         vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Raises:
-        MissingCandidateSetsError: the response has no sets, or a position has none.
+        MissingCandidateSetsError: the response has no sets, or no set for a position.
         SampledTokenMissingError: a set lacks its sampled token.
         WireError: a field is malformed in any other way. The message names the field.
     """

@@ -1,4 +1,4 @@
-"""Join the candidate sets and fixed-k log-probs of consecutive stream chunks."""
+"""Join the candidate sets and top-k log-probs of consecutive stream chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pybase64
 
 from sglang_topp.formats.field_parsing import b64bytes
-from sglang_topp.formats.top_k import merge_top_k
+from sglang_topp.formats.top_logprobs import merge_top_k
 
 __all__ = ["merge_stream_chunks"]
 
@@ -21,8 +21,9 @@ def merge_stream_chunks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         parts: the `meta_info` of each chunk. A chunk holds only the positions since the previous chunk.
 
     Returns:
-        The joined fields of `encode_top_p`, of `encode_top_k`, and of sets in list form. The function leaves
-        out a field that any chunk lacks, so that the decoder reports the incomplete answer.
+        The joined `meta_info` fields: candidate sets in base64 or list form, and top-k log-probs as
+        `encode_top_k` writes them. The function leaves out a field that any chunk lacks, so that the decoder
+        reports an incomplete answer.
     """
     sets = "output_top_p_logprobs"
     shared = {key for key in parts[0] if all(key in part for part in parts)}

@@ -30,15 +30,16 @@ def top_p_candidates(
         { i : q[i] > 0  and  sum of q[j] over all j with q[j] > q[i]  <  p[b] }  ∪  { sampled_ids[b] }
 
     The set keeps all tokens tied at the cutoff, and `p = 1` keeps every token of non-zero probability. A row
-    with `p = 0` is not read and has no candidates; its sampled id is ignored. Zero probability means `-inf`,
-    or the dtype's lowest value, which SGLang writes instead. Probabilities are summed in float64. If a sum is
-    within 1e-6 of `p`, rounding may decide whether the next token is kept, and both results are correct.
+    with `p = 0` has no candidates, and the function ignores the row's log-probs and sampled id. A token has
+    zero probability if its log-prob is `-inf` or the dtype's lowest value, which SGLang writes in place of
+    `-inf`. Probabilities are summed in float64. If a sum is within 1e-6 of `p`, rounding may decide whether
+    the next token is kept, and both results are correct.
 
     Args:
         logprobs: floats [B, V] on any device, natural log-probs in float16, bfloat16, float32, or float64.
             float64 is rounded to float32 first. Any strides are accepted. The tensor is not modified.
-        p: one float in [0, 1] for all rows, or B floats. A tensor on an accelerator makes the host wait for
-            the device; a float or a sequence does not.
+        p: one float in [0, 1] for all rows, or B floats. Reading `p` makes the host wait for the device if
+            `p` is a tensor on an accelerator.
         sampled_ids: integers [B], which are added to the sets of their rows.
 
     Returns:

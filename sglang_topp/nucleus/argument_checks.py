@@ -39,7 +39,8 @@ def check_support_arguments(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Check the arguments of `support_candidates`.
 
-    This function also checks the values of `token_ids`, because they index the rows of `logprobs`.
+    This function also checks the values of `token_ids`, because the implementations use these ids as
+    indices into the rows of `logprobs`.
 
     Returns:
         `(logprobs, weights, token_ids, sampled_ids)`. `logprobs` is [R, V], with float64 converted to

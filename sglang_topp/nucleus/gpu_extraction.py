@@ -1,9 +1,9 @@
 """Extract candidate sets on a GPU with the Triton kernels, with or without waiting for the device.
 
-The host can learn the sets' sizes only by waiting for the device. `stage_top_p` and `stage_support` avoid the
-wait: they write the sets to a staging area of fixed size, and leave out rows that do not fit. The caller
-copies the staging area to the host, reads which rows were left out, and extracts those rows again.
-`top_p_candidates` and `support_candidates` wait for the sizes and allocate exactly what they need.
+The host can learn the sets' sizes only by waiting for the device. `stage_top_p` and `stage_support` write the
+sets to a staging area of fixed size without waiting, and leave out sets that do not fit. The caller copies
+the staging area to the host, reads which rows were left out, and extracts those rows again.
+`top_p_candidates` and `support_candidates` wait for the sizes, and allocate memory of exactly the right size.
 
 Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W weights per
 row, C entries that the staging area can hold, n entries in all.
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates.csr_arrays import offsets_of
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.nucleus import sampler_support_triton, top_p_triton
 from sglang_topp.nucleus.host_to_device import to_device
@@ -45,19 +45,25 @@ class StagingArea:
     Attributes:
         entries: int32 [2, C], token ids and the bits of their float32 log-probs.
         rows: int32 [4, B], four numbers for each row of log-probs. The numbers are the set size, the index
-            of the set's first entry, an error code, and the error's detail. The index is -1 if the set was
-            left out. `kernel_error_codes` lists the codes and details.
+            of the set's first entry, an error code, and the error's detail. The index is -1 if the set did
+            not fit in the staging area. `kernel_error_codes` lists the codes and details.
     """
 
     entries: Tensor
     rows: Tensor
 
     def map(self, copy_tensor: Callable[[Tensor], Tensor]) -> StagingArea:
-        """Copy both tensors with `copy_tensor`. An asynchronous copy may still run when `map` returns."""
+        """Copy `entries` and `rows` with `copy_tensor`.
+
+        If `copy_tensor` is asynchronous, the copies may still run when this method returns.
+        """
         return StagingArea(copy_tensor(self.entries), copy_tensor(self.rows))
 
     def read(self) -> StagedRows:
-        """Return both tensors as NumPy arrays. They must be on the host, and all copies must be finished."""
+        """Return `entries` and `rows` as NumPy arrays.
+
+        Both tensors must be on the host, and all copies into the tensors must be finished.
+        """
         return StagedRows(self.entries.numpy(), self.rows.numpy())
 
 
@@ -75,7 +81,7 @@ class StagedRows:
 
     @property
     def left_out(self) -> NDArray[np.intp]:
-        """The rows that did not fit in the staging area."""
+        """Indices of the rows whose sets did not fit in the staging area."""
         return np.flatnonzero((self.rows[_SIZE] > 0) & (self.rows[_START] < 0))
 
     def problems(self, sampled_B: Tensor | None, vocab: int) -> dict[int, InvalidInputError]:
@@ -113,10 +119,11 @@ def stage_top_p(
         logprobs_BV: floats on a GPU, contiguous along a row.
         p_B: float64, the thresholds, on the host.
         sampled_B: int64, the sampled token ids, on the GPU.
-        capacity: C, the number of entries that the staging area holds.
-        lowest: log-probs at or below this value stand for probability 0. By default, `lowest` is the dtype's
-            lowest value.
-        is_taken_B: bool, on the GPU. Rows with False are skipped, like rows with a threshold of 0.
+        capacity: C, the largest number of entries that fit in the staging area.
+        lowest: log-probs at or below this value stand for probability 0. The default is the lowest value of
+            the dtype of `logprobs_BV`.
+        is_taken_B: bool, on the GPU, False for rows to skip. A skipped row gets an empty set, like a row with
+            a threshold of 0.
     """
     limits_B = _limits(p_B, logprobs_BV)
     if is_taken_B is not None:
@@ -151,7 +158,7 @@ def stage_support(
         token_ids_RW: int32, the token id of each weight. None means that the weights cover all V tokens in
             order.
         sampled_R: int64, the sampled token ids.
-        capacity: C, the number of entries that the staging area holds.
+        capacity: C, the largest number of entries that fit in the staging area.
         lowest: as for `stage_top_p`.
     """
     drawn = (logprobs_BV, rows_R, is_drawn_RW, token_ids_RW, sampled_R)
@@ -205,7 +212,10 @@ def support_candidates(
 def _allocate_entries(
     found_4R: Tensor, sampled_R: Tensor | None, logprobs_RV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows' offsets, and memory for exactly their entries. Raise the first invalid row's error."""
+    """Return the offsets [R + 1], and an uninitialized tensor for the entries of all rows.
+
+    Raise the error of the first invalid row.
+    """
     found = StagedRows(np.empty((2, 0), np.int32), found_4R.cpu().numpy())
     for first in found.problems(sampled_R, logprobs_RV.shape[1]).values():
         raise first
@@ -227,7 +237,7 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
     """Return float64 [B], the sum of probabilities at which each row's nucleus ends."""
-    # For p = 1, an infinite limit keeps the whole row, even if rounding makes a part of the row sum to 1.
+    # p = 1 keeps the whole row. Use an infinite limit, because rounding may make a part of the row sum to 1.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 
 

@@ -28,8 +28,8 @@ def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[
 
     Args:
         logprobs: natural log-probs of one row, `q = exp(logprobs)`.
-        p: the threshold. A threshold of 1 keeps every token of non-zero probability, whatever the row sums
-            to.
+        p: the threshold. A threshold of 1 keeps every token of non-zero probability, even if the
+            probabilities do not sum to 1.
         lowest: log-probs at or below this value stand for probability 0.
     """
     possible = sorted(

@@ -88,7 +88,7 @@ def compact(
     Args:
         logprobs_BV, rows_R, is_drawn_RW, token_ids_RW, sampled_R: as passed to `count`.
         sizes_R: the sizes that `count` returned.
-        starts_R: integers, the index of each set's first entry. -1 leaves a row out.
+        starts_R: integers, the index of each set's first entry, or -1 to skip the set.
         entries_2C: int32, the output: token ids, and then the bits of their float32 log-probs.
     """
     if not len(rows_R):

@@ -3,14 +3,14 @@
 A nucleus is usually tens of tokens out of a hundred thousand. So the code cuts each row into blocks of
 neighboring ids, and reads only the blocks with the highest maxima. Let `bound` be the lowest maximum among
 the blocks read. Every token above `bound` lies in a block that is read. If the tokens above `bound` have a
-mass of at least `p`, the blocks contain the whole nucleus. The code checks the mass above `bound` for every
-row. If the mass is too small, the code reads more blocks of the row, and finally the whole row. So every
-result is exact.
+mass of at least `p`, the blocks read contain the whole nucleus. The code checks the mass above `bound` for
+every row. If the mass is too small, the code reads more blocks of the row, and finally the whole row. So
+every result is exact.
 
 The cost is one pass for the block maxima, and then work on a few thousand values per row.
 
-Shape legend: B rows, R rows of one attempt, V ids in the vocabulary, N whole blocks of S tokens, K chosen
-blocks, M values read per row, n entries in all.
+Shape legend: B rows, R requested rows, V ids in the vocabulary, N full blocks of S tokens, K blocks read per
+row, M values read per row, n entries in all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _BLOCK = 64
 # The number of blocks read in each attempt. At p = 0.95, 128 blocks suffice for nearly all rows of a language
 # model. Reading 1024 blocks takes a fraction of the time of sorting a whole row of a large vocabulary.
 _ATTEMPTS = (128, 1024)
-# The most values of whole rows to sort in one call: as many as fit in a CPU's cache, or in an accelerator's
-# memory.
+# The largest number of values that one call sorts when it sorts whole rows. The values must fit in a CPU's
+# cache, or in an accelerator's memory.
 _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25
 
@@ -44,7 +44,7 @@ class _RequestedRows(NamedTuple):
     rows_R: Tensor  # int64, the row's number in the batch
     limit_R: Tensor  # float64, the sum of probabilities at which the nucleus ends
     sampled_R: Tensor  # int64, the sampled token ids
-    sampled_logprobs_R: Tensor  # float32; NaN adds no token, because `NaN < x` is false
+    sampled_logprobs_R: Tensor  # float32; for NaN, no sampled token is added, because `NaN < x` is false
 
     def take(self, which: Tensor) -> _RequestedRows:
         return _RequestedRows(*(field[which] for field in self))
@@ -82,7 +82,7 @@ def _select_requested_rows(
     """Return the rows with `p > 0`. Raise if a row's sampled id is outside the vocabulary."""
     device = logprobs_BV.device
     rows_R = torch.from_numpy(row_numbers).to(device)
-    # For p = 1, an infinite limit keeps the whole row, even if rounding makes a part of the row sum to 1.
+    # p = 1 keeps the whole row. Use an infinite limit, because rounding may make a part of the row sum to 1.
     limit_R = torch.from_numpy(np.where(p_B == 1, np.inf, p_B)[row_numbers]).to(device)
     if sampled_B is None:
         return _RequestedRows(
@@ -114,7 +114,7 @@ def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[
         maxima_RN = torch.cat(maxima) if len(maxima) > 1 else maxima[0]
     for num_chosen in attempts:
         highest_RK, chosen_RK = maxima_RN.topk(num_chosen, sorted=False)
-        chosen_RK = chosen_RK.sort(1).values  # makes the ids in each row of `values_RM` ascend
+        chosen_RK = chosen_RK.sort(1).values  # the ids in each row of `values_RM` must ascend
         values_RM = blocks_BNS[requested.rows_R[:, None], chosen_RK].flatten(1)
         if tail:
             values_RM = torch.cat([values_RM, logprobs_BV[requested.rows_R, -tail:]], 1)
@@ -143,13 +143,13 @@ def _cut(
     Args:
         values_RM: log-probs, with ids that ascend along a row.
         requested: the rows to extract.
-        bound_R: an upper bound for the values that are not in `values_RM`. None if `values_RM` holds whole
-            rows.
-        blocks_RK: the blocks that the M values come from. None if `values_RM` holds whole rows.
+        bound_R: an upper bound for the values that are not in `values_RM`, or None if `values_RM` holds
+            whole rows.
+        blocks_RK: the blocks that the M values come from, or None if `values_RM` holds whole rows.
 
     Returns:
-        The sets, and bool [R], which is True for short rows. A row is short if the values above its bound
-        have a mass below `p`, so that its nucleus may contain tokens that were not read.
+        The sets, and bool [R], which is True for each row whose nucleus may contain tokens that were not
+        read. In such a row, the values above the bound have a mass below `p`.
     """
     # If a row holds NaN, `topk` chooses the block with NaN, and `amax` returns NaN. `not NaN <= x` is true.
     if not float(values_RM.amax()) <= MAX_LOGPROB:
@@ -180,7 +180,7 @@ def _cut(
     stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
-        short_R &= bound_R > lowest  # at the lowest bound, all tokens that were not read have probability 0
+        short_R &= bound_R > lowest  # at bound `lowest`, all tokens that were not read have probability 0
     stop_R = torch.minimum(stop_R, end_R)
     least_R = torch.full_like(requested.sampled_logprobs_R, torch.inf)
     if len(key_n):
@@ -208,7 +208,7 @@ def sort_key_descending(logprobs: Tensor) -> Tensor:
 
 
 def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
-    """Return the indices of all entries of R spans. Span `r` is `sizes_R[r]` entries from `start_R[r]` on."""
+    """Return the indices `start_R[r]` to `start_R[r] + sizes_R[r] - 1`, concatenated over all `r`."""
     if len(start_R) == 1:
         return slice(0, int(sizes_R))
     ends_R = sizes_R.cumsum(0)
@@ -218,7 +218,7 @@ def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
 
 
 def _with_sampled(part: _Part, requested: _RequestedRows, outside_R: Tensor) -> _Part:
-    """Append each sampled token that is outside its row's nucleus. It becomes the row's last entry."""
+    """Append each sampled token that is outside its row's nucleus, as the last entry of the row."""
     if not bool(outside_R.any()):
         return part
     row_n = torch.repeat_interleave(part.sizes_R)

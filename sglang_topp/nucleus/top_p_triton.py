@@ -1,12 +1,12 @@
 """Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
-One pass over a row takes the maximum of every block of neighboring ids. The maxima are some of the row's
-values, so a nucleus of the maxima alone has a cutoff at or below the row's own cutoff. A block is active if
-its maximum is in the nucleus of the maxima. So the active blocks contain the row's whole nucleus. The kernels
-then search for the exact cutoff among the values of the active blocks, and write out the tokens above the
-cutoff. Most rows of a language model have a few dozen active blocks out of thousands. Normally distributed
-logits with standard deviation 6 have 85 active blocks out of 2,374 at p = 0.95. If all tokens are about
-equally likely, all blocks are active, and the exact result takes longer.
+One pass over a row takes the maximum of every block of neighboring ids. The maxima are only a part of the
+row's values. So a nucleus computed from the maxima alone has a cutoff at or below the row's own cutoff. A
+block is active if its maximum is in the nucleus of the maxima. So the active blocks contain the row's whole
+nucleus. The kernels then search for the exact cutoff among the values of the active blocks, and write out the
+tokens above the cutoff. Most rows of a language model have a few dozen active blocks out of thousands.
+Normally distributed logits with standard deviation 6 have 85 active blocks out of 2,374 at p = 0.95. If all
+tokens are about equally likely, all blocks are active, and the exact result takes longer.
 
 The search narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several pivots at once,
 until the interval holds at most one entry. Each of about ten rounds reads all values, so the values are kept
@@ -32,7 +32,7 @@ from sglang_topp.nucleus.kernel_error_codes import NOT_LOGPROBS, SAMPLED_OUT_OF_
 __all__ = ["Cuts", "compact", "find_cuts", "launch", "place"]
 
 _BLOCK = 64
-_MAX_BLOCKS = 1 << 13  # blocks per row; a vocabulary that needs more blocks gets larger blocks
+_MAX_BLOCKS = 1 << 13  # the most blocks per row; a larger vocabulary gets larger blocks
 _BLOCKS_AT_ONCE = 64
 _TILE = 512
 _HELD = 4096  # the most values that a search keeps in registers
@@ -50,9 +50,11 @@ class Cuts(NamedTuple):
         sizes: int32 [B], the number of candidates, including the sampled token.
         error_codes: int32 [B], 0 or an error code (`kernel_error_codes`).
         highest: float32 [B], the row's highest log-prob, or NaN if the row holds NaN.
-        keys: int32 [B], the cutoffs. A token is in the nucleus if its sort key is below its row's cutoff.
-        blocks: int32 [B, N]. The first `active` entries of a row are its active blocks, ascending.
-        active: int32 [B], the number of active blocks.
+        keys: int32 [B], each row's cutoff as a sort key. A token is in the nucleus if its sort key is below
+            the row's cutoff.
+        blocks: int32 [B, N]. The first `active[b]` entries of row `b` are the numbers of the blocks that can
+            hold tokens of the nucleus, ascending.
+        active: int32 [B], how many blocks of each row can hold tokens of the nucleus.
         block: S, the number of tokens in a block.
     """
 
@@ -66,7 +68,7 @@ class Cuts(NamedTuple):
 
 
 def launch(tensor: Tensor) -> torch.cuda.device:
-    """Return a context that makes the tensor's device current. Triton launches on the current device."""
+    """Return a context that makes the tensor's device current, because Triton launches kernels there."""
     return torch.cuda.device(tensor.get_device())
 
 
@@ -128,8 +130,8 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 def place(sizes_B: Tensor, capacity: int) -> Tensor:
     """Return int32 [B]: the index of each row's first entry in the output, or -1 if the row does not fit.
 
-    Rows are placed one after the other. A row with more than `capacity` entries is skipped. If any other row
-    does not fit in the rest of the output, all rows after it are left out too.
+    The rows follow each other in the output, in ascending order. A row with more than `capacity` entries gets
+    -1 and takes no space. If any other row gets -1, all later rows get -1 too.
     """
     starts_B = torch.empty_like(sizes_B)
     if len(sizes_B):
@@ -148,7 +150,7 @@ def compact(
     Args:
         logprobs_BV, sampled_B: as passed to `find_cuts`.
         cuts: the cutoffs that `find_cuts` returned.
-        starts_B: integers, the index of each row's first entry. -1 leaves a row out.
+        starts_B: integers, the index of each row's first entry, or -1 to skip the row.
         entries_2C: int32, the output: token ids, and then the bits of their float32 log-probs.
     """
     if not len(starts_B):
@@ -196,7 +198,10 @@ def _sort_key_descending(values):  # type: ignore[no-untyped-def]  # a kernel, n
 def _tile(  # type: ignore[no-untyped-def]
     row_ptr, blocks_ptr, start, num_values, vocab, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the next values of a row's active blocks, and their token ids. Values past the end are -inf."""
+    """Load the values `start` to `start + TILE - 1` of a row's listed blocks, and each value's token id.
+
+    `blocks_ptr` lists the numbers of the blocks. A value past `num_values` or past the vocabulary is -inf.
+    """
     at = start + tl.arange(0, TILE)
     block = tl.load(blocks_ptr + at // BLOCK, mask=at < num_values, other=0)
     token_ids = block * BLOCK + at % BLOCK
@@ -216,7 +221,11 @@ def _values(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Load the next values of a row's active blocks, or of a whole row. Values past the end are -inf."""
+    """Load the values `start` to `start + TILE - 1` of a row.
+
+    If IS_GATHERED, count only the values of the blocks that `blocks_ptr` lists. A value past `num_values` is
+    -inf.
+    """
     if IS_GATHERED:
         _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)
     else:
@@ -227,7 +236,10 @@ def _values(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
-    """Return masses and counts, both [P, T]. A value that is not above the pivot has mass 0 and count 0."""
+    """Return the mass and the count of each of T values for each of P pivots, both [P, T].
+
+    A value that is not above the pivot has mass 0 and count 0.
+    """
     is_above_PT = keys_T[None, :] < keys_P[:, None]
     return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
 
@@ -247,13 +259,13 @@ def _search(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Return the cutoff key of a nucleus, and its number of entries. Their keys are below the cutoff.
+    """Return the cutoff key of a nucleus, and the number of entries with keys below the cutoff.
 
     After each round, the entries with keys below `low` have less mass than the limit, so an entry with key
     `low` is in the nucleus. The entries with keys below `high` reach the limit, unless all other entries
-    have probability 0. The search ends when at most one entry has a key from `low` to `high - 1`. This
-    entry is in the nucleus too, so the cutoff is `high`. Rows of up to HELD values are read once. Longer rows
-    are read in every round.
+    have probability 0. The search ends when at most one entry has a key from `low` to `high - 1`. That
+    entry belongs to the nucleus, so the search returns `high` as the cutoff. The search reads a row of up to
+    HELD values once, and keeps the values in registers. The search reads a longer row again in every round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key

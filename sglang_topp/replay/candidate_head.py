@@ -33,7 +33,7 @@ from sglang_topp.replay.support_index import (
     check_num_sets,
     check_targets,
 )
-from sglang_topp.replay.vocab_parallel import reduce_sum
+from sglang_topp.replay.vocab_shards import reduce_sum
 
 __all__ = ["candidate_logprobs", "check_head", "support_logits"]
 
@@ -82,10 +82,10 @@ def candidate_logprobs(
             an empty set is ignored.
         candidates: the sets of the T positions. To score over the same sets again (policy, reference, PPO
             epochs), call `tensors = sets.to_torch(device)` once, and pass `tensors` in each call. The first
-            call checks and indexes the sets. On a GPU, later calls and their backwards do not wait for the
-            device. So the later calls cannot raise errors about invalid values: an invalid position gets NaN
-            scores instead. To get the error message, pass `sets` instead of `tensors`. Backend "torch" and
-            `weight_grad="sparse"` always wait for the device.
+            call checks and indexes the sets. On a GPU, later calls with the same `tensors`, and their
+            backwards, do not wait for the device. A call that does not wait cannot report an invalid value,
+            and returns NaN scores at the invalid position. To get the error message, pass `sets` instead of
+            `tensors`. Backend "torch" and `weight_grad="sparse"` always wait for the device.
         bias: [V], the LM head's bias, or None.
         temperature: above 0, one number or [T]. The temperature has no gradient.
         softcap: the soft cap of the logits, above 0, or None.
@@ -101,30 +101,30 @@ def candidate_logprobs(
             `targets`, and sets. Every rank gets the same scores and the whole gradient of `hidden`. The
             incoming gradient must be the same on every rank.
         vocab_start: the token id of `weight[0]`.
-        vocab_size: the number of ids that exist, if the head is padded. An id of
-            `vocab_size` or more in the sets is an error.
-        chunk_candidates: without Triton, the number of LM-head rows or gradient sums to hold in memory at a
-            time. The default is as many as fit in 8 MiB.
+        vocab_size: the number of token ids without padding, if the head has padding rows. A candidate id of
+            `vocab_size` or more is an error.
+        chunk_candidates: the number of rows of H numbers that backend "torch" copies or sums at a time. The
+            default is as many rows as fit in 8 MiB. Backend "triton" ignores `chunk_candidates`.
         weight_grad: the destination of the gradient of `weight`.
 
             - "dense": autograd receives [V, H].
-            - "sparse": autograd receives a coalesced `torch.sparse_coo` tensor with the rows of the ids that
-              occur, for `SGD` and `SparseAdam`. `weight` must be a leaf. If `weight.grad` is dense, autograd
-              adds the sparse rows to `weight.grad` in place. The backward waits for the device once.
+            - "sparse": autograd receives a coalesced `torch.sparse_coo` tensor with one row per distinct
+              candidate id, for `SGD` and `SparseAdam`. `weight` must be a leaf. If `weight.grad` is dense,
+              autograd adds the sparse rows to `weight.grad` in place. The backward waits for the device once.
             - a buffer [V, H], float32 (float64 for float64 inputs) or of `weight`'s dtype: each backward adds
-              the gradient rows of the ids that occur to the buffer, in place. Each sum is rounded once. Time
-              and memory depend on the number of candidates, not on V. In each call, pass the current
-              `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is None, set it to zeros first.
-              With a buffer, autograd gets None as the gradient of `weight`, and hooks get None or are not
-              called. So use a buffer only if the code that reduces gradients reads that buffer. torch's
-              DistributedDataParallel reads `weight.grad`, and its forward may replace this tensor. So read
-              `weight.grad` inside the wrapped module's forward, or after it. Megatron's
-              DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward sets
-              `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no memory. FSDP
-              reads neither tensor, so use "dense" with FSDP.
+              one gradient row per distinct candidate id to the buffer, in place. The backward rounds each
+              updated row of the buffer once. Time and memory depend on the number of candidates, not on V. In
+              each call, pass the current `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is
+              None, set it to zeros first. With a buffer, autograd gets None as the gradient of `weight`, and
+              hooks get None or are not called. Use a buffer only if the code that reduces gradients over
+              ranks reads that buffer. torch's DistributedDataParallel reads `weight.grad`. The forward of
+              DistributedDataParallel may replace `weight.grad`, so read `weight.grad` inside or after that
+              forward. Megatron's DistributedDataParallel reads `weight.main_grad`. For Megatron, the
+              backward sets `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no
+              memory. FSDP reads neither tensor, so use "dense" with FSDP.
 
-        backend: "torch" runs anywhere. "triton" copies no gathered rows, and needs an NVIDIA GPU or Triton's
-            interpreter. "auto" uses Triton if possible.
+        backend: "torch" runs anywhere. "triton" reads the candidates' LM-head rows without copying the rows,
+            and needs an NVIDIA GPU or Triton's interpreter. "auto" uses Triton if possible.
 
     Returns:
         `Scores`, on the inputs' device.
@@ -132,7 +132,7 @@ def candidate_logprobs(
     Raises:
         InvalidInputError: shapes, dtypes, or lengths do not match, a target is not in its set, or a score is
             NaN. The message names the argument or the position.
-        InvalidCandidateSetsError: an id is outside the vocabulary, or is held by no shard or by several.
+        InvalidCandidateSetsError: a candidate id is outside the vocabulary, or on no rank or several ranks.
     """
     check_head(hidden, weight, bias, targets)
     check_num_sets(candidates, targets)
@@ -176,7 +176,7 @@ def support_logits(
     weight_grad: WeightGrad,
     backend: str,
 ) -> Tensor:
-    """Return the differentiable logits [m] of the support's entries.
+    """Return the logits [m] of the candidates that this rank holds, differentiable.
 
     `candidate_logprobs` defines the logits `z` and the arguments.
     """
@@ -191,7 +191,7 @@ def support_logits(
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None = None) -> None:
-    """Raise InvalidInputError unless shapes and devices fit together, and targets are integers."""
+    """Raise InvalidInputError unless the shapes and devices match, and `targets` are integers."""
     if targets is not None:
         check_targets(targets)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
@@ -209,7 +209,10 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
 
 
 class _ByPosition(torch.autograd.Function):
-    """Computes `hidden[position] . weight[id]` [m] of the support's entries, and the gradient of `hidden`."""
+    """Dot products of `hidden[position]` and `weight[id]` for this rank's candidates, [m].
+
+    The backward computes the gradient of `hidden` only.
+    """
 
     @staticmethod
     def forward(
@@ -241,7 +244,8 @@ class _ByPosition(torch.autograd.Function):
                 *entries, support.positions, ctx.shape[0], out_dtype=ctx.dtype, **ctx.options
             )
         else:
-            # Send only the gradients at the support's positions. Round them after the sum over the ranks.
+            # Reduce only the A positions with two or more candidates. Round the gradients after the sum over
+            # the ranks.
             grad_AH = ctx.ops.gathered_sum(
                 *entries, support.segment, len(support.rows), out_dtype=grad_m.dtype, **ctx.options
             )
@@ -254,7 +258,7 @@ class _ByPosition(torch.autograd.Function):
 def _implementation(
     backend: str, hidden: Tensor, weight: Tensor, dtype: torch.dtype, chunk: int | None
 ) -> tuple[ModuleType, dict[str, int]]:
-    """Return the module that computes the gathered products, and the keyword arguments for its functions."""
+    """Return `gathered_products` or `gathered_products_triton`, and keyword arguments for its functions."""
     if chunk is not None and chunk < 1:
         raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
     if backend not in ("auto", "torch", "triton"):

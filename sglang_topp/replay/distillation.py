@@ -24,7 +24,7 @@ from sglang_topp.replay.scores import accumulation_dtype
 from sglang_topp.replay.support_index import Shard, SupportIndex
 from sglang_topp.replay.tail_logsumexp import support_and_tail
 from sglang_topp.replay.teacher_distribution import SMALLEST_TAIL, TeacherDistribution
-from sglang_topp.replay.vocab_parallel import reduce_sum
+from sglang_topp.replay.vocab_shards import reduce_sum
 
 __all__ = ["DistillationLoss", "distillation_loss"]
 
@@ -34,12 +34,12 @@ class DistillationLoss:
     """The KL at each of T positions, in float32, or float64 for a float64 student."""
 
     kl: Tensor
-    """[T], in nats, at least 0. The KL is exactly 0 at positions that are not counted."""
+    """[T], in nats, at least 0. The KL is exactly 0 where `counted` is False."""
     counted: Tensor
     """bool [T]: True at positions with a candidate set and a loss mask other than 0."""
 
     def mean(self) -> Tensor:
-        """Return the mean over the counted positions, or 0 if there are none.
+        """Return the mean KL over the positions where `counted` is True, or 0 if no position is counted.
 
         For the mean over micro-batches or ranks, add up all `kl.sum()` and all `counted.sum()`, and divide
         the two sums. A mean of means would give the positions unequal weights.
@@ -90,27 +90,28 @@ def distillation_loss(
     and memory of mode "tail". verl's issue 6676 renormalizes over the student's top-k.
 
     The loss is differentiable once, in `hidden`, `weight`, and `bias`. The student's tail is summed over the
-    ids outside the set, not computed as `1 - mass`. So a tail of 1e-30 is as accurate as a tail of 0.5. The
-    teacher's tail is computed from float32 log-probs, so it is accurate to about 1e-6. A set whose mass is 1,
+    ids outside the set, so a tail of 1e-30 is as accurate as a tail of 0.5. The teacher's tail is computed
+    from float32 log-probs, so the teacher's tail is accurate to about 1e-6. A teacher's set whose mass is 1,
     or above 1 by rounding, has no tail. With direction "reverse", the KL to a teacher without a tail would be
     infinite. So direction "reverse" raises a teacher's tail to at least 1e-6, unless the set is the whole
     vocabulary.
 
-    Beyond the gradients, mode "tail" needs a buffer of `chunk_rows` x V, as `head_logprobs` does. Mode
-    "renormalized" needs as much memory as `candidate_logprobs`. Positions that are not counted are not read.
+    In addition to the gradients, mode "tail" needs a buffer of `chunk_rows` x V, as `head_logprobs` does.
+    Mode "renormalized" needs as much memory as `candidate_logprobs`. The call does not read the hidden states
+    of positions with an empty set or a loss mask of 0.
 
     Args:
         hidden: [T, H], float16, bfloat16, float32, or float64, the student's states that predict the tokens
             of the sets. The state at position `s` predicts the token at position `s + 1`.
         weight: [V, H], the rows of the LM head that this rank holds.
         teacher_sets: the teacher's sets of the T positions, with log-probs over the whole vocabulary at any
-            temperature. A sampled token of zero probability is treated as outside the set. Positions with an
-            empty set are not counted.
+            temperature. A sampled token of zero probability is treated as outside the set. The loss ignores
+            positions with an empty set.
         direction, outside: the direction of the KL, and the mode for ids outside the set, as defined above.
-        loss_mask: [T]. Positions with a mask of 0 are not counted.
+        loss_mask: [T]. The loss ignores positions with a mask of 0.
         bias, softcap, logit_scale: as in `candidate_logprobs`.
         tp_group, vocab_start, vocab_size: as in `candidate_logprobs`. The tail covers all ids outside the
-            set, on all ranks, without padding.
+            set, on all ranks, except padding.
         temperature: the student's temperature, above 0, one number or [T]. The temperature has no gradient.
         chunk_rows: as in `head_logprobs`. Mode "renormalized" ignores `chunk_rows`.
         weight_grad, backend: as in `candidate_logprobs`. Mode "tail" ignores `backend` and requires "dense",
@@ -122,8 +123,8 @@ def distillation_loss(
     Raises:
         InvalidInputError: shapes, dtypes, or lengths do not match, the sets have no log-probs, or a KL is not
             finite. The message names the argument or the position.
-        InvalidCandidateSetsError: an id is outside the vocabulary, is held by no shard or by several, or the
-            probabilities of a set sum to more than 1.
+        InvalidCandidateSetsError: a candidate id is outside the vocabulary, no rank or several ranks hold a
+            candidate id, or the probabilities of a set sum to more than 1.
     """
     check_head(hidden, weight, bias)
     _check_names(direction, outside)
@@ -187,7 +188,7 @@ def distillation_loss(
 
 
 def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return the number of ids that all ranks hold together, without padding."""
+    """Return the number of ids in the whole vocabulary, summed over all ranks, without padding."""
     if group is None:
         return shard.num_ids
     return int(reduce_sum(torch.tensor([shard.num_ids], device=device), group))

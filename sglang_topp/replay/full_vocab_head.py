@@ -49,9 +49,10 @@ def head_logprobs(
         logprobs[t] = z[target_t] - log(sum over all i of exp(z_i))
         entropy[t]  = -sum over all i of p_i log p_i,   z as in `candidate_logprobs`
 
-    The values are differentiable once, in `hidden`, `weight`, and `bias`. Beyond the gradients, the call
-    needs one buffer of `chunk_rows` x V in float32 (float64 for float64 inputs), or two buffers with a soft
-    cap. For half-precision inputs, the gradients are also held in float32 until they are rounded, once.
+    The values are differentiable once, in `hidden`, `weight`, and `bias`. In addition to the gradients, the
+    call needs one buffer of `chunk_rows` x V in float32 (float64 for float64 inputs), or two buffers with a
+    soft cap. For half-precision inputs, the backward also holds the gradients in float32, and rounds each
+    gradient once, at the end.
 
     Args:
         entropy: also return the entropy over the whole vocabulary, differentiable.
@@ -124,7 +125,8 @@ class _FullHead(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV, subtracted_T = ctx.kept
                     logits_CV += subtracted_T[:, None]
-                    ctx.kept = None  # the gradient overwrites the logits, so a second backward needs new ones
+                    # The gradient overwrites the logits, so a second backward must compute the logits again.
+                    ctx.kept = None
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)

@@ -42,7 +42,7 @@ def gathered_dot(
         right: [R, H], of any floating dtype.
         right_rows: int64 [m], the row of `right` for each entry.
         out_dtype: float32 or float64, the dtype of the products and sums.
-        chunk: the number of entries processed at a time, if rows are gathered.
+        chunk: the number of entries to process at a time, if the function copies the selected rows.
 
     Returns:
         [m] of `out_dtype`.
@@ -81,10 +81,10 @@ def gathered_sum(
         weights: [m], float32 or float64, the dtype of the sums.
         segments: int64 [m], the segment of each entry, ascending, below `num_segments`.
         out_dtype: the dtype to which each finished sum is rounded, once.
-        chunk: the number of entries processed at a time, if rows are gathered.
+        chunk: the number of entries to process at a time, if the function copies the selected rows.
 
     Returns:
-        [num_segments, H]. A segment without entries is zero.
+        [num_segments, H]. The sum of a segment without entries is zero.
     """
     if len(segments) and source.dtype == weights.dtype == out_dtype:
         bounds = torch.searchsorted(segments, torch.arange(num_segments + 1, device=segments.device))
@@ -99,8 +99,8 @@ def gathered_sum(
             rows = torch.arange(len(rows), device=source.device)
         present, counts = torch.unique_consecutive(segments[part], return_counts=True)
         sums = _bags(table, rows, weights[part], F.pad(counts.cumsum(0), (1, 0)))
-        # A segment may continue in the next chunk. The next chunk then adds to the unrounded sum and writes
-        # the sum again, so that only the whole sum is rounded to `out_dtype`.
+        # A segment may continue in the next chunk. So carry the unrounded sum of the last segment over to the
+        # next chunk, which writes the whole sum, rounded once to `out_dtype`.
         if int(present[0]) == carried:
             sums[0] += carried_H
         carried, carried_H = int(present[-1]), sums[-1]
@@ -117,16 +117,17 @@ def gathered_add(
 
     Args:
         out: [S, H], of any floating dtype.
-        chunk: the number of sums held at a time if the function gathers rows. Otherwise it holds `2 * chunk`.
+        chunk: the number of sums to hold at a time, if the function copies rows of `source`. Without such
+            copies, the function holds `2 * chunk` sums at a time.
 
     The other arguments are those of `gathered_sum`.
     """
     plain = source.dtype == weights.dtype
-    step = 2 * chunk if plain else chunk  # gathered rows take the other half of the memory
+    step = 2 * chunk if plain else chunk  # copied rows take as much memory as the sums
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):
         return
-    step = -(-len(present) // -(-len(present) // step))  # makes the parts about equally large
+    step = -(-len(present) // -(-len(present) // step))  # make the parts about equally large
     bounds = F.pad(counts.cumsum(0), (1, 0))
     stops = [*bounds[:-1:step].tolist(), len(segments)]
     for number, start in enumerate(range(0, len(present), step)):
@@ -139,7 +140,7 @@ def gathered_add(
             places = torch.repeat_interleave(counts[some], output_size=part.stop - part.start)
             sums_CH = gathered_sum(*entries, places, len(rows), out_dtype=weights.dtype, chunk=chunk)
         _add_rows(out, rows, sums_CH)
-        del sums_CH  # frees the sums before the loop allocates the next sums
+        del sums_CH  # free the sums before the loop allocates the next sums
 
 
 def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -182,7 +183,7 @@ def _suppress_sparse_csr_warning() -> None:
 
 
 def _bags(source: Tensor, source_rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
-    """Return [S, H]: the weighted sum of the rows between each two adjacent `bounds` [S + 1]."""
+    """Return [S, H]: row `s` is the weighted sum of the entries `bounds[s]` to `bounds[s + 1] - 1`."""
     return F.embedding_bag(
         source_rows, source.detach(), bounds, mode="sum", per_sample_weights=weights, include_last_offset=True
     )

@@ -33,7 +33,7 @@ def gathered_dot(
     num_entries, width = len(left_rows), left.shape[1]
     out_m = torch.empty(num_entries, dtype=out_dtype, device=left.device)
     if num_entries:
-        with torch.cuda.device(left.get_device()):  # Triton launches on the current device
+        with torch.cuda.device(left.get_device()):  # Triton launches kernels on the current device
             _dot_kernel[(triton.cdiv(num_entries, _DOT_ENTRIES),)](
                 left,
                 left_rows,
@@ -71,7 +71,7 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     if not num_entries:
         return
     # Number the non-empty segments 0, 1, 2, and so on. Only the device knows how many segments are non-empty,
-    # so the host assumes the largest possible count. The kernels write nothing for a number without entries.
+    # so the host assumes the largest possible count. The kernels ignore the unused segment numbers.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
@@ -86,7 +86,10 @@ def _sum_segments(
     out_RH: Tensor,
     out_row_S: Tensor | None,
 ) -> None:
-    """Write each segment's sum to its row of `out_RH`, or add the sum to the row that `out_row_S` names."""
+    """Write the sum of segment `s` to row `s` of `out_RH`.
+
+    If `out_row_S` is not None, add the sum of segment `s` to row `out_row_S[s]` instead.
+    """
     source = _with_contiguous_rows(source)
     device, width = source.device, source.shape[1]
     adds = out_row_S is not None
@@ -99,7 +102,8 @@ def _sum_segments(
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE
     start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
-    # An empty segment needs one piece to write zeros. It needs no piece if the kernel adds to `out_RH`.
+    # An empty segment needs one piece to write zeros. If the kernel adds to `out_RH`, an empty segment needs
+    # no piece.
     pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
     # Only pieces of long segments have a partial sum. `partial_end_S` is the running count of partial sums.
     partial_end_S = torch.where(pieces_S > 1, pieces_S, 0).cumsum(0)
@@ -110,7 +114,8 @@ def _sum_segments(
     blocks = triton.cdiv(width, block)
     out = (
         out_RH,
-        start_S1 if out_row_S is None else out_row_S,  # the kernels read `out_row_S` only with ADDS
+        # If `out_row_S` is None, the kernels ignore the tensor in its place.
+        start_S1 if out_row_S is None else out_row_S,
         out_RH.stride(0),
         out_RH.stride(1),
         num_segments,

@@ -1,6 +1,6 @@
 """The KL divergence between two policies over candidate sets, with or without a tail for all other ids.
 
-Shape legend: T positions, A positions in the support, m entries (candidates that this rank holds).
+Shape legend: T positions, A positions in `support`, m entries (candidates that this rank holds).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.scores import check_held
 from sglang_topp.replay.support_index import SupportIndex
-from sglang_topp.replay.vocab_parallel import first_true, reduce_max, reduce_sum
+from sglang_topp.replay.vocab_shards import first_true, reduce_max, reduce_sum
 
 __all__ = ["divergence"]
 
@@ -32,7 +32,7 @@ def divergence(
 ) -> Tensor:
     """Return [T], the KL in nats, differentiable once in `logits` and `tail`.
 
-    The KL is 0 at positions that are not in the support. Under tensor parallelism, each rank passes the
+    The KL is 0 at positions that `support` leaves out. Under tensor parallelism, each rank passes the
     logits that it holds, and all ranks get the same values. The backward needs no communication, and expects
     the same incoming gradient on every rank.
 
@@ -40,15 +40,15 @@ def divergence(
         logits: [m], the policy's logits.
         tail: [A], the log-sum-exp of the policy's logits outside the candidates, over all ranks. If None, the
             policy is the softmax over the candidates.
-        other: [m], the other policy's log-probs. At each position, the probabilities must sum to 1 over all
-            ranks and the tail.
-        other_tail: [A], the other policy's log-prob of the tail, or None without a tail. Minus infinity is
-            valid. With `reverse`, minus infinity is valid only where the policy's tail is minus infinity too.
+        other: [m], the other policy's log-probs. At each position, the probabilities of all ranks' candidates
+            and of the tail must sum to 1.
+        other_tail: [A], the other policy's log-prob of the tail, or None without a tail. `other_tail` may be
+            minus infinity. With `reverse`, `other_tail` may be minus infinity only where `tail` is too.
         reverse: compute KL(policy || other) instead of KL(other || policy).
 
     Raises:
         InvalidInputError: a KL is not finite.
-        InvalidCandidateSetsError: a candidate is held by no rank or by several ranks.
+        InvalidCandidateSetsError: no rank or several ranks hold a candidate id.
     """
     kl: Tensor = _Divergence.apply(logits, tail, support, other, other_tail, reverse, tp_group)
     return kl
@@ -123,10 +123,10 @@ class _Divergence(torch.autograd.Function):
 
 
 def _terms(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return the term `a log(a / b) + b - a` of each outcome. No term is negative.
+    """Return `a log(a / b) + b - a` for each pair of probabilities `a` and `b`. No term is negative.
 
-    The added `b - a` sums to 0 over all outcomes, so the terms sum to the KL. A small KL is accurate, because
-    a rounding error in a log-prob changes its term only by about the square of the error.
+    The added `b - a` sums to 0 over the candidates and the tail, so the terms sum to the KL. A small KL is
+    accurate, because a rounding error in a log-prob changes its term only by about the square of the error.
     """
     a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
     near = a * (torch.expm1(ratio) - ratio)

@@ -2,8 +2,8 @@
 
 A dense gradient is [V, H], however few ids occur in the candidate sets. If the head computes only the
 candidates' logits, nearly all of its time goes into zeroing this gradient, writing it, and adding it to the
-existing gradient. A sparse gradient has only the rows of ids that occur. The backward updates a buffer only
-in the rows of ids that occur.
+existing gradient. A sparse gradient has one row per distinct candidate id. If the caller passes a buffer,
+the backward updates only the buffer's rows of the candidate ids.
 
 One autograd node computes the gradients of weight and bias, and another node computes the gradient of the
 hidden states. Autograd runs only the nodes whose gradients are requested. So a backward that requests only
@@ -68,7 +68,7 @@ def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, d
 
 
 class GradientById(torch.autograd.Function):
-    """Returns the bias terms of the raw logits [m], and computes the gradients of weight and bias."""
+    """Bias terms [m] of the candidates' logits, with gradients for the LM head's weight and bias."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ def _check_still_there(ctx: Any) -> None:
 
 
 def _is_its_grad(buffer: WeightGrad, leaf: Tensor | None) -> bool:
-    """Return whether a buffer is `leaf.grad`, or a view of it."""
+    """Return whether `buffer` is `leaf.grad`, or shares memory with `leaf.grad`."""
     grad = None if leaf is None else leaf.grad
     if grad is None or grad.layout != torch.strided or not isinstance(buffer, Tensor):
         return False
@@ -163,10 +163,10 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 
 
 def _for_megatron(ctx: Any) -> Tensor | None:
-    """Return the gradient for autograd if a buffer holds the real gradient: zeros for Megatron, else None.
+    """Return the weight's gradient for autograd if a buffer holds the sum: zeros for Megatron, else None.
 
     Megatron's data parallelism needs a `weight.grad`, and a flag that tells Megatron not to add `weight.grad`
-    to `main_grad`. The zeros are a sparse tensor without rows, which takes no memory.
+    to `main_grad`. The zero gradient is a sparse tensor without rows, which takes no memory.
     """
     weight = ctx.leaf
     if not (hasattr(weight, "grad_added_to_main_grad") and _is_main_grad(ctx.weight_grad, weight)):

@@ -1,4 +1,6 @@
-"""Convert an LM head's raw products to logits: apply scale, soft cap, and temperature, in SGLang's order.
+"""Convert an LM head's raw output to logits: apply scale, soft cap, and temperature, in SGLang's order.
+
+The raw output of an LM head is `hidden . weight + bias`.
 
 Shape legend: T positions, C positions of one chunk, V ids held by this rank, m candidates.
 """
@@ -12,14 +14,14 @@ import torch
 from torch import Tensor
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.vocab_parallel import first_true
+from sglang_topp.replay.vocab_shards import first_true
 
 __all__ = ["LogitTransform"]
 
 
 @dataclass(frozen=True, eq=False)
 class LogitTransform:
-    """The conversion from the raw products of an LM head to the policy's logits `z`.
+    """The conversion from the raw output of an LM head to the policy's logits `z`.
 
     ::
 
@@ -61,7 +63,7 @@ class LogitTransform:
         return cls(_check_temperature(temperature, num_positions, may_wait), softcap, float(logit_scale))
 
     def of_entries(self, raw_m: Tensor, positions_m: Tensor) -> Tensor:
-        """Return candidates' logits [m], differentiable in `raw_m`. `positions_m` are their positions."""
+        """Return the logits [m] of candidates at the positions `positions_m`, differentiable in `raw_m`."""
         logits = raw_m if self.logit_scale == 1.0 else raw_m * self.logit_scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -70,7 +72,7 @@ class LogitTransform:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def of_rows_(self, raw_CV: Tensor, part: slice) -> Tensor:
-        """Overwrite raw products with logits, in place. `part` is the slice of the C positions."""
+        """Overwrite raw outputs with logits, in place. `part` is the slice of the C positions."""
         if self.softcap is None:
             return self._divide_(raw_CV, part, self.logit_scale)
         raw_CV.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
@@ -86,7 +88,10 @@ class LogitTransform:
         return (logits_CV * (temperature / self.softcap)).square_().neg_().add_(1.0)
 
     def backward_rows_(self, grad_CV: Tensor, slope_CV: Tensor | None, part: slice) -> Tensor:
-        """Overwrite the logits' gradient with that of the raw products. `slope_CV` is `softcap_slope`."""
+        """Overwrite the gradient of the logits with the gradient of the raw outputs.
+
+        `slope_CV` is the result of `softcap_slope`.
+        """
         self._divide_(grad_CV, part, self.logit_scale)
         return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 

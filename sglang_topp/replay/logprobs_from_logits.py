@@ -1,11 +1,11 @@
 """Score targets from existing logits, over the candidate sets or over the whole vocabulary.
 
-This module is for trainers that have `[T, V]` logits anyway. The candidates' logits are gathered, so no dense
-mask is built, and the caller's logits are not modified. The gradient is the only new tensor with a vocabulary
-axis. `dense_mask` and `mask_logits` build dense tensors for callers that want them.
+This module is for trainers that have `[T, V]` logits anyway. The code gathers the candidates' logits instead
+of building a dense mask. The caller's logits stay unmodified. The gradient is the only new tensor with a
+vocabulary axis. `dense_mask` and `mask_logits` build dense tensors for callers that want dense tensors.
 
 Shape legend: T positions, V columns held by this rank, C positions of one chunk, n candidates in all, m
-entries (candidates that this rank holds at positions with two or more candidates).
+entries (candidates that this rank holds, at positions with two or more candidates).
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def masked_logprobs(
 
         logprobs[t] = z[t, target_t] - log(sum over i in C_t of exp(z[t, i])),   z = logits / temperature
 
-    Every returned value is differentiable once, in `logits`. Beyond the gradient, the memory depends on the
-    number of candidates, not on the size of `logits`. Sums run in float32 (float64 for float64 inputs). A
-    position with one candidate or an empty set scores exactly 0 and has no gradient. An empty set belongs to
-    a token that the policy did not draw.
+    Every returned value is differentiable once, in `logits`. Apart from the gradient, the memory that the
+    call needs depends on the number of candidates, not on the size of `logits`. Sums run in float32 (float64
+    for float64 inputs). A position with one candidate or an empty set scores exactly 0 and has no gradient.
+    An empty set belongs to a token that the policy did not draw.
 
     Args:
         logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the
@@ -75,7 +75,7 @@ def masked_logprobs(
     rank gets the gradient of its own columns.
 
     Example:
-        Token 0 was drawn from {0, 1}. Its probability is 0.4 over the vocabulary and 0.5 over the set.
+        Token 0 was drawn from {0, 1}. Token 0 has probability 0.4 over the vocabulary and 0.5 over the set.
 
         >>> logits = torch.tensor([[0.4, 0.4, 0.2]]).log()
         >>> sets = CandidateSets([0, 1], None, [0, 2], [0])
@@ -127,8 +127,8 @@ def full_logprobs(
 ) -> Scores:
     """Score `targets` under `softmax(logits / temperature)` over the whole vocabulary, without replay.
 
-    Returns `Scores.logprobs` and, with `entropy`, `Scores.entropy`, both differentiable in `logits`. The
-    arguments are those of `masked_logprobs`. Padded columns, from `vocab_size` on, have probability 0.
+    The result has `Scores.logprobs` and, with `entropy`, `Scores.entropy`, both differentiable in `logits`.
+    The arguments are those of `masked_logprobs`. Padded columns, from `vocab_size` on, have probability 0.
     """
     _check_logits(logits, targets)
     shard = Shard.of(logits.shape[1], vocab_start, vocab_size, parallel=tp_group is not None)
@@ -160,7 +160,7 @@ def dense_mask(
     """
     sets = sets_on(candidates, device)
     token_ids, sizes = sets.token_ids.long(), sets.offsets.diff()
-    # Candidates that other ranks hold are written to one additional element, which is then dropped.
+    # `index_fill_` writes the candidates of other ranks to one additional element outside of the mask.
     flat = torch.empty(len(sets) * vocab_local + 1, dtype=torch.bool, device=token_ids.device)
     mask = flat[:-1].view(len(sets), vocab_local)
     mask.copy_((sizes == 0)[:, None])
@@ -178,8 +178,8 @@ def mask_logits(
     """Return a copy of `logits` [T, V] with minus infinity outside the candidate sets.
 
     Rows with an empty set are unchanged. A row of minus infinity would be NaN after softmax, and a loss mask
-    of 0 does not remove a NaN. `masked_logprobs` scores a row with an empty set as 0. The loss is the same
-    with either function, because a token that the policy did not draw has a loss mask of 0.
+    of 0 does not remove a NaN. `masked_logprobs` scores a row with an empty set as 0. `mask_logits` and
+    `masked_logprobs` give the same loss, because a token that the policy did not draw has a loss mask of 0.
 
     Raises:
         InvalidInputError: `logits` is not [T, V] for the T positions of the sets.
@@ -201,7 +201,7 @@ def _check_logits(logits: Tensor, targets: Tensor) -> None:
 
 
 class _FromLogits(torch.autograd.Function):
-    """Gathers candidates' logits [m] and, with targets, full log-probs and entropies [T].
+    """Candidates' logits [m] and, with targets, log-probs and entropies [T] over the whole vocabulary.
 
     The backward builds one gradient tensor for all of these outputs.
     """
@@ -226,7 +226,7 @@ class _FromLogits(torch.autograd.Function):
         ctx.shape, ctx.logits_dtype = logits_TV.shape, logits_TV.dtype
         ctx.chunk_rows = rows_per_chunk(chunk_rows, shard.num_ids * dtype.itemsize, _CHUNK_BYTES)
         if targets_T is None:
-            # Do not save the logits, so that the caller can free them.
+            # Do not save the logits for the backward, so that the caller can free the logits.
             ctx.save_for_backward(positions_m, columns_m)
             return picked_m, None, None
         column_T = local_targets(targets_T, shard, group)

@@ -1,4 +1,4 @@
-"""Metrics of a replay: importance ratios, kept mass, set sizes, and forced tokens.
+"""Metrics of a replay: importance ratios, kept mass, set sizes, and tokens sampled outside the nucleus.
 
 The metrics are stored as sums, counts, and maxima over tokens, not as means. So the metrics of micro-batches
 and ranks can be combined into the exact metrics of all tokens.
@@ -18,7 +18,7 @@ from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.row_selection import as_bool_mask
-from sglang_topp.replay.vocab_parallel import reduce_max, reduce_sum
+from sglang_topp.replay.vocab_shards import reduce_max, reduce_sum
 from sglang_topp.to_numpy import to_numpy
 
 __all__ = ["ReplayMetrics", "replay_metrics"]
@@ -40,10 +40,10 @@ class ReplayMetrics:
     """The number of tokens whose ratio differs from 1 by more than 10 %."""
     log_ratios: float = 0.0
     kept_mass: float = 0.0
-    """Sum of `exp(logprob_sum)`. NaN if any set has no log-probs."""
+    """Sum of `exp(logprob_sum)`, or NaN if any set has no log-probs."""
     candidates: float = 0.0
     singletons: float = 0.0
-    """The number of tokens that were the only candidate, and so have no gradient."""
+    """The number of tokens whose set has only one candidate. These tokens have no gradient."""
     judged_tokens: float = 0.0
     """The number of tokens for which the caller passed `p`."""
     forced_tokens: float = 0.0
@@ -115,10 +115,10 @@ def replay_metrics(
         logprobs: [T], the policy's log-probs over the support (`Scores.logprobs`).
         old_logprobs: [T], the rollout's log-probs over the support (`replayed_old_logprobs`).
         candidates: the sets of the T positions.
-        loss_mask: [T]. Positions with a mask of 0 or with an empty set are not counted.
-        p: the top-p threshold, one number or [T], to count the forced tokens. A sampled token is forced if
-            the probabilities of all more likely candidates sum to `p` or more. For `p` = 1, a sampled token
-            is forced if its probability is 0.
+        loss_mask: [T]. The metrics ignore positions with a mask of 0 or with an empty set.
+        p: the top-p threshold, one number or [T]. With `p`, the metrics also count the forced tokens. A
+            sampled token is forced if the probabilities of all more likely candidates sum to `p` or more. For
+            `p` = 1, a sampled token is forced if its probability is 0.
 
     Raises:
         InvalidInputError: a length is not T, `p` is not above 0 and at most 1, or `p` is passed for sets
@@ -135,8 +135,8 @@ def replay_metrics(
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
-    # If the rollout gave a sampled token probability 0, its ratio is inf. If the policy gave the token
-    # probability 0 too, its ratio is NaN.
+    # The ratio is inf if only the rollout gave the sampled token probability 0. The ratio is NaN if both the
+    # rollout and the policy gave the sampled token probability 0.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)
@@ -149,7 +149,8 @@ def replay_metrics(
         if (wrong := ~((thresholds > 0) & (thresholds <= 1))).any():
             raise InvalidInputError(f"p: got {thresholds[wrong][0]}, expected above 0 and at most 1")
         judged = float(len(sizes))
-        # p = 1 keeps exactly the tokens of non-zero probability, whatever the float32 log-probs sum to.
+        # p = 1 keeps exactly the tokens of non-zero probability, even if float32 rounding makes the
+        # probabilities sum to more than 1.
         is_forced = np.where(
             thresholds >= 1,
             candidates.sampled_logprobs <= LOWEST,

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import first_true
+from sglang_topp.candidates.csr_arrays import first_true
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.to_numpy import to_numpy
 
@@ -22,11 +22,11 @@ def replayed_old_logprobs(candidates: CandidateSets, *, output_ids: ArrayLike | 
 
     Args:
         candidates: the sets of the T response tokens.
-        output_ids: integers [T], the response's ids. If given, they must equal the sampled tokens.
+        output_ids: integers [T], the response's ids. If given, `output_ids` must equal the sampled tokens.
 
     Raises:
-        InvalidInputError: the sets have no log-probs, or `output_ids` differ from the sampled tokens. Sets
-            decoded from a sampling mask may have no log-probs. For such sets, use the engine's
+        InvalidInputError: the sets have no log-probs, or `output_ids` differ from the sampled tokens. If
+            sets decoded from a sampling mask have no log-probs, use the engine's
             `output_token_sampling_logprobs` as old log-probs.
     """
     if not candidates.has_logprobs:

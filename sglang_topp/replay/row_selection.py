@@ -1,8 +1,8 @@
 """Select the rows of this rank's hidden states that score the response tokens.
 
 Hidden states, candidate sets, targets, old log-probs, and loss masks all go through one `RowSelection`, so
-they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`. The token
-itself may be on another context-parallel rank.
+they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`. The token at
+`s + 1` may be on another context-parallel rank.
 
 A *response position* is a token's index among all response tokens of the micro-batch, sample after sample.
 The concatenated candidate sets, response ids, and masks have one entry per response position.
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.vocab_parallel import reduce_sum
+from sglang_topp.replay.vocab_shards import reduce_sum
 from sglang_topp.to_numpy import to_numpy
 
 __all__ = ["Layout", "RowSelection", "as_bool_mask"]
@@ -55,9 +55,9 @@ class Layout:
         cp_size, cp_rank: the size of the context-parallel group, and this rank's index in it.
         sequence_multiple: thd only. Each sequence is padded to a multiple of `sequence_multiple`. The zigzag
             split also pads each sequence to a multiple of `2 * cp_size`.
-        padded_length: thd only. The number of tokens in the whole stream before the split, if more padding
-            follows the last sequence. With zigzag, `padded_length` is `cp_size` times the tokens of one rank.
-            By default, the stream has the smallest length that fits.
+        padded_length: thd only. The number of tokens in the whole packed stream before the split, including
+            padding after the last sequence. With zigzag, `padded_length` is `cp_size` times the number of
+            tokens on one rank. The default is the smallest multiple of `cp_size` that holds all sequences.
     """
 
     format: Literal["thd", "bshd"] = "thd"
@@ -95,21 +95,22 @@ class Layout:
     ) -> RowSelection:
         """Find this rank's rows that score a response token, and the token that each row scores.
 
-        If a prompt is empty, no token precedes the response's first token. So no row on any rank scores this
-        token, and `RowSelection.scored` is False for it.
+        If a prompt is empty, no token precedes the response's first token. No row on any rank scores such a
+        first token, so `RowSelection.scored` is False for that token.
 
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.
-            attention_mask: [B, S], for bshd only, and required there: the mask of the forward pass, before
-                context parallelism splits it, with 0 on padding. `collate_rl` returns this mask.
-            loss_mask: [sum of response lengths], samples concatenated; rows whose mask is 0 or False
-                are left out.
+            attention_mask: [B, S], required for bshd, and None for thd. Pass the mask of the forward pass,
+                with 0 on padding, before context parallelism splits the mask. `collate_rl` returns this
+                attention mask.
+            loss_mask: [sum of response lengths], samples concatenated. The selection leaves out rows whose
+                mask is 0 or False.
 
         Raises:
             InvalidInputError: lengths are negative or differ in number. The attention mask is missing for
-                bshd, is given for thd, or has a row that does not mark one run of tokens of the right length.
-                The loss mask is not one number per response token. The padded length is too small or cannot
-                be split.
+                bshd, is given for thd, or has a row whose tokens are not contiguous or do not match the row's
+                lengths. The loss mask is not one number per response token. The padded length is too small or
+                cannot be split.
         """
         prompts, responses = (
             _lengths("prompt_lengths", prompt_lengths),
@@ -132,7 +133,7 @@ class Layout:
         sample = np.repeat(np.arange(len(responses)), responses)
         position = np.arange(num_positions)
         within_response = position - np.repeat(np.cumsum(responses) - responses, responses)
-        token = prompts[sample] + within_response - 1  # the token before the response token
+        token = prompts[sample] + within_response - 1  # the index of the scoring hidden state
 
         scored = token >= 0
         if loss_mask is not None:
@@ -180,7 +181,7 @@ class Layout:
         return begins.argmax(axis=1), np.full(len(lengths), width)
 
     def _padding_of_stream(self, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return zeros, because no padding precedes a sequence, and the padded lengths, both int64 [B]."""
+        """Return the padding before each sequence (always 0) and each padded length, both int64 [B]."""
         multiple = int(np.lcm(self._multiple if self.split == "zigzag" else 1, self.sequence_multiple))
         return np.zeros_like(lengths), -(-lengths // multiple) * multiple
 
@@ -253,7 +254,9 @@ class RowSelection:
         return len(self.positions)
 
     def select(self, hidden: Tensor) -> Tensor:
-        """Return the selected rows of `hidden`, [R, H]. Differentiable; other rows get zero gradients.
+        """Return the selected rows of `hidden`, [R, H].
+
+        The result is differentiable. Rows of `hidden` that are not selected get zero gradients.
 
         Args:
             hidden: [num_hidden_rows, H], or with a sequence axis: [B, S, H] for bshd, [1, tokens, H] or
@@ -268,7 +271,7 @@ class RowSelection:
                 f"hidden: got shape {tuple(hidden.shape)}, {len(flat)} rows; by the layout this rank holds"
                 f" {self.num_hidden_rows}"
             )
-        # [S, B, H], which some trainers use, has the same number of rows in another order.
+        # Reject the layout [S, B, H] of some trainers, which has the same number of rows in another order.
         axes = [length for length in hidden.shape[:-1] if length != 1]
         if len(axes) > 1 and axes[0] != self.num_sequences:
             raise InvalidInputError(
@@ -304,8 +307,9 @@ class RowSelection:
     def scatter(self, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
         """Put [R] values at their response positions, with zeros elsewhere, and sum over `cp_group`.
 
-        Differentiable. The backward needs no communication: each rank takes the gradients of its own rows. So
-        the incoming gradient must be the same on every rank, as it is if all ranks compute the same loss.
+        The result is differentiable. The backward needs no communication, because each rank takes the
+        gradients of its own rows. So the incoming gradient must be the same on every rank, as it is if all
+        ranks compute the same loss.
 
         Raises:
             InvalidInputError: there is not one value per row.
@@ -360,7 +364,7 @@ def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
         raise InvalidInputError(
             f"loss_mask: got shape {mask.shape}, expected [{num_positions}], one per response position"
         )
-    # Refuse other types, because None, NaN, and the text "0" would all count as "not 0".
+    # Refuse NaN and other types than numbers, because None, NaN, and the text "0" would count as "not 0".
     if mask.size and (mask.dtype.kind not in "biuf" or np.isnan(mask).any()):
         raise InvalidInputError(f"loss_mask: got dtype {mask.dtype} or a NaN, expected numbers")
     return mask.astype(np.bool_)

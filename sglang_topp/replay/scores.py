@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 from sglang_topp.replay.support_index import SupportIndex, TargetMatch
-from sglang_topp.replay.vocab_parallel import first_true, reduce_max, reduce_sum
+from sglang_topp.replay.vocab_shards import first_true, reduce_max, reduce_sum
 
 __all__ = ["Scores", "accumulation_dtype", "check_held", "score_support"]
 
@@ -78,20 +78,20 @@ def score_support(
     kl_to: Tensor | None,
     tp_group: dist.ProcessGroup | None,
 ) -> Scores:
-    """Compute the scores of the support's entries from their `logits` [m] (float32 or float64).
+    """Compute the scores from the `logits` [m] of this rank's candidates (float32 or float64).
 
     Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same scores.
     The ranks reduce the maxima once and the sums once. `per_candidate` needs a third reduction. The backward
     needs no communication. So the incoming gradient must be the same on every rank, as it is if all ranks
     compute the same loss.
 
-    If the host must not wait for the device, `match` is unchecked. An invalid position then gets NaN scores
-    instead of an error.
+    If `match.is_absent` is not None, the host does not wait for the device. An invalid position then gets NaN
+    scores, and the call raises no error.
 
     Raises:
         InvalidInputError: a score is NaN (the logits hold NaN or +inf, or only -inf), or `kl_to` has the
             wrong shape, requires a gradient, or makes the KL infinite.
-        InvalidCandidateSetsError: a candidate is held by no rank or by several ranks.
+        InvalidCandidateSetsError: no rank or several ranks hold a candidate id.
     """
     if kl_to is not None:
         if kl_to.shape != (support.num_candidates,):
@@ -156,7 +156,8 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            logprobs_T.masked_fill_(match.is_absent, torch.nan)  # also at positions with one candidate
+            # `is_scored_A` does not cover positions with one candidate, so set NaN for all T positions here.
+            logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
         by_candidate_n = None
@@ -199,7 +200,7 @@ class _SupportSoftmax(torch.autograd.Function):
         # d log pi(target) / dz_i = [i is target] - pi_i
         if grad_logprobs_T is not None:
             grad_m += (ctx.is_target.to(grad_m) - probability_m) * per_entry(grad_logprobs_T[rows])
-        # d log pi(j) / dz_i = [i = j] - pi_i, summed over all j of the span on all ranks
+        # d log pi(j) / dz_i = [i = j] - pi_i, summed over all candidates j of the position, on all ranks
         if grad_by_candidate_n is not None:
             span_sum_T = torch.segment_reduce(grad_by_candidate_n, "sum", offsets=support.span_offsets)
             grad_m += grad_by_candidate_n[support.entries] - probability_m * per_entry(span_sum_T[rows])

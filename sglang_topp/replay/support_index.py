@@ -15,7 +15,7 @@ from torch import Tensor
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.torch_tensors import CandidateTensors, to_torch
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay.vocab_parallel import first_true
+from sglang_topp.replay.vocab_shards import first_true
 
 __all__ = ["Shard", "SupportIndex", "TargetMatch", "check_num_sets", "check_targets", "sets_on"]
 
@@ -25,7 +25,7 @@ class Shard:
     """The ids `start <= id < stop` that this rank holds, out of a vocabulary of `vocab_size`.
 
     `vocab_size` is None if the caller did not pass the size and other ranks hold a part of the vocabulary.
-    The last shard may contain padding, so `num_ids` counts only the ids that exist.
+    The last shard may contain padding, so `num_ids` counts only the ids below `vocab_size`.
     """
 
     start: int
@@ -34,7 +34,7 @@ class Shard:
 
     @classmethod
     def of(cls, held: int, start: int, vocab_size: int | None, *, parallel: bool) -> Shard:
-        """Build the shard of a rank that holds `held` rows or columns from id `start` on."""
+        """Build the shard of a rank that holds the `held` consecutive ids from `start` on."""
         if start < 0:
             raise InvalidInputError(f"vocab_start: got {start}, expected 0 or more")
         if vocab_size is not None and vocab_size < 1:
@@ -46,19 +46,19 @@ class Shard:
 
     @property
     def num_ids(self) -> int:
-        """The number of held ids that are not padding."""
+        """The number of ids in the shard that are not padding."""
         stop = self.stop if self.vocab_size is None else min(self.stop, self.vocab_size)
         return max(0, stop - self.start)
 
 
 @dataclass(frozen=True, eq=False)
 class SupportIndex:
-    """An index of the logits that replay needs, which are those of positions with two or more candidates.
+    """An index of the logits that replay needs: the logits at positions with two or more candidates.
 
     A position with one candidate has log-prob 0 under any policy, and a position with an empty set is not
-    scored. So the index leaves out positions with fewer than two candidates. If all other ids form a tail
-    outcome, a position with one candidate has two outcomes. With a tail, pass `smallest=1` to
-    `SupportIndex.of`.
+    scored. So the index leaves out positions with fewer than two candidates. Pass `smallest=1` to
+    `SupportIndex.of` if the ids outside each set form a tail. With a tail, a position with one candidate has
+    two outcomes: the candidate and the tail.
 
     All tensors are on one device, and int64 except for `token_ids`. No tensor depends on the targets.
     """
@@ -99,10 +99,10 @@ class SupportIndex:
         return ids, order, self.positions.index_select(0, order)
 
     def per_entry(self, values_A: Tensor) -> Tensor:
-        """Return [m]: for each entry, the value of its position.
+        """Return [m]: the element of `values_A` that belongs to the position of each entry.
 
-        The method uses `index_select`, because `values_A[...]` would start all threads. Starting them takes
-        longer than copying thousands of entries.
+        The method uses `index_select`, because `values_A[...]` would start all of torch's CPU threads.
+        Starting the threads takes longer than copying thousands of entries.
         """
         return values_A.index_select(0, self.segment)
 
@@ -131,7 +131,8 @@ class SupportIndex:
         sets = sets_on(candidates, device)
         if (index := sets._index_cache.get((shard, smallest))) is not None:
             return index, device.type == "cpu"
-        # The cache outlives this call, and inference tensors would fail in a later call with gradients.
+        # Later calls reuse the cached index. Inference tensors in the index would fail in a call with
+        # gradients.
         with torch.inference_mode(False), torch.no_grad():
             index = sets._index_cache[shard, smallest] = _build(sets, shard, smallest)
         return index, True
@@ -139,12 +140,12 @@ class SupportIndex:
 
 @dataclass(frozen=True, eq=False)
 class TargetMatch:
-    """The places of the targets in their candidate sets."""
+    """A comparison of the targets with the candidates of their positions."""
 
     is_target: Tensor
     """bool [m]: whether the entry is its position's target."""
     is_absent: Tensor | None
-    """bool [T]: whether the position's set lacks the target, so that its scores must become NaN. None if the
+    """bool [T]: whether the position's set lacks the target. Such a position must get NaN scores. None if the
     host has checked that every set contains its target."""
 
     @classmethod
@@ -193,7 +194,8 @@ def sets_on(candidates: CandidateSets | CandidateTensors, device: torch.device |
     """
     if isinstance(candidates, CandidateSets):
         return to_torch(candidates.token_ids, None, candidates.offsets, candidates.sampled_ids, device=device)
-    if candidates.device != torch.empty(0, device=device).device:  # resolves "cuda" to the current device
+    # An empty tensor resolves the device "cuda" to the current device, such as "cuda:0".
+    if candidates.device != torch.empty(0, device=device).device:
         raise InvalidInputError(
             f"candidates: they are on {candidates.device}, expected {device}; call"
             " CandidateSets.to_torch with this device"

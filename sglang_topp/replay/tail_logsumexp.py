@@ -2,8 +2,8 @@
 
 The log-sum-exp is summed over the tail's ids directly, not computed as a difference of two sums. So the
 result is accurate for a tail with hardly any probability and for a tail with nearly all probability. The LM
-head computes the logits of one chunk of positions at a time. The backward computes the logits again. If one
-chunk holds all positions, its logits are kept for the backward.
+head computes the logits of one chunk of positions at a time. The backward computes the logits again,
+unless one chunk holds all positions.
 
 Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m candidates that
 this rank holds, c candidates of one chunk.
@@ -23,7 +23,7 @@ from sglang_topp.replay.logit_transform import LogitTransform
 from sglang_topp.replay.scores import accumulation_dtype
 from sglang_topp.replay.support_index import Shard, SupportIndex
 from sglang_topp.replay.vocab_head_products import CHUNK_BYTES, HeadGradients, VocabHead
-from sglang_topp.replay.vocab_parallel import reduce_max, reduce_sum
+from sglang_topp.replay.vocab_shards import reduce_max, reduce_sum
 from sglang_topp.replay.vocab_softmax import row_parts, rows_per_chunk, some_rows
 
 __all__ = ["support_and_tail"]
@@ -46,7 +46,7 @@ def support_and_tail(
 
         tail[a] = log(sum of exp(z_i) over all i that are not candidates of position a)
 
-    The sum includes the ids of all ranks. The log-sum-exp of a tail without ids is minus infinity. The
+    `tail` covers the ids of all ranks. The log-sum-exp of a tail without ids is minus infinity. The
     gradient of `tail` must be the same on every rank.
 
     Args:
@@ -117,7 +117,8 @@ class _SupportAndTail(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV = ctx.kept
                     logits_CV.view(-1).index_copy_(0, places_c, logits_m[entries])
-                    ctx.kept = None  # the gradient overwrites the logits, so a second backward needs new ones
+                    # The gradient overwrites the logits, so a second backward must compute the logits again.
+                    ctx.kept = None
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)
@@ -131,7 +132,7 @@ class _SupportAndTail(torch.autograd.Function):
 
 
 def _entries(support: SupportIndex, parts: list[slice]) -> list[slice]:
-    """Return, for each part of the positions, the slice of the part's entries in the support."""
+    """Return, for each slice of positions in `parts`, the slice of the entries at these positions."""
     bounds = torch.tensor([0, *(part.stop for part in parts)], device=support.offsets.device)
     stops = support.offsets.index_select(0, bounds).tolist()
     return [slice(start, stop) for start, stop in pairwise(stops)]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import first_true, log_sum_exp, offsets_of, rows_of
+from sglang_topp.candidates.csr_arrays import first_true, log_sum_exp, offsets_of, rows_of
 from sglang_topp.candidates.validation import LOWEST, MASS_ERROR, NO_TOKEN
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 
@@ -33,7 +33,7 @@ class TeacherDistribution:
     """The candidates and an optional tail, with log-probs. The probabilities at each position sum to 1."""
 
     sets: CandidateSets
-    """The sets of T positions, without tokens of zero probability. Uncounted positions are empty."""
+    """The sets of T positions, without tokens of zero probability. Ignored positions have an empty set."""
     logprobs: Float64Array
     """[n]: the normalized log-probs of the candidates."""
     tail: Float64Array | None
@@ -43,11 +43,11 @@ class TeacherDistribution:
     def of(
         cls, sets: CandidateSets, counts: BoolArray, *, num_ids: int | None, smallest_tail: float
     ) -> TeacherDistribution:
-        """Build the teacher's distribution at the counted positions.
+        """Build the teacher's distribution at the positions where `counts` is True.
 
         Args:
             sets: the teacher's sets, with log-probs over the whole vocabulary.
-            counts: bool [T], True for counted positions.
+            counts: bool [T], True at the positions that enter the loss.
             num_ids: the size of the vocabulary, or None for no tail.
             smallest_tail: the smallest mass of a tail. A tail with less mass is raised to `smallest_tail`,
                 unless the set is the whole vocabulary.
@@ -80,7 +80,10 @@ class TeacherDistribution:
 
 
 def _only(sets: CandidateSets, kept: BoolArray) -> CandidateSets:
-    """Return only the `kept` entries of the sets. The first entry of each set becomes its sampled token."""
+    """Return the sets with only the entries where `kept` is True.
+
+    The first entry of each set becomes the sampled token of the set.
+    """
     if not kept.all():
         sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))
         token_ids, logprobs, offsets = sets.token_ids[kept], sets.logprobs[kept], offsets_of(sizes)

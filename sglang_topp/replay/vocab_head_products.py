@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sglang_topp.replay.logit_transform import LogitTransform
-from sglang_topp.replay.vocab_parallel import reduce_sum
+from sglang_topp.replay.vocab_shards import reduce_sum
 from sglang_topp.replay.vocab_softmax import row_parts
 
 __all__ = ["CHUNK_BYTES", "HeadGradients", "VocabHead"]
@@ -78,7 +78,7 @@ class VocabHead:
 
 
 class HeadGradients:
-    """Accumulates the gradients of hidden states, weight, and bias, chunk by chunk, in the head's `dtype`."""
+    """Running sums of the gradients of hidden states, weight, and bias over chunks, in the head's `dtype`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class HeadGradients:
             bias_V[: grad_CV.shape[1]] += grad_CV.sum(dim=0)
 
     def rounded(self, group: dist.ProcessGroup | None) -> list[Tensor | None]:
-        """Return the three gradients in their tensors' dtypes.
+        """Return the gradients of hidden states, weight, and bias, each in the dtype of its tensor.
 
         The gradient of the hidden states is first summed over the ranks of `group`.
         """

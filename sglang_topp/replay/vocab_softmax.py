@@ -16,15 +16,15 @@ from torch import Tensor
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.support_index import Shard
-from sglang_topp.replay.vocab_parallel import first_true, reduce_max, reduce_sum
+from sglang_topp.replay.vocab_shards import first_true, reduce_max, reduce_sum
 
 __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "some_rows", "to_gradient"]
 
 # `exp(_LOWEST)` is 0 in float32 and float64, so raising lower logits to `_LOWEST` changes no result. A
 # product of 0 and `_LOWEST` is 0, but a product of 0 and -inf is NaN.
 _LOWEST = -1.0e4
-# The bytes of exponentials to hold at a time: few enough to fit in a CPU's cache, and enough to amortize
-# kernel launches on a GPU.
+# `some_rows` limits the exponentials of one slice to this many bytes. The limit fits in a CPU's cache, and is
+# large enough to amortize kernel launches on a GPU.
 _EXP_BYTES_CPU = 1 << 21
 _EXP_BYTES = 1 << 26
 
@@ -44,7 +44,10 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
 
 
 def some_rows(logits_CV: Tensor) -> list[slice]:
-    """Return slices that cover all rows. The exponentials of one slice are small enough to hold at a time."""
+    """Return slices that cover all rows, with at least one row per slice.
+
+    The exponentials of a slice with several rows take at most `_EXP_BYTES` (`_EXP_BYTES_CPU` on a CPU).
+    """
     row_bytes = logits_CV.shape[1] * logits_CV.itemsize
     return row_parts(
         len(logits_CV), rows_per_chunk(None, row_bytes, _EXP_BYTES_CPU if logits_CV.is_cpu else _EXP_BYTES)
@@ -55,7 +58,7 @@ def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | No
     """Return int64 [T]: each target's column on this rank, or -1 if another rank holds it.
 
     Raises:
-        InvalidInputError: a target is held by no rank or by several ranks.
+        InvalidInputError: no rank or several ranks hold a target id.
     """
     column_T = targets_T.to(torch.int64) - shard.start
     held_T = (column_T >= 0) & (column_T < shard.num_ids)
@@ -80,7 +83,7 @@ class Softmax:
 
 
 class RowSums:
-    """Accumulates softmax sums of this rank's logits, chunk by chunk. `finish` combines all ranks."""
+    """Softmax sums of this rank's logits, added chunk by chunk. `finish` combines the sums of all ranks."""
 
     def __init__(
         self, num_positions: int, dtype: torch.dtype, device: torch.device, *, entropy: bool
@@ -98,9 +101,9 @@ class RowSums:
         return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
 
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
-        """Add the sums of the rows in slice `part`, and subtract `subtracted_T` from `logits_CV` in place.
+        """Compute the sums of the rows in slice `part`. Subtract `subtracted_T` from `logits_CV` in place.
 
-        A logit with probability 0 may be raised to a higher value that also has probability 0.
+        The method may also raise logits in `logits_CV` to `_LOWEST`, which changes no probability.
         """
         if logits_CV.shape[1] == 0:
             return

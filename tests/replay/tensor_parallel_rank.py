@@ -1,4 +1,4 @@
-"""One rank of `test_vocab_parallel`: `python tensor_parallel_rank.py <rank> <ranks> <rendezvous file>`.
+"""One rank of `test_vocab_shards`: `python tensor_parallel_rank.py <rank> <ranks> <rendezvous file>`.
 
 Every case computes its values twice: on this rank as a part of the group, and alone. It prints their largest
 difference, relative to the largest value, as one JSON line.

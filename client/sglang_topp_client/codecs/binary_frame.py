@@ -1,4 +1,4 @@
-"""Binary frame: encode and decode a record, a JSON object with arrays, as one Zstandard frame.
+"""Binary frame: encode a record (a JSON object with arrays) as one Zstandard frame, and decode the frame.
 
 The frame's header states the length of the content, and the frame ends with a checksum. The content is
 little-endian::
@@ -25,7 +25,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates.csr_arrays import offsets_of
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import FLOAT32, INT32, renaming_errors
 from sglang_topp_client.codecs.json_fields import read_count
@@ -46,8 +46,8 @@ def encode_frame(
     Args:
         record: a JSON-serializable object. The frame's JSON also gets the field `num_candidates`.
         arrays: 1-D, int32 or float32.
-        sets: the candidate sets, with log-probs. In the frame, their sizes, ids, and log-probs follow the
-            arrays.
+        sets: the candidate sets, with log-probs. In the frame, the sizes, ids, and log-probs of the sets
+            follow the arrays.
     """
     num_candidates = None if sets is None else len(sets.token_ids)
     text = json.dumps(
@@ -78,8 +78,8 @@ class FrameReader:
 
     Args:
         raw: the whole frame.
-        max_bytes: the maximum length of the decompressed content. A frame whose header states more is not
-            decompressed.
+        max_bytes: the maximum length of the decompressed content. If a frame's header states a longer
+            content, the reader does not decompress the frame.
 
     Attributes:
         record: the JSON object.

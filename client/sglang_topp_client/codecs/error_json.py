@@ -1,4 +1,4 @@
-"""JSON codec of errors: the sidecar encodes an exception, and the client raises the same one.
+"""JSON codec of errors: the sidecar encodes an exception, and the client raises the same exception.
 
 A failure is `{"error": {"type", "message", "field"?, "status"?}}`, where `type` names an exception class of
 `sglang_topp.errors`.

@@ -6,7 +6,7 @@ The frame's JSON has the fields that `rollout_json.py` lists, except for the arr
     output_ids      int32 [T], T is the JSON's completion_tokens
     logprobs        float32 [T]
 
-The candidate sets of the output tokens come last.
+The candidate sets of the output tokens are the last part of the frame.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_topp_client.types.rollout import Rollout
 __all__ = ["MEDIA_TYPE", "rollout_from_bytes", "rollout_to_bytes"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.rollouts.v1"
-"""The media type of an answer in frames (`framing.py`): binary rollouts, and other messages as JSON."""
+"""The media type of an answer that `framing.py` splits into messages: binary rollouts, or JSON objects."""
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from sglang_topp import CandidateSets, formats
 from sglang_topp.errors import WireError, describe
 from sglang_topp.formats.field_parsing import FLOAT32
-from sglang_topp_client.codecs.candidate_set_checks import check_sets
+from sglang_topp_client.codecs.answer_consistency import check_sets
 from sglang_topp_client.codecs.json_fields import (
     check_seconds,
     read_count,
@@ -79,8 +79,8 @@ def rollout_from_json(record: Any, *, may_be_extended: bool = False) -> Rollout:
 
     Args:
         record: the JSON object.
-        may_be_extended: whether to accept tokens that `Rollout.extend` appended. Their candidate sets are
-            empty.
+        may_be_extended: whether to accept tokens that `Rollout.extend` appended. Appended tokens have empty
+            candidate sets.
 
     Raises:
         WireError: a field is missing, has the wrong type, or contradicts another field; the error names the
@@ -117,8 +117,8 @@ def build_rollout(
         output_ids: int32 [T].
         logprobs: float32 [T].
         candidates: the candidate sets, T positions; None without sets.
-        may_be_extended: whether to accept tokens that `Rollout.extend` appended. Their candidate sets are
-            empty.
+        may_be_extended: whether to accept tokens that `Rollout.extend` appended. Appended tokens have empty
+            candidate sets.
 
     Raises:
         WireError: a field is missing, has the wrong type, or contradicts another field; the error names the

@@ -11,8 +11,8 @@ One scored sequence is one record::
     weight_version                      string or null
     num_tokens, cached_tokens           integers
 
-The binary codec writes a Zstandard frame (`binary_frame.py`). The frame holds first the JSON of the other
-fields, then the arrays `token_ids` and `logprobs`, and then the candidate sets.
+The binary codec writes a Zstandard frame (`binary_frame.py`). The frame holds three parts in this order: the
+record's JSON without arrays and sets, the arrays `token_ids` and `logprobs`, and the candidate sets.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from sglang_topp import CandidateSets, formats
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import FLOAT32
+from sglang_topp_client.codecs.answer_consistency import check_sets
 from sglang_topp_client.codecs.binary_frame import FrameReader, encode_frame
-from sglang_topp_client.codecs.candidate_set_checks import check_sets
 from sglang_topp_client.codecs.json_fields import (
     check_ids,
     read_count,
@@ -43,7 +43,7 @@ from sglang_topp_client.types.score import Score
 __all__ = ["MEDIA_TYPE", "score_from_bytes", "score_from_json", "score_to_bytes", "score_to_json"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.scores.v1"
-"""The media type of an answer in frames (`framing.py`): binary scores, and other messages as JSON."""
+"""The media type of an answer that `framing.py` splits into messages: binary scores, or JSON objects."""
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 

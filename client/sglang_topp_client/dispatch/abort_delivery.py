@@ -99,8 +99,8 @@ class AbortDelivery:
     async def _keep(self) -> None:
         """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
 
-        When `asyncio.run` ends, it cancels all tasks, and waits only for these tasks. A restarted abort is a
-        new task, so `asyncio.run` would not wait for it without this task.
+        When `asyncio.run` ends, it cancels the running tasks, and waits for those tasks alone. A restarted
+        abort is a new task. Without the task of `_keep`, `asyncio.run` would not wait for a restarted abort.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -113,6 +113,6 @@ class AbortDelivery:
 
     def _kept(self, task: asyncio.Task[None]) -> None:
         self._keeper = None
-        # An abort may have started after the last check in `_keep`, and before its task ended.
+        # An abort may have started between the last check in `_keep` and the end of the task of `_keep`.
         if not task.get_loop().is_closed():
             self._keep_loop()

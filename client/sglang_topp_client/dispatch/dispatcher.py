@@ -1,6 +1,7 @@
 """Dispatcher: split one caller's request into HTTP calls, send them, and deliver every result.
 
-Failed calls are retried, or sent to another server. Aborted samples are resumed if the caller asked for that.
+Failed calls are retried, or sent to another server. Aborted samples are resumed if the caller passed
+`on_abort="resume"`.
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ SCORES = Operation[Score](
 
 
 class ResultSink(Protocol[_Taken]):
-    """A consumer of one request's results. It also decides which samples are requested."""
+    """A consumer of one request's results, which also decides which samples are requested."""
 
     def begin(self) -> Iterable[SampleRequest]:
-        """Return the first requests."""
+        """Return the requests to send first."""
 
     def take(self, result: _Taken, /) -> tuple[SampleRequest, float] | None:
-        """Take a result. If it must be continued, return a request for the rest and a delay in seconds."""
+        """Take a result. If the result is partial, return a request for the rest and a delay in seconds."""
 
 
 class Dispatcher(Generic[Result]):
@@ -105,8 +106,8 @@ class Dispatcher(Generic[Result]):
         operation: rollouts or scores.
         request_id: the caller's name for the request.
         deadline: when the request times out, on the event loop's clock; None for no limit.
-        wait_for_room: awaited before each call is sent. It waits while too many results are queued for the
-            caller.
+        wait_for_room: a function to await before each call is sent. The function waits while too many results
+            are queued for the caller.
         graceful_abort: aborts the calls and keeps their partial samples; None if the caller does not want
             partial samples.
         max_message_bytes: the maximum length of a message after decompression.
@@ -174,7 +175,7 @@ class Dispatcher(Generic[Result]):
     def _samples_per_call(
         self, exchange_type: type[_Exchange[Result]], groups: Collection[Sequence[SampleRequest]]
     ) -> int:
-        """Return how many samples fill a call. The number is low enough that every server gets a call."""
+        """Return the maximum number of samples per call, low enough that every server gets a call."""
         if self._on_failure is not None:
             return 1
         num_samples = sum(len(request.samples) for group in groups for request in group)
@@ -219,7 +220,8 @@ class Dispatcher(Generic[Result]):
         async def attempt(endpoint: Endpoint) -> None:
             nonlocal in_flight
             if await endpoint.kind() == "sglang":
-                # Apply the template once for all attempts, because engines may have different templates.
+                # Apply the chat template once for all attempts, because the engines may have different
+                # templates.
                 for i, request in enumerate(requests):
                     if isinstance(request.prompt, tuple):
                         ids = await endpoint.apply_chat_template(request.prompt)

@@ -28,15 +28,16 @@ __all__ = ["Endpoint", "Kind"]
 Kind: TypeAlias = Literal["sidecar", "sglang"]
 
 _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
-# Servers answer these paths at once, even while the engine is paused. SGLang's `/health` does not, because it
-# generates a token.
+# Servers answer these paths at once, even while the engine is paused. SGLang's `/health` does not answer at
+# once, because `/health` generates a token.
 _PROBE_PATHS: dict[Kind, str] = {"sidecar": "/healthz", "sglang": "/model_info"}
 _PROBE_TIMEOUT_S = 10.0
-# A busy scheduler answers only between two steps, so a short time limit would fail.
+# SGLang's scheduler answers `/server_info` only between two steps, so a short time limit would fail while the
+# scheduler is busy.
 _INFO_TIMEOUT_S = 30.0
 # A new engine compiles kernels during its first request, so a short time limit would fail.
 _FIELD_CHECK_TIMEOUT_S = 120.0
-# A sidecar answers only after its engine has stopped the request, so a short time limit would fail.
+# A sidecar answers `/abort` only after its engine has stopped the request, so a short time limit would fail.
 _SIDECAR_ABORT_TIMEOUT_S = 10.0
 
 
@@ -46,7 +47,7 @@ class Endpoint:
     Args:
         config: the server's connection settings.
         kinds: each server's kind, if known, by `base_url`; shared by all event loops.
-        max_long_messages: see `LongMessageLimit`.
+        max_long_messages: see `LongMessageSlots`.
     """
 
     def __init__(self, config: ServerConfig, kinds: dict[str, Kind], max_long_messages: int) -> None:
@@ -66,8 +67,8 @@ class Endpoint:
         """Return the routing key of a request to this server.
 
         Args:
-            earlier: the key of the rollout that the request continues, or empty. The returned key keeps the
-                prefix of this key.
+            earlier: the key of the rollout that the request continues, or empty. The returned key has the
+                same prefix as `earlier`.
         """
         return f"{earlier.partition('-')[0] or secrets.token_hex(8)}-{self._key_suffix}"
 
@@ -174,7 +175,8 @@ class Endpoint:
         try:
             await self._abort_by_sidecar({"request_id": request_id})
         except BadRequestError as error:
-            # Older sidecars have no `/abort`; they abort a request when its connection closes.
+            # Older sidecars have no `/abort`. An older sidecar aborts a request when the request's connection
+            # closes.
             if error.status not in (404, 405):
                 raise
 

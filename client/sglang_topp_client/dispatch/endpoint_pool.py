@@ -24,13 +24,15 @@ _FILE_WAIT_S = 0.1
 
 
 class EndpointPool:
-    """The servers of one client, for one event loop. The object must be created in that loop.
+    """The servers of one client, for one event loop.
+
+    The pool must be created while its event loop runs.
 
     Args:
         configs: the servers' connection settings. The `max_connections` of the first config limits the calls
             to all servers together.
         kinds: each server's kind, if known, by `base_url`; shared by all event loops.
-        max_long_messages: see `LongMessageLimit`.
+        max_long_messages: see `LongMessageSlots`.
         max_retries: how often a failed call is retried.
     """
 
@@ -124,8 +126,9 @@ class EndpointPool:
         """Send an order, such as an abort, to every server.
 
         Raises:
-            SglangToppError: a server refused the order, or no server answered. If some servers answer, the
-                others are ignored: a dead server runs no requests, and calls to a hung one time out.
+            SglangToppError: a server refused the order, or no server answered. If at least one server
+                answers, servers that do not answer are ignored: a dead server runs no requests, and calls to
+                a hung server time out.
         """
         outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -150,7 +153,10 @@ class EndpointPool:
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests by the server that generated the continued rollout. All others form one group."""
+        """Group requests by the server that generated the continued rollout.
+
+        Requests that continue no rollout, or a rollout of an unknown server, form one group.
+        """
         groups: dict[Endpoint | None, list[SampleRequest]] = {}
         for request in requests:
             issuer = self.that_issued(request) if request.routing_key else None

@@ -30,7 +30,10 @@ class GracefulAbort:
         self._received_at = 0.0
 
     def request(self) -> None:
-        """Begin the abort. A call in `run` ends once its server has aborted it, or at the idle timeout."""
+        """Begin the abort.
+
+        A call in `run` ends once the server has aborted the call, or at the idle timeout.
+        """
         self.note_received()
         self._requested.set()
 
@@ -43,14 +46,16 @@ class GracefulAbort:
         call: Coroutine[Any, Any, None],
         open_orders: Callable[[], Mapping[str, Callable[[], Awaitable[object]]] | None],
     ) -> None:
-        """Run a call until it ends. After the abort has begun, also order the server to abort the call.
+        """Run a call until the call ends.
+
+        Once `request` has begun the abort, `run` also orders the server to abort the call.
 
         Args:
-            call: the call, with its retries. The idle timeout cancels the call. If the abort has already
-                begun, the call is not started.
+            call: a coroutine that makes the call, with its retries. The idle timeout cancels the call. If the
+                abort has already begun, the call is not started.
             open_orders: returns one entry for each open HTTP request: the request's name at the server, and a
                 function that sends its abort. A request without a known name has no entry. Returns None if no
-                request is open. The call is then cancelled.
+                request is open, in which case `run` cancels the call.
 
         Raises:
             Exception: the call's own error.

@@ -43,7 +43,8 @@ async def collect_in_order(
         async for result in results:
             outcomes[operation.place(result)] = result
     except SglangToppError as error:
-        # The error ended the whole request: the time limit passed, it was aborted, or no server answered.
+        # The error ended the whole request: the time limit passed, the request was aborted, or no server
+        # answered.
         if not return_exceptions:
             raise
         for place in places:

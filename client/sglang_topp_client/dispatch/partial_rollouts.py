@@ -23,8 +23,9 @@ class PartialRollouts:
         requests: one request for each prompt, as if nothing had been generated yet.
         on_abort: with `"resume"`, aborted samples are continued.
         deliver: called with each sample that is finished, or aborted and not continued.
-        existing: rollouts to continue, by prompt index. A prompt with such a rollout has one sample. The
-            sample is delivered with this prompt index and the sample index 0.
+        existing: rollouts to continue, by prompt index. A prompt with an existing rollout has one sample,
+            which continues the rollout. This sample is delivered with the key as its prompt index, and with
+            the sample index 0.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class PartialRollouts:
         self._waits_s: dict[tuple[int, int], float] = {}
 
     def begin(self) -> Iterator[SampleRequest]:
-        """Yield the first requests. Deliver samples that are already finished."""
+        """Yield the requests to send first, and deliver the samples that are already finished."""
         for index, request in self._requests.items():
             part = self._parts.get((index, 0))
             if part is None:
@@ -57,8 +58,8 @@ class PartialRollouts:
         """Take a sample or its next part. Deliver the sample unless it must be continued.
 
         Returns:
-            The request for the rest and the seconds to wait before it is sent; None if the sample was
-            delivered.
+            A request for the rest of the sample, and the seconds to wait before that request is sent; None if
+            the sample was delivered.
         """
         place = rollout.prompt_index, rollout.sample_index
         part = self._parts.pop(place, None)

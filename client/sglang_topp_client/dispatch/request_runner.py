@@ -32,7 +32,7 @@ from sglang_topp_client.requests.generate import SampleRequest
 from sglang_topp_client.requests.resume import OnAbort, mark_interruptible
 from sglang_topp_client.requests.score import ScoreRequest
 from sglang_topp_client.transport.http import ServerConfig
-from sglang_topp_client.transport.long_message_limit import UNLIMITED
+from sglang_topp_client.transport.long_message_slots import UNLIMITED
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
 
@@ -85,8 +85,9 @@ class RequestRunner:
         configs: the connection settings of one or several servers, all of the same kind.
         kind: the servers' kind, or None to ask the servers.
         max_retries: how often a failed call is retried.
-        max_long_messages: see `LongMessageLimit`. The default is no limit. At a limit, the client would stop
-            reading, and a server may drop such a client.
+        max_long_messages: see `LongMessageSlots`. By default, the client reads any number of long messages at
+            once. With a limit, the client stops reading some answers for a while, and a server may drop a
+            client that stops reading.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class RequestRunner:
 
         Args:
             requests: one request for each prompt.
-            existing: rollouts to continue, by prompt index. A prompt with such a rollout has one sample.
+            existing: rollouts to continue, by prompt index. A prompt with an existing rollout has one sample.
             on_abort: how to treat aborted samples.
             timeout_s: the time limit.
             progress: see `Progress`.
@@ -276,7 +277,8 @@ class RequestRunner:
             del here.running[task]
             results.close()
             if not task.cancelled():
-                # Retrieve the exception. Otherwise, asyncio logs it if the caller has stopped iterating.
+                # Retrieve the exception, because asyncio logs an exception that nobody retrieves. Nobody else
+                # retrieves the exception if the caller has stopped iterating.
                 task.exception()
 
         task.add_done_callback(end)
@@ -299,14 +301,15 @@ class RequestRunner:
             except TimeoutError:
                 raise too_late from None
         finally:
-            # Do not wait for the task: closing hundreds of connections takes a second.
+            # Do not wait until the cancelled task has ended, because closing hundreds of connections takes a
+            # second.
             task.cancel()
 
     def _here(self) -> _LoopState:
         """Return the state of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
-            # Iterate over a copy, because other threads may add their loops.
+            # Iterate over a copy, because other threads may add their event loops to `_loops`.
             for other in list(self._loops):
                 if other.is_closed():
                     self._loops.pop(other, None)
@@ -337,7 +340,7 @@ async def _dispatch(
 
 
 def _abort_gracefully(here: _LoopState, tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
-    """Find the `tasks` that return partial samples, start their graceful aborts, and return them."""
+    """Find the `tasks` that return partial samples, start their graceful aborts, and return these tasks."""
     graceful = []
     for task in tasks:
         request = here.running[task]

@@ -13,8 +13,9 @@ _T = TypeVar("_T")
 class ResultQueue(Generic[_T]):
     """A queue with backpressure: while too many results wait for the caller, no further calls are sent.
 
-    The queue accepts the results of sent calls even beyond `max_waiting`. Otherwise the client would stop
-    reading, a sidecar would drop the client after 30 s, and the samples would be generated again.
+    The queue accepts the results of sent calls even beyond `max_waiting`. If the queue refused these results,
+    the client would stop reading answers. A sidecar would then drop the client after 30 s, and the samples
+    would be generated again.
 
     Args:
         max_waiting: the number of waiting results at which further calls are held back.
@@ -39,7 +40,7 @@ class ResultQueue(Generic[_T]):
     async def get(self) -> _T | None:
         """Wait for the next result and return it; return None after the last one."""
         result = await self._results.get()
-        # Wait until half of the results are taken. Otherwise, each taken result would wake the waiting calls.
+        # Wait until half of the results are taken, so that not every taken result wakes the waiting calls.
         if self._results.qsize() <= self._max_waiting // 2:
             self._has_room.set()
         return result

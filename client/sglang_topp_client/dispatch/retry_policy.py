@@ -27,8 +27,8 @@ class RetryBudget:
         max_retries: how many retries the call has.
         waits_for_engine: whether the call waits without limit for an engine that refuses requests (429, 503).
             These waits do not count as retries.
-        repeats_aborted: whether a call is repeated after its engine aborted it on request. The call then
-            waits for the engine, which may be paused.
+        repeats_aborted: whether a call is repeated after its engine aborted it on request. Before the
+            repetition, the call waits for the engine, which may be paused.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ def delay_s(retry: int, error: SglangToppError) -> float:
     """Return the seconds to wait before retry number `retry`, counted from 1.
 
     If a 429 answer has a Retry-After header, the delay is the header's time, at most a minute, plus up to 25
-    percent, so that many clients do not return at once. Otherwise the delay is 0.5, 1, 2, 4, 8, 8, … seconds,
-    minus up to 50 percent.
+    percent. The added percentage is random, so that many clients do not return at once. In all other cases,
+    the delay is 0.5, 1, 2, 4, 8, 8, … seconds, minus a random part of up to 50 percent.
     """
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return min(error.retry_after_s, _MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)
-    # 16 doublings exceed the maximum delay. Without this limit, `2.0**doublings` overflows after hours.
+    # 16 doublings exceed the maximum delay. Without the limit of 16, `2.0**doublings` would overflow after
+    # hours of retries.
     doublings = min(retry - 1, 16)
     return min(_FIRST_DELAY_S * 2.0**doublings, _MAX_DELAY_S) * random.uniform(0.5, 1.0)
 

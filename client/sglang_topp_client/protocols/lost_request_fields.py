@@ -24,7 +24,8 @@ REFUSABLE = ("top_logprobs_source", RESUMED)
 _Meta: TypeAlias = Mapping[str, Any]
 _BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
 
-# For each request field: what an answer contains if the field arrived, as a phrase for errors and as a test.
+# For each request field: what an answer contains if the field arrived, as a phrase for error messages and as
+# a predicate.
 _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
     "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
     "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),
@@ -39,11 +40,11 @@ _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
 
 
 def field_check_requests() -> list[dict[str, Any]]:
-    """Return the bodies of the check requests. Each asks for one token after a prompt of two tokens."""
+    """Return the bodies of the check requests. Each body asks for one token after a prompt of two tokens."""
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}
     asked: list[dict[str, Any]] = [
-        {},  # sent first, because the engine refuses the other bodies if `return_logprob` is lost
+        {},  # first, because the engine refuses the other bodies if a gateway drops `return_logprob`
         {"top_logprobs_p": 0.01, **base64},
         {"top_logprobs_source": SAMPLER, "sampling_params": {**params, "top_k": 1}, **base64},
         {"top_logprobs_p": 0.01, RESUMED: 1, **base64},

@@ -53,5 +53,5 @@ def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
     version = meta_info.get("weight_version")
     if version is None:
         return None
-    # SGLang returns the version as it was sent with the weights. A version may be a number.
+    # SGLang returns the version that was sent with the weights, and that version may be a number.
     return str(version) if type(version) is int else read_text(meta_info, "weight_version")

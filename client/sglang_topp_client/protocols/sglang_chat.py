@@ -3,9 +3,9 @@
 The engine applies its chat template and tokenizes the messages as it does for `/v1/chat/completions`. The
 client then sends the token ids to `/generate`.
 
-The client needs the prompt's token ids to resume an interrupted sample. It does not use
-`/v1/chat/completions`, because that route does not return them and does not support `resumed_tokens`. Every
-supported release of SGLang has `/tokenize`.
+The client needs the prompt's token ids to resume an interrupted sample. `/v1/chat/completions` does not
+return the prompt's token ids, and does not support the request field `resumed_tokens`. Every supported
+release of SGLang has `/tokenize`.
 
 Request::
 

@@ -1,13 +1,14 @@
 """Protocol of a patched SGLang's `POST /generate`: write the request for one prompt, and read the answer.
 
-The client always requests a stream, and sets `stream_interval` to more tokens than any sample has. SGLang
-then sends two chunks per sample: the first token, and later the complete sample. A streamed request has these
-advantages over an unstreamed one:
+The client always requests a stream, and sets `stream_interval` to more tokens than any sample has. Each
+sample therefore arrives in two chunks: the first token, and later the complete sample. A streamed request has
+these advantages over an unstreamed one:
 
-- If the client closes the connection, SGLang cancels the handler at once. The cancellation aborts every
-  sample, including queued ones. SGLang checks the connection of an unstreamed request only every 4 s.
+- If the client closes the connection, SGLang cancels the request's HTTP handler at once. The cancellation
+  aborts every sample of the request, including queued samples. SGLang checks the connection of an unstreamed
+  request only every 4 s.
 - The first chunk contains the engine's id of the sample. With `n > 1`, SGLang ignores the request's `rid` and
-  gives each sample a random id. `/abort_request` accepts only these random ids.
+  gives each sample a random id. To abort such a sample, `/abort_request` needs its random id.
 - With `n > 1`, each sample arrives as soon as it finishes.
 
 The client sends one request for all `n` samples of a prompt. SGLang prefills the prompt once and shares it
@@ -38,7 +39,7 @@ from sglang_topp.errors import (
     describe,
 )
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
-from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass, check_sets
+from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
 from sglang_topp_client.codecs.json_fields import check_seconds, parse_token_ids, read_field, read_text
 from sglang_topp_client.protocols.sglang_answer_fields import parse_token_logprobs, read_weight_version
 from sglang_topp_client.requests.generate import SampleRequest, check_source
@@ -64,9 +65,9 @@ class StreamedExchange(ABC, Generic[_Result]):
     path = "/generate"
     accept = None
     samples_per_call = 1
-    """The dispatcher adds prompts to a call until the call has this many samples.
+    """The number of samples at which the dispatcher stops adding prompts to one HTTP call.
 
-    With 1, each call has one prompt, with all of its samples.
+    A value of 1 puts one prompt in each call, with all `n` samples of the prompt.
     """
     missing_route = ""
     prompts_field = "prompts"
@@ -80,7 +81,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         SGLang has no time limit for a request, so the client does not send `timeout_s`.
 
         The client sends `request_id` with a random suffix, because SGLang rejects an id that is in use. The
-        suffix has a fixed length, because SGLang's scheduler aborts every id that begins with the given text.
+        suffix has a fixed length, because SGLang's scheduler matches the id in an abort request as a prefix.
         An abort of `a-1` would also abort `a-10`.
         """
         (self._wanted,) = wanted
@@ -126,20 +127,21 @@ class StreamedExchange(ABC, Generic[_Result]):
         return list(self._engine_ids.values())
 
     def read(self, line: bytes) -> list[_Result]:
-        """Read one line of the answer. If the line finishes a sample, return a list with its result.
+        """Read one line of the answer.
 
-        Otherwise, return an empty list.
+        If the line finishes a sample, return a list with the sample's result. For any other line, return an
+        empty list.
 
         Raises:
             WireError: the line is not in SGLang's format, or the sample is inconsistent or does not match the
                 request.
-            RolloutError: the engine gave up on a sample.
+            RolloutError: a sample's finish reason is not `"stop"`, `"length"`, or `"abort"`.
             AbortedError: the engine aborted a sample, and the request does not accept partial samples.
-            ResponseError: the line reports an error.
+            ResponseError: the line reports an error, or the engine refused a sample.
         """
         if not line or line.startswith(b":"):
-            # An empty line ends an event. A line that begins with a colon is a comment, which gateways send
-            # to keep a connection alive.
+            # An empty line ends a server-sent event. A line that begins with a colon is a comment, which
+            # gateways send to keep a connection alive.
             return []
         start = 5 if line.startswith(b"data:") else 0
         if not start and not line.startswith(b"{"):
@@ -178,7 +180,8 @@ class StreamedExchange(ABC, Generic[_Result]):
         if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
             _check_finish(reason, self.prompts_field)
         _check_resumed(self._wanted, meta_info)
-        # With --incremental-streaming-output, a chunk has only the new tokens. Keep the earlier chunks.
+        # With --incremental-streaming-output, a chunk has only the new tokens. The sample's earlier chunks
+        # are therefore kept until the sample finishes.
         is_whole = meta_info.get("completion_tokens") == len(read_field(chunk, "output_ids", list))
         earlier = [] if is_whole else self._chunks.get(index, [])
         self._chunks[index] = [*earlier, chunk]
@@ -241,8 +244,8 @@ class GenerateExchange(StreamedExchange[Rollout]):
             check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
             if wanted.top_logprobs_p is not None:
                 check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
-            # Read `weight_versions` only with sets. Without sets, SGLang itself writes this field, and the
-            # boundary between two versions can be off by one token.
+            # For a request without sets, SGLang itself writes `weight_versions`. In SGLang's own value, the
+            # boundary between two weight versions can be off by one token, so the client ignores the field.
             weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
 
         return Rollout(
@@ -269,7 +272,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
 def _is_order(reason: Any) -> bool:
     """Return whether an abort request, a pause, or a weight update ended the sample.
 
-    If the engine refuses a sample, the abort has a status code.
+    If the engine refused the sample instead, its finish reason has an HTTP status code.
     """
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 
@@ -343,7 +346,10 @@ def _field_at_fault(words: str, prompts_field: str) -> str:
 
 
 def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
-    """Return the error for an HTTP error status, or an error of type `otherwise` for any other `status`."""
+    """Return the client's error for the HTTP status that the engine reports.
+
+    If `status` is not an HTTP error status, the error has the type `otherwise`.
+    """
     kind = otherwise
     if status == 429:
         kind = OverloadedError

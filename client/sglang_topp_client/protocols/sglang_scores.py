@@ -1,4 +1,4 @@
-"""Protocol for scoring existing sequences with a patched SGLang: `POST /generate` without new tokens.
+"""Protocol of a patched SGLang's `POST /generate` for scores: an existing sequence, and no new tokens.
 
 SGLang computes the next-token distribution at every position from `logprob_start_len` on. The first token
 with a log-prob is therefore at `logprob_start_len + 1`. Tokens before `logprob_start_len` may come from the
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sglang_topp import formats
 from sglang_topp.errors import BadRequestError, WireError
-from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass, check_sets
+from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
 from sglang_topp_client.codecs.json_fields import read_field
 from sglang_topp_client.protocols.sglang_answer_fields import parse_token_logprobs, read_weight_version
 from sglang_topp_client.protocols.sglang_generate import StreamedExchange
@@ -27,9 +27,9 @@ from sglang_topp_client.types.score import Score
 __all__ = ["GenerateScoreExchange"]
 
 _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
-# The client requests sets with this threshold even if the caller wants only log-probs. With sets, the engine
-# guarantees one weight version per score. The sets also show that the engine is patched. At this threshold, a
-# set has one or two tokens.
+# The client requests sets even if the caller wants only log-probs, and then uses the threshold 1e-9. With
+# sets, the engine guarantees one weight version per score. The sets also show that the engine is patched. At
+# the threshold 1e-9, a set has only one or two tokens.
 _LEAST_P = 1e-9
 
 
@@ -87,7 +87,8 @@ class GenerateScoreExchange(StreamedExchange[Score]):
 def _logprobs(entries: list[Any], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
     """Return the log-probs of the tokens from `start` on, float32 [L - start].
 
-    The first of SGLang's entries belongs to the token at `start - 1`, and has no log-prob.
+    `entries` is SGLang's list of input log-probs. Its first entry belongs to the token at `start - 1`, and
+    has no log-prob.
     """
     first = entries[0] if entries else None
     if not isinstance(first, list) or not first or first[0] is not None:

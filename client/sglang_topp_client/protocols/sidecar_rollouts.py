@@ -12,11 +12,11 @@ final message. Answer::
     {"prompt_index": 0, "sample_index": 2, ...}
     {"done": true, "rollouts": 8}
 
-The message `{"error": {...}}` reports a failure. The client ignores all messages after it.
+The message `{"error": {...}}` reports a failure. The client ignores all messages after an error message.
 
-The client's `Accept` header asks for binary frames. A sidecar that supports them sends each message as a
-frame (`framing.py`). A frame holds a sample in binary form (`rollout_binary.py`), or another message in JSON.
-Any other sidecar sends lines of JSON (`rollout_json.py`).
+The client's `Accept` header asks for binary frames. A sidecar that supports binary frames sends each message
+as a frame (`framing.py`). A frame holds a sample in binary form (`rollout_binary.py`), or another message in
+JSON. A sidecar without support for binary frames sends lines of JSON (`rollout_json.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any, Generic, TypeVar
 from sglang_topp.engine_contract.resume_rules import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
 from sglang_topp_client.argument_checks import fresh_id
+from sglang_topp_client.codecs.answer_consistency import check_kept_mass
 from sglang_topp_client.codecs.binary_frame import is_frame
-from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass
 from sglang_topp_client.codecs.error_json import error_from_json
 from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE, rollout_from_bytes
 from sglang_topp_client.codecs.rollout_json import rollout_from_json
@@ -43,17 +43,17 @@ __all__ = ["SERVICE", "RolloutsExchange", "SidecarExchange"]
 _Result = TypeVar("_Result")
 
 SERVICE = "sglang-topp"
-"""The value of `"service"` in the sidecar's `GET /info`. An engine's answer has no such field."""
+"""The value of the field `"service"` in a sidecar's `GET /info`. An engine's `/info` lacks the field."""
 
 
 class SidecarExchange(ABC, Generic[_Result]):
     """One POST to a route of the sidecar: the request body, and the results received so far.
 
-    A subclass decodes each record into a result, such as a `Rollout`.
+    A subclass decodes each sample or score into a result, such as a `Rollout`.
 
     Attributes:
-        path: the route, such as `"/rollouts"`. The final message has the number of results in a field of this
-            name, without the slash.
+        path: the route, such as `"/rollouts"`. The final message reports the number of results in a field
+            that is named like the route, such as `rollouts`.
         media_type: the media type of an answer in frames.
         missing_route: the error message if the sidecar has no such route.
     """
@@ -62,10 +62,10 @@ class SidecarExchange(ABC, Generic[_Result]):
     media_type: str
     missing_route = ""
     samples_per_call = 128
-    """The dispatcher adds prompts to a call until the call has this many samples.
+    """The number of samples at which the dispatcher stops adding prompts to one HTTP call.
 
-    The limit keeps a request body below a few MB, and spreads a large batch over several sidecars. It also
-    limits how many samples are lost with a connection.
+    The limit keeps a request body below a few MB, and spreads a large batch over several sidecars. A broken
+    connection loses only the unfinished samples of its call.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class SidecarExchange(ABC, Generic[_Result]):
 
         Args:
             wanted: the prompts, and the samples to generate from each prompt.
-            request_id: the caller's id of the request. The client sends it with a random suffix.
-            timeout_s: the time limit that the sidecar enforces; None for no limit.
+            request_id: the caller's id of the request. The client appends a random suffix before it sends the
+                id.
+            timeout_s: the time limit that the sidecar enforces. None means no limit.
             max_bytes: the maximum size of a sample after decompression, in bytes.
         """
         self.accept = f"{self.media_type}, application/x-ndjson;q=0.5"
@@ -98,14 +99,14 @@ class SidecarExchange(ABC, Generic[_Result]):
 
     @abstractmethod
     def _from_bytes(self, raw: bytes) -> _Result:
-        """Decode and check a binary record, and note that its sample is finished.
+        """Decode and check a binary record, and mark its sample as finished.
 
         Return the result with its indices in the caller's request.
         """
 
     @abstractmethod
     def _from_json(self, record: dict[str, Any]) -> _Result:
-        """Decode and check a JSON record, and note that its sample is finished.
+        """Decode and check a JSON record, and mark its sample as finished.
 
         Return the result with its indices in the caller's request.
         """
@@ -119,9 +120,10 @@ class SidecarExchange(ABC, Generic[_Result]):
         return []
 
     def read(self, line: bytes) -> list[_Result]:
-        """Read one message of the answer. If the message holds a sample, return a list with its result.
+        """Read one message of the answer.
 
-        Otherwise, return an empty list.
+        If the message holds a sample, return a list with the sample's result. For any other message, return
+        an empty list.
 
         Raises:
             WireError: the message is not in the sidecar's format, or the sample is inconsistent or does not
@@ -173,7 +175,8 @@ class RolloutsExchange(SidecarExchange[Rollout]):
             "timeout_s": self._timeout_s,
             "stream": True,
         }
-        # Older sidecars do not know the fields below. Send each field only if the request needs it.
+        # Older sidecars do not know `top_logprobs_source`, `on_abort`, and `resumed_tokens`. The body has
+        # such a field only if the request needs the field.
         if SAMPLER in sources:
             body["top_logprobs_source"] = SAMPLER if set(sources) == {SAMPLER} else sources
         if any(one.is_interruptible for one in self._wanted):

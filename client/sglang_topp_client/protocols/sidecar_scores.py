@@ -12,7 +12,7 @@ has no final message. Answer::
     {"done": true, "scores": 8}
 
 Messages and failures have the same form as for `/rollouts` (`sidecar_rollouts.py`). `score_codecs.py` encodes
-the records.
+and decodes the message of a score.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_topp.errors import MissingCandidateSetsError, WireError
-from sglang_topp_client.codecs.candidate_set_checks import check_kept_mass
+from sglang_topp_client.codecs.answer_consistency import check_kept_mass
 from sglang_topp_client.codecs.score_codecs import MEDIA_TYPE, score_from_bytes, score_from_json
 from sglang_topp_client.protocols.sidecar_rollouts import SidecarExchange
 from sglang_topp_client.requests.score import ScoreRequest
@@ -41,9 +41,9 @@ class ScoresExchange(SidecarExchange[Score]):
         " client's version there, or use its engine directly (kind='sglang')"
     )
     samples_per_call = 16
-    """The dispatcher adds sequences to a call until the call has this many.
+    """The maximum number of sequences in one HTTP call.
 
-    The number is low, because a sequence may be as long as the engine's context.
+    The maximum is low, because a sequence may be as long as the engine's context.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ _NO_MEDIA = (
 
 
 def find_media(fields: Mapping[Any, Any]) -> str | None:
-    """Return an error message if a field holds images, audio, or video, or else None."""
+    """Return an error message if a field holds images, audio, or video. Return None if no field does."""
     found = next((name for name in _MEDIA if fields.get(name) is not None), None)
     return None if found is None else f"got {found}, expected text only; {_NO_MEDIA}"
 
@@ -105,7 +105,10 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def _messages(name: str, messages: Any) -> Messages:
-    """Check the chat messages of one prompt. Only the engine can check them against its chat template."""
+    """Check the chat messages of one prompt.
+
+    The engine later checks the messages against its chat template, which the client does not have.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidInputError(f"{name}: got {describe(messages)} among chats, expected a list of messages")
     for i, message in enumerate(messages):
@@ -126,7 +129,7 @@ def _messages(name: str, messages: Any) -> Messages:
 
 def _check_content(name: str, content: Any) -> None:
     if content is None or isinstance(content, str):
-        return  # an assistant's message with tool calls may have no content
+        return  # None is valid: an assistant's message with tool calls may have no content
     if not isinstance(content, list | tuple):
         raise InvalidInputError(f"{name}: got {type(content).__name__}, expected text or parts of text")
     for i, part in enumerate(content):

@@ -1,8 +1,8 @@
 """Requests for `resume`: check the rollouts to continue, and build the requests for their remaining tokens.
 
 The prompt of a resume request consists of the original prompt's ids and the ids generated so far.
-`resumed_tokens` tells the engine how many of these ids belong to the answer. The engine then matches stop
-strings and returns text as for an uninterrupted sample.
+The field `resumed_tokens` tells the engine how many ids at the prompt's end were generated before the
+interruption. The engine then matches stop strings and returns text as for an uninterrupted sample.
 
 An interruption would change the effect of some sampling parameters. The client refuses these parameters
 (`sglang_topp.engine_contract.resume_rules`).
@@ -40,9 +40,13 @@ __all__ = [
 ]
 
 OnAbort: TypeAlias = Literal["raise", "return", "resume"]
-"""How to treat a sample that the engine aborts: raise an error, return the partial sample, or resume it."""
+"""The client's reaction to a sample that the engine aborts.
 
-# Sampling parameters that change the distribution of a token. All tokens of a rollout need the same values.
+The client raises an error, returns the partial sample, or resumes the sample.
+"""
+
+# Sampling parameters that change the distribution of a token. A resume request must repeat their values, so
+# that all tokens of a rollout come from the same distribution.
 _DISTRIBUTION_PARAMS = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -55,10 +59,10 @@ def check_on_abort(on_abort: Any) -> None:
 
 
 def mark_interruptible(wanted: Sequence[SampleRequest], on_abort: OnAbort) -> list[SampleRequest]:
-    """Return the requests. Unless `on_abort` is `"raise"`, mark them as interruptible.
+    """Return the requests, marked as interruptible unless `on_abort` is `"raise"`.
 
     Raises:
-        InvalidInputError: `on_abort` is `"resume"`, and `check_resumable` refuses a sampling parameter.
+        InvalidInputError: a sampling parameter does not allow an exact resume, and `on_abort` is `"resume"`.
     """
     if on_abort == "raise":
         return list(wanted)
@@ -97,13 +101,15 @@ def plan_resume(
         rollouts: one `Rollout` or several.
         sampling_params: the parameters that generated the rollouts; one mapping for all rollouts, or one per
             rollout. `n` is ignored.
-        top_logprobs_p: one threshold for all rollouts, or one per rollout; None or 0 requests no sets.
-        top_logprobs_source: one rule for all rollouts, or one per rollout; see `plan`.
+        top_logprobs_p: one threshold for all rollouts, or one threshold per rollout. None or 0 requests no
+            sets.
+        top_logprobs_source: one value for all rollouts, or one value per rollout. `plan` describes the
+            values.
 
     Returns:
-        A list of requests and a list of the rollouts. Each request asks for the whole answer of one rollout,
-        from its first token on. `continuation_request` turns it into a request for the missing tokens. A
-        request's prompt index is the rollout's index in `rollouts`.
+        The requests and the rollouts, as two lists of the same length. Each request asks for a complete
+        sample of the rollout's original prompt. `continuation_request` turns such a request into a request
+        for the missing tokens. A request's prompt index is the rollout's index in `rollouts`.
 
     Raises:
         InvalidInputError: an argument is wrong, or differs from the request that generated the rollout; the
@@ -149,12 +155,13 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
 
     Args:
         rollout: the unfinished rollout; see `as_finished`.
-        wanted: the request for the whole answer.
-        sample: the sample index of the rollout in `wanted`.
+        wanted: the request for a complete sample of the original prompt.
+        sample: the index in `wanted.samples` of the sample that the rollout continues.
     """
     start = rollout.turn_start
     num_tokens = len(rollout.output_ids) - start
-    # The request for the whole answer may itself continue an earlier answer. Count that answer's tokens too.
+    # `wanted` may itself resume an earlier sample, whose tokens are at the end of its prompt. These tokens
+    # also count as resumed tokens.
     num_before = 0 if start else wanted.resumed_tokens or 0
     params = dict(wanted.sampling_params)
     if num_tokens:
@@ -200,7 +207,10 @@ def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollou
 
 
 def _without_n(params: Any) -> Any:
-    """Return the parameters without `n`. Return other values unchanged, because `plan` checks their types."""
+    """Return the sampling parameters without `n`.
+
+    Values that are not mappings are returned unchanged, because `plan` checks the types.
+    """
     if isinstance(params, Mapping):
         return {name: value for name, value in params.items() if name != "n"}
     if isinstance(params, list | tuple):
@@ -223,7 +233,10 @@ def _check_whole(name: str, rollout: Rollout) -> None:
 
 
 def _check_sets(name: str, rollout: Rollout, wanted: SampleRequest) -> None:
-    """Raise InvalidInputError unless `wanted` keeps the rule and the distribution of the rollout's sets."""
+    """Raise InvalidInputError unless the new sets would be like the rollout's sets.
+
+    `wanted` must have the rollout's `top_logprobs_source`, `top_logprobs_p`, and distribution parameters.
+    """
     if not len(rollout.output_ids):
         return
     if (rollout.candidates is None) != (wanted.top_logprobs_source is None):

@@ -50,7 +50,8 @@ def plan_scores(
     Args:
         sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
             output tokens form the sequence.
-        top_logprobs_p: one threshold for all sequences, or one per sequence; None or 0 requests no sets.
+        top_logprobs_p: one threshold for all sequences, or one threshold per sequence. None or 0 requests no
+            sets.
         start: the first scored position, one for all sequences or one per sequence. None means 1 or, for a
             Rollout, the position of its first generated token.
 
@@ -67,8 +68,8 @@ def plan_scores(
         given = list(one_each("start", start, count, per="sequence"))
         names = [f"start[{i}]" for i in range(count)]
     firsts = [len(rollout.prompt_ids) for rollout in rollouts] or [1] * count
-    # Gateways send a request with this key to the server that generated the rollout. That server has the
-    # sequence in its prefix cache.
+    # A gateway sends a request with the rollout's routing key to the server that generated the rollout. That
+    # server has the sequence in its prefix cache.
     keys = [rollout.routing_key for rollout in rollouts] or [""] * count
     return [
         ScoreRequest(
@@ -86,7 +87,7 @@ def plan_scores(
 
 
 def _rollouts(sequences: Any) -> list[Rollout]:
-    """Return the sequences as a list if they are Rollouts, or else an empty list."""
+    """Return the sequences as a list if they are Rollouts. Return an empty list if they are not."""
     if isinstance(sequences, Rollout):
         return [sequences]
     if not isinstance(sequences, list | tuple) or not any(isinstance(one, Rollout) for one in sequences):

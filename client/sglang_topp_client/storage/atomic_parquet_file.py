@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AtomicParquetFile", "sync_directory"]
 
-# Use dictionary encoding for text columns only. In a float column, it may replace a value by an equal one
-# with other bits, such as -0.0 by 0.0.
+# Only these text columns use dictionary encoding. In a float column, dictionary encoding may replace a value
+# by an equal value with other bits, such as -0.0 by 0.0.
 _DICTIONARIES = [
     "top_logprobs_source",
     "sampling_params",
@@ -35,11 +35,12 @@ class AtomicParquetFile:
     After an error, the hidden file is removed.
 
     pyarrow writes to memory, and this class copies the bytes to disk. On a full disk, pyarrow itself would
-    still append a footer after a partial row group. Its errors would also not name the path.
+    still append a footer after a partial row group. The errors of pyarrow also do not name the path.
 
     Args:
         path: the final path of the file.
-        more_fields: one `pyarrow.Field` for each additional column. These columns follow the rollout columns.
+        more_fields: one `pyarrow.Field` for each additional column. The additional columns follow the rollout
+            columns.
     """
 
     def __init__(self, path: Path, more_fields: Sequence[Any] = ()) -> None:
@@ -54,7 +55,7 @@ class AtomicParquetFile:
             use_dictionary=_DICTIONARIES,
             write_statistics=_STATISTICS,
             write_page_checksum=True,
-            # Do not store Arrow's schema, which would only repeat the columns' types.
+            # Arrow's own schema would only repeat the column types that Parquet stores anyway.
             store_schema=False,
         )
         with self._naming_errors():
@@ -85,8 +86,8 @@ class AtomicParquetFile:
                     try:
                         sync_directory(self._path.parent)
                     except BaseException:
-                        # Remove the file. A caller that gets this error may write the rollouts again, which
-                        # would store them twice.
+                        # The file is removed, because a caller may write the rollouts again after an error.
+                        # The directory would then hold the rollouts twice.
                         self._path.unlink()
                         raise
         finally:

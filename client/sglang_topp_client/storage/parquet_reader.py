@@ -45,7 +45,8 @@ def load_rows(
 
     Args:
         path: the file.
-        wanted: the row numbers to read, from 0; None reads all. Row groups without a wanted row are skipped.
+        wanted: the row numbers to read, from 0. None reads all rows. Row groups without a wanted row are
+            skipped.
     """
     pa = pyarrow()
     with open(path, "rb") as file:
@@ -61,8 +62,8 @@ def load_rows(
             for number in range(parquet.num_row_groups):
                 num_rows = parquet.metadata.row_group(number).num_rows
                 rows = [row for row in range(num_rows) if wanted is None or start + row in wanted]
-                # Read each row group in its own generator, so that its memory is freed before the next group
-                # is read.
+                # A separate generator reads each row group, so that the memory of a row group is freed before
+                # the next one is read.
                 for row, rollout, scores in _load_group(path, parquet, number, rows) if rows else ():
                     yield start + row, rollout, scores
                 start += num_rows

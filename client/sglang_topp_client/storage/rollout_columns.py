@@ -1,6 +1,6 @@
 """Convert rollouts to the columns of an Arrow table and back, with every field restored bit for bit.
 
-One row is one rollout. T is the number of its output tokens::
+One row of the table is one rollout. T is the number of the rollout's output tokens. The columns are::
 
     prompt_index, sample_index      int64
     request_id                      string
@@ -168,9 +168,9 @@ def num_bytes_of(rollout: Rollout) -> int:
 
 
 def to_table(rollouts: Sequence[Rollout]) -> Any:
-    """Return a `pyarrow.Table` of rollouts that `check_rollout` accepts.
+    """Convert rollouts to a `pyarrow.Table`.
 
-    The rollouts must have fewer than 2^31 candidates in total.
+    `check_rollout` must accept each rollout. The rollouts must have fewer than 2^31 candidates in total.
     """
     pa = pyarrow()
     kinds = schema()
@@ -231,7 +231,10 @@ def to_rollouts(table: Any) -> Iterator[Rollout]:
 
 
 class _Lists:
-    """A column of lists. Indexing copies a row, so that the row does not keep the whole column in memory."""
+    """A column of an Arrow table with one list in each row.
+
+    `column[row]` returns a copy of the row's list, so that the list does not keep the whole column in memory.
+    """
 
     def __init__(self, column: Any) -> None:
         self.offsets = column.offsets.to_numpy()
@@ -250,7 +253,7 @@ class _Lists:
 
 
 class _Sets:
-    """A reader of the three columns that hold candidate sets."""
+    """The three columns of candidate sets: token ids, log-probs, and sampled ids."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self._ids, self._logprobs = _Lists(columns["candidate_ids"]), _Lists(columns["candidate_logprobs"])
@@ -269,7 +272,10 @@ class _Sets:
 
     @staticmethod
     def _flat(lists: _Lists, rows: slice) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the numbers of consecutive lists as one new array, and the offsets of the lists in it."""
+        """Concatenate the lists of several consecutive rows.
+
+        Return the concatenated numbers as a new array, and the offset of each list in this array.
+        """
         offsets = lists.offsets[rows.start : rows.stop + 1].astype(np.int64)
         return lists.values.to_numpy()[offsets[0] : offsets[-1]].copy(), offsets - offsets[0]
 
@@ -285,7 +291,11 @@ def _nested(
     values: Sequence[NDArray[Any] | None],
     dtype: type[np.number[Any]],
 ) -> Any:
-    """Return a column of nested lists. Each row has one inner list of `values` for each of its sets."""
+    """Return an Arrow column with a list of lists in each row.
+
+    A row is one rollout. Its outer list has one inner list for each candidate set of the rollout. The inner
+    list holds that set's part of `values`, which are token ids or log-probs.
+    """
     sizes = [None if one is None else one.sizes for one in sets]
     flat = np.concatenate([np.empty(0, dtype), *(row for row in values if row is not None)])
     inner_sizes = np.concatenate([np.empty(0, np.int64), *(row for row in sizes if row is not None)])

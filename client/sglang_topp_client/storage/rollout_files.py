@@ -43,7 +43,7 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
         path: the file, which must not exist yet.
         rollouts: any number of rollouts. The iterable is consumed one rollout at a time.
         row_group_size: how many rollouts form a row group. This function and `load_rollouts` hold one row
-            group in memory. A row group also ends when it reaches 64 MiB.
+            group in memory. A row group also ends if the next rollout would increase its size beyond 64 MiB.
 
     Raises:
         InvalidInputError: the path exists, an array has another dtype or length than `Rollout` documents, or
@@ -81,7 +81,8 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
         ModuleNotFoundError: pyarrow is not installed.
     """
     pyarrow()
-    # List the files outside of the generator, so that a wrong path raises here and not at the first `next`.
+    # The files are listed before the generator starts, so that a wrong path raises an error in this call, and
+    # not at the caller's first `next`.
     files = files_of(path)
     return (rollout for file in files for _, rollout, _ in load_rows(file))
 
@@ -97,15 +98,15 @@ class RolloutWriter:
 
     Each part is a complete Parquet file, so other processes may read the directory while it is written.
     `load_rollouts`, pandas, pyarrow, and `datasets` accept the directory's name; DuckDB and Polars accept the
-    pattern `rollouts/*.parquet`. A killed process loses only the part in progress, at most `part_size`
-    rollouts. Several writers may add to one directory at once. All methods block.
+    pattern `rollouts/*.parquet`. A killed process loses only the part that is not yet on disk, at most
+    `part_size` rollouts. Several writers may add to one directory at once. All methods block.
 
     Args:
         path: the directory; it is created if it does not exist.
-        append: whether to add parts to a directory that already has some. If False, such a directory raises
+        append: whether to add parts to a directory that already has parts. If False, such a directory raises
             an error, so that two runs are not mixed by accident.
         part_size: how many rollouts form a part. A part is held in memory until it is written. A part also
-            ends when it reaches 64 MiB.
+            ends if the next rollout would increase its size beyond 64 MiB.
 
     Attributes:
         path: the directory.
@@ -134,7 +135,8 @@ class RolloutWriter:
                 " them"
             )
         self._next_number = max(numbers, default=-1) + 1
-        # Another writer may use the same part numbers. The suffix keeps the file names distinct.
+        # Another writer may use the same part numbers in this directory. The random suffix keeps the file
+        # names of both writers distinct.
         self._suffix = uuid.uuid4().hex[:8]
 
     @property
@@ -147,9 +149,9 @@ class RolloutWriter:
 
         Raises:
             InvalidInputError: an array has another dtype or length than `Rollout` documents, or a text cannot
-                be encoded as UTF-8; the error names the field. The rollout was not added.
-            OSError: the part cannot be written; the error names it. The rollout was not added, but the writer
-                keeps the earlier rollouts. The caller may retry.
+                be encoded as UTF-8; the error names the field. The writer does not keep this rollout.
+            OSError: the part cannot be written; the error names the part. The writer does not keep this
+                rollout, but keeps the earlier rollouts of the part. The caller may retry.
         """
         self._check_open()
         check_rollout(rollout)
@@ -164,16 +166,17 @@ class RolloutWriter:
                 raise
 
     def flush(self) -> None:
-        """Finish the part in progress. All rollouts written so far are then on disk.
+        """Write the current part to disk. All rollouts written so far are then on disk.
 
         Raises:
-            OSError: the part cannot be written; the error names it. The writer keeps the rollouts of the
-                part, so the caller may retry.
+            OSError: the part cannot be written; the error names the part. The writer keeps the rollouts of
+                the part in memory, so the caller may retry.
         """
         self._check_open()
         if not self._group.rollouts:
             return
-        # A retry after an error writes the same file name, so no rollout is stored twice.
+        # If a write fails, the retry uses the same file name as the failed write, so no rollout is stored
+        # twice.
         name = f"part-{self._next_number:06}-{self._suffix}.parquet"
         with AtomicParquetFile(Path(self.path, name)) as file:
             file.write(self._group.rollouts)
@@ -181,11 +184,11 @@ class RolloutWriter:
         self._next_number += 1
 
     def close(self) -> None:
-        """Finish the part in progress and close the writer. Closing a closed writer does nothing.
+        """Write the current part to disk and close the writer. Closing a closed writer does nothing.
 
         Raises:
-            OSError: the part cannot be written; the error names it. The writer stays open and keeps the
-                rollouts of the part, so the caller may retry.
+            OSError: the part cannot be written; the error names the part. The writer stays open and keeps the
+                rollouts of the part in memory, so the caller may retry.
         """
         if not self._is_closed:
             self.flush()

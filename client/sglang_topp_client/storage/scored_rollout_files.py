@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.errors import InvalidInputError
+from sglang_topp.errors import InvalidInputError, describe
 from sglang_topp_client.storage.atomic_parquet_file import AtomicParquetFile
 from sglang_topp_client.storage.parquet_reader import files_of, load_rows, num_rows_of
 from sglang_topp_client.storage.rollout_columns import num_bytes_of, pyarrow
@@ -21,7 +21,7 @@ __all__ = ["ScoredRollout", "add_trainer_columns", "load_scored_rollouts"]
 
 _Path: TypeAlias = "str | os.PathLike[str]"
 _MAX_ROWS, _MAX_BYTES = 256, 1 << 26
-"""The maximum number of rollouts in a row group, and its maximum size in bytes."""
+"""The maximum number of rollouts in a row group, and the maximum size of a row group in bytes."""
 
 
 class ScoredRollout(NamedTuple):
@@ -38,7 +38,7 @@ def load_scored_rollouts(
 
     Args:
         path: a file, or a directory written by `RolloutWriter`.
-        wanted: the numbers of the rollouts to read, counted from 0 over all files; None reads all.
+        wanted: the numbers of the rollouts to read, counted from 0 over all files. None reads all rollouts.
 
     Raises:
         WireError: a file was altered or cut, or does not hold rollouts; the error names the file.
@@ -81,10 +81,10 @@ def add_trainer_columns(
         rewards: one number for each rollout.
 
     Raises:
-        InvalidInputError: `target` exists, no column is given, or a column does not match the rollouts in
-            length; the error names the column.
+        InvalidInputError: the file `target` exists, no column is given, or a column has too few or too many
+            values; the error names the column.
         WireError: the rollouts cannot be read; the error names the file.
-        OSError: a file cannot be read or written; the error names it.
+        OSError: a file cannot be read or written; the error names the file.
         ModuleNotFoundError: pyarrow is not installed.
     """
     given = {
@@ -118,7 +118,7 @@ def add_trainer_columns(
 
 
 class _Column:
-    """A reader that checks the values of one column, one rollout at a time."""
+    """One column of a trainer's values, read from the caller's iterable and checked one rollout at a time."""
 
     def __init__(self, name: str, values: Iterable[Any]) -> None:
         self._name, self._values = name, iter(values)
@@ -134,12 +134,26 @@ class _Column:
                 f"{self._name}: got {self._num_taken} values, expected one for each rollout"
             ) from None
         if value is not None:
-            value = float(value) if self._name == "reward" else self._as_floats(value, num_tokens)
+            value = self._as_number(value) if self._name == "reward" else self._as_floats(value, num_tokens)
         self._taken.append(value)
         self._num_taken += 1
 
+    def _as_number(self, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise InvalidInputError(
+                f"{self._name}: rollout {self._num_taken}: got {describe(value)}, expected a number"
+            ) from None
+
     def _as_floats(self, value: Any, num_tokens: int) -> NDArray[np.float32]:
-        floats = np.asarray(value, np.float32)
+        try:
+            floats = np.asarray(value, np.float32)
+        except (TypeError, ValueError):
+            raise InvalidInputError(
+                f"{self._name}: rollout {self._num_taken}: got {describe(value)}, expected a list"
+                f" or an array of {num_tokens} numbers"
+            ) from None
         if floats.shape != (num_tokens,):
             raise InvalidInputError(
                 f"{self._name}: rollout {self._num_taken}: got shape {list(floats.shape)}, expected"

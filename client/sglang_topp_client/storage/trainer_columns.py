@@ -1,6 +1,7 @@
 """Columns that a trainer adds to saved rollouts: its own log-probs, and rewards.
 
-Each column is optional. A row may have null in any of them. T is the number of the row's output tokens::
+Each column is optional, and a row may have null in any of these columns. T is the number of output tokens of
+the row's rollout. The columns are::
 
     trainer_logprobs                list<float>, T; natural log-probs over the whole vocabulary
     trainer_masked_logprobs         list<float>, T; natural log-probs over the candidate sets
@@ -57,7 +58,7 @@ def has_rollout_columns(found: Any) -> bool:
 
 
 class TrainerRows:
-    """A reader of the trainer's columns in a table of rollouts. A missing column counts as null."""
+    """The trainer's columns of a `pyarrow.Table` of rollouts. A missing column is None in every row."""
 
     def __init__(self, table: Any) -> None:
         self._columns = {

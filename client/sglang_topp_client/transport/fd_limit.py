@@ -19,8 +19,9 @@ except ImportError:  # pragma: no cover - Windows has no such limit
 
 __all__ = ["FileLimitError", "max_connections", "shortage"]
 
-# Keep this many descriptors free for files that the process opens later, and for attempts to connect. An
-# attempt may take several: a thread resolves the name, and the client may try two addresses at once.
+# The number of descriptors to keep free for files that the process opens later, and for attempts to connect.
+# One attempt to connect may take several descriptors: a thread resolves the host name, and the client may try
+# two addresses at once.
 _RESERVE = 64
 
 
@@ -29,11 +30,12 @@ class FileLimitError(TransportError):
 
 
 def max_connections(wanted: int) -> int:
-    """Return how many connections a client may have: `wanted`, or fewer if the limit on open files is low.
+    """Return how many connections a client may have.
 
-    The upper bound is the process's limit on open files, minus the files open now and a reserve. The reserve
-    is 64 files, or an eighth of the limit if that is less. The result is at least 1. If no descriptor is
-    free, the client then raises an error instead of waiting forever.
+    The result is `wanted`, or less if the process's limit on open files is low. The upper bound is this
+    limit, minus the files open now and a reserve. The reserve is 64 files, or an eighth of the limit if that
+    is less. The result is at least 1, so that a client without a free descriptor raises an error, and does
+    not wait forever.
     """
     limit = _limit()
     if limit is None:
@@ -42,7 +44,10 @@ def max_connections(wanted: int) -> int:
 
 
 def shortage(error: BaseException) -> str | None:
-    """Return a sentence with a remedy if `error` comes from a lack of file descriptors, or else None."""
+    """Return a sentence that names a remedy if `error` comes from a lack of file descriptors.
+
+    Return None for any other error.
+    """
     codes = _error_numbers(error, set())
     if errno.ENFILE in codes:
         return "the machine has no file left for a connection (ENFILE, fs.file-max): close some, or raise it"
@@ -72,7 +77,10 @@ def _num_open() -> int:
 
 
 def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
-    """Return the `errno` values of an error, its causes, and the members of an exception group."""
+    """Return the `errno` values of `error` and of all errors that it contains.
+
+    The contained errors are the causes and contexts of `error`, and the members of an exception group.
+    """
     if error is None or id(error) in seen:
         return set()
     seen.add(id(error))
@@ -84,10 +92,10 @@ def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
 
 
 def _is_none_left() -> bool:
-    """Return whether the process has no file descriptor left. The test is to open a file.
+    """Try to open a file, and return whether the process has no file descriptor left.
 
-    This test is needed for name lookups. Without a descriptor, they raise an error whose `errno` is not
-    EMFILE.
+    The `errno` of an error is not enough. If no descriptor is left, a host-name lookup raises an error whose
+    `errno` is not EMFILE.
     """
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from sglang_topp.errors import TransportError, WireError
-from sglang_topp_client.transport.long_message_limit import LongMessageLimit
+from sglang_topp_client.transport.long_message_slots import LongMessageSlots
 
 __all__ = ["frame_head", "frames", "lines", "whole"]
 
@@ -25,7 +25,7 @@ def frame_head(num_bytes: int) -> bytes:
 
 
 async def lines(
-    body: AsyncIterator[bytes], limit: LongMessageLimit, max_bytes: int
+    body: AsyncIterator[bytes], limit: LongMessageSlots, max_bytes: int
 ) -> AsyncGenerator[bytes, None]:
     """Yield the lines of an answer as they arrive, without their line ends.
 
@@ -33,8 +33,8 @@ async def lines(
         WireError: a line is longer than `max_bytes`; the rest is not read.
         TransportError: the answer ends within a line.
     """
-    # Collect a line in one large buffer, not in a list of chunks. malloc returns the memory of a large buffer
-    # to the OS as soon as the buffer is freed.
+    # A line is collected in one large buffer, and not in a list of chunks, because malloc returns the memory
+    # of a large buffer to the OS as soon as the buffer is freed.
     pending = bytearray()
     with limit.reader() as reader:
         async for data in body:
@@ -44,8 +44,8 @@ async def lines(
                 _check_length(len(pending) + len(end), max_bytes)
                 pending += end
                 line = bytes(pending).rstrip(b"\r")
-                # To save memory, free the buffer before the caller decodes the line. Free the line before the
-                # next line is read.
+                # A line may have hundreds of MB. The buffer is therefore freed before the caller decodes the
+                # line, and the line is freed before the next line is read.
                 pending = bytearray()
                 yield line
                 del line
@@ -58,7 +58,7 @@ async def lines(
 
 
 async def frames(
-    body: AsyncIterator[bytes], limit: LongMessageLimit, max_bytes: int
+    body: AsyncIterator[bytes], limit: LongMessageSlots, max_bytes: int
 ) -> AsyncGenerator[bytes, None]:
     """Yield the frames of an answer as they arrive, without their length prefixes.
 

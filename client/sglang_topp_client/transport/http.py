@@ -1,12 +1,12 @@
 """HTTP client of one server, built on aiohttp: send requests, stream answers, and turn statuses into errors.
 
-The client supports hundreds of generations at once. It has no read timeout, because a generation may take an
-hour. The connection pool has no limit, because the client already limits the calls in flight.
+The client supports hundreds of generations at once. The client has no read timeout, because a generation may
+take an hour. The connection pool has no limit, because the client already limits the calls in flight.
 
-The client uses aiohttp for its speed. In paired runs against `benchmarks/harness/fake_engine.py`, 1,000
-samples were in flight. aiohttp finished 1.2 to 1.4 times as many samples per second as a pool over httpcore.
-httpx's own pool finished 0.6 times as many as that pool. httpx compares every idle connection with every
-other one whenever a request starts or ends.
+The client uses aiohttp for its speed. Paired runs against `benchmarks/harness/fake_engine.py` had 1,000
+samples in flight. aiohttp finished 1.2 to 1.4 times as many samples per second as a connection pool over
+httpcore. The pool of httpx finished only 0.6 times as many samples per second as the pool over httpcore.
+httpx compares every idle connection with every other idle connection whenever a request starts or ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sglang_topp_client.codecs import rollout_binary, score_codecs
 from sglang_topp_client.codecs.error_json import error_from_json
 from sglang_topp_client.transport import fd_limit, framing
 from sglang_topp_client.transport.fd_limit import FileLimitError
-from sglang_topp_client.transport.long_message_limit import LongMessageLimit
+from sglang_topp_client.transport.long_message_slots import LongMessageSlots
 from sglang_topp_client.transport.request_headers import as_headers
 from sglang_topp_client.transport.trace_context import trace_headers
 
@@ -55,7 +55,8 @@ _CONNECT_TIMEOUT_S = 10.0
 # SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if it
 # starts while the server closes the connection. The client therefore closes idle connections earlier.
 _KEEPALIVE_S = 3.0
-# Pass longer bodies to aiohttp as a stream, because it warns about long bodies in bytes.
+# A request body above this size goes to aiohttp as a stream, because aiohttp warns about a large body of type
+# `bytes`.
 _MAX_BYTES_BODY = 1 << 20
 _MAX_ERROR_BYTES = 1 << 16
 _USER_AGENT = "sglang-topp"
@@ -78,8 +79,8 @@ class ServerConfig:
     The client ignores proxies from the environment, because rollouts stay inside a cluster.
 
     Raises:
-        InvalidInputError: `base_url` is not an http(s) address, `api_key` or `headers` cannot be sent, `ssl`
-            is not an SSLContext, or a limit is not a positive number.
+        InvalidInputError: the value of `base_url` is not an http(s) address, `api_key` or `headers` cannot be
+            sent, `ssl` is not an SSLContext, or a limit is not a positive number.
     """
 
     base_url: str
@@ -137,18 +138,19 @@ class HttpClient:
 
     Args:
         config: the server's connection settings.
-        max_long_messages: see `LongMessageLimit`.
+        max_long_messages: see `LongMessageSlots`.
     """
 
     def __init__(self, config: ServerConfig, max_long_messages: int) -> None:
-        # Refuse compression, because a few compressed bytes may expand to any size.
+        # The client asks servers for uncompressed answers, because a few compressed bytes may expand to any
+        # size.
         self._headers = {"accept-encoding": "identity", "user-agent": _USER_AGENT, **config.headers}
         if config.api_key is not None:
             self._headers["authorization"] = f"Bearer {config.api_key}"
         self._base_url = config.base_url.rstrip("/")
         self._max_message_bytes = config.max_message_bytes
         self._ssl = config.ssl
-        self._limit = LongMessageLimit(max_long_messages)
+        self._limit = LongMessageSlots(max_long_messages)
         self._session: aiohttp.ClientSession | None = None
         self._closer: AsyncGenerator[None, None] | None = None
 
@@ -178,8 +180,8 @@ class HttpClient:
             on_received: called whenever a part of the answer has arrived.
 
         Raises:
-            ResponseError: the answer's status is not 200. If a sidecar's answer names another
-                SglangToppError, the client raises the named error instead.
+            ResponseError: the answer's status is not 200. If a sidecar's 5xx answer names the class of an
+                SglangToppError, the client raises an error of that class instead.
             TransportError: the answer did not arrive completely.
             WireError: a message is longer than `max_message_bytes`; the rest is not read.
         """
@@ -198,10 +200,10 @@ class HttpClient:
     async def request_json(
         self, method: str, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float
     ) -> Any:
-        """Send a request, and return its short answer's JSON, or None if the answer is empty.
+        """Send a request, and return the parsed JSON of the answer, or None if the answer is empty.
 
         Raises:
-            SglangToppError: as for `request`.
+            SglangToppError: the request failed; see `HttpClient.request`.
             WireError: the answer is not JSON.
         """
         answer = await self.request(method, path, body, timeout_s=timeout_s)
@@ -215,7 +217,7 @@ class HttpClient:
     async def request(
         self, method: str, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float
     ) -> bytes:
-        """Send a request, and return its short answer's body.
+        """Send a request, and return the body of the answer.
 
         Args:
             method: the HTTP method.
@@ -242,10 +244,10 @@ class HttpClient:
             raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
 
     async def is_answering(self, path: str, *, timeout_s: float) -> bool:
-        """Return whether the server begins to answer a GET within `timeout_s`, with any status.
+        """Return whether the headers of an answer to a GET arrive within `timeout_s`, with any status.
 
-        A connection error within that time counts as an answer. For example, a server that is shutting down
-        refuses new connections, but still finishes its requests.
+        A connection error within `timeout_s` also counts as an answer. For example, a server that is shutting
+        down refuses new connections, but still finishes its requests.
         """
         try:
             async with asyncio.timeout(timeout_s), self._send("GET", path, None, {}):
@@ -292,8 +294,8 @@ class HttpClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
-            # Start a generator that closes the session at its end. When the event loop shuts down, it closes
-            # all of its asynchronous generators.
+            # When an event loop shuts down, the loop closes all of its asynchronous generators. This
+            # generator then closes the session, even if the caller never calls `aclose`.
             self._closer = _close_at_end(self._session)
             await anext(self._closer)
         return self._session
@@ -304,7 +306,7 @@ async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, 
         yield
     finally:
         await session.close()
-        # Let the event loop run once more. The transports close in its next iteration.
+        # aiohttp's transports close only in the next iteration of the event loop.
         await asyncio.sleep(0)
 
 
@@ -326,7 +328,7 @@ async def _body_of(
     """Yield the body as it arrives, without decompressing it.
 
     Raises:
-        WireError: the body is compressed, although the request forbids that.
+        WireError: the body is compressed, although the request asks for an uncompressed answer.
     """
     if (coding := response.headers.get("Content-Encoding", "identity")).lower() != "identity":
         raise WireError("Content-Encoding", f"got {coding!r}, expected 'identity', as requested")
@@ -345,8 +347,8 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
     except (aiohttp.ClientError, OSError) as error:
         is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
         if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
-            # The client retries this error, because descriptors may become free. The log tells the user why
-            # the call takes long.
+            # The client retries after a FileLimitError, because descriptors may become free. The warning
+            # tells the user why the call takes long.
             _log.warning("%s: %s", url, sentence)
             raise FileLimitError(f"{url}: {sentence}") from error
         if isinstance(error, aiohttp.ClientConnectorCertificateError):

@@ -27,8 +27,8 @@ class LoopThread:
     """
 
     def __init__(self) -> None:
-        # The lock must be reentrant. While a thread holds the lock, the garbage collector may close a
-        # generator on that thread. The generator then calls `run`.
+        # The lock is reentrant, because `run` may be called on a thread that holds the lock. The garbage
+        # collector may close a client's generator on that thread, and the generator then calls `run`.
         self._lock = threading.RLock()
         self._running: _Running | None = None
         self._pid = os.getpid()
@@ -37,7 +37,7 @@ class LoopThread:
         """Run `coroutine` on the loop and return its result.
 
         An exception such as KeyboardInterrupt may end the wait early. This method then cancels the coroutine,
-        and waits until it has cleaned up.
+        and waits until the coroutine ends.
 
         Raises:
             TransportError: the thread or its loop could not start, for example because no file descriptor is
@@ -73,7 +73,10 @@ class LoopThread:
 
     @property
     def can_wait(self) -> bool:
-        """Whether the caller may wait for the loop: its thread runs, and is not the caller's own thread."""
+        """Whether the caller may wait for the event loop.
+
+        The loop's thread must run, and must not be the caller's own thread.
+        """
         running = self._running
         return (
             running is not None
@@ -94,8 +97,8 @@ class LoopThread:
 
     def _call(self, callback: Callable[[], None]) -> asyncio.AbstractEventLoop:
         """Schedule `callback` on the loop, and return the loop."""
-        # Hold the lock, so that `stop` cannot end the loop in between. An ended loop would never run the
-        # callback.
+        # Without the lock, `stop` could end the loop before the callback is scheduled. An ended loop would
+        # never run the callback.
         with self._lock:
             if self._running is None or self._pid != os.getpid():
                 self._pid = os.getpid()
@@ -106,9 +109,10 @@ class LoopThread:
 
 
 class _Running:
-    """The thread and its event loop.
+    """A running thread with an event loop, for one LoopThread.
 
-    They hold no reference to the LoopThread, so that it can be garbage-collected while the thread runs.
+    This object holds no reference to its LoopThread. The LoopThread can therefore be garbage-collected while
+    the thread runs.
     """
 
     finalizer: weakref.finalize[..., LoopThread]
@@ -140,7 +144,7 @@ class _Running:
             raise TransportError(f"no event loop could be started for the client: {reason}") from error
 
     def stop(self) -> None:
-        """Let the loop clean up, and wait until the thread ends."""
+        """End the event loop, which cancels all of its tasks, and wait until the thread ends."""
         if not self.loop.is_closed():
             self.end()
             self.join()

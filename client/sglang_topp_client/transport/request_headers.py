@@ -14,8 +14,8 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 """The header of the routing key. Gateways send requests with the same key to the same worker."""
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# The client sets these headers itself. A caller's value would break the connection or the decoding of the
-# answer.
+# Headers that only the client may set. A caller's value for one of these headers would break the connection
+# or the decoding of the answer.
 _RESERVED = {
     "accept",
     "accept-encoding",
@@ -32,8 +32,8 @@ def as_headers(headers: Any) -> dict[str, str]:
     """Return a copy of a caller's headers with lowercase names.
 
     Raises:
-        InvalidInputError: a name or a value is invalid in HTTP, or the client sets the header itself. The
-            message hides the values, because a value may be a secret.
+        InvalidInputError: a name or a value is invalid in HTTP, or only the client may set the header. The
+            error message hides the values, because a value may be a secret.
     """
     if not isinstance(headers, Mapping):
         raise InvalidInputError(

@@ -11,7 +11,8 @@ from contextvars import ContextVar
 __all__ = ["forward_trace", "trace_headers"]
 
 _PARENT, _STATE = "traceparent", "tracestate"
-# The format of `traceparent` (https://www.w3.org/TR/trace-context/). Later versions may append fields.
+# The format of `traceparent` (https://www.w3.org/TR/trace-context/). Later versions of the format may append
+# fields, so the pattern accepts more fields at the end.
 _PARENT_VALUE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?")
 _MAX_STATE_CHARS = 512
 
@@ -25,8 +26,8 @@ def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
     An invalid `traceparent` is ignored, together with its `tracestate`.
 
     Args:
-        headers: the headers of a received request. The names must be lowercase, or the mapping must ignore
-            case.
+        headers: the headers of a received request. The header names must be lowercase, unless the mapping
+            ignores the case of its keys.
     """
     parent, state = headers.get(_PARENT, ""), headers.get(_STATE, "")
     forwarded = {}
@@ -42,10 +43,15 @@ def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def trace_headers() -> Mapping[str, str]:
-    """Return the trace context of the current task: the forwarded one, or OpenTelemetry's current span."""
+    """Return the trace headers to send with a request of the current task.
+
+    The headers come from `forward_trace`, or from OpenTelemetry's current span if `forward_trace` is not
+    active.
+    """
     if (forwarded := _forwarded.get()) is not None:
         return forwarded
-    # Do not import OpenTelemetry only for this check. A program that uses it has already imported it.
+    # A program that uses OpenTelemetry has already imported it. In any other program, the import would take
+    # time for nothing.
     if "opentelemetry" not in sys.modules:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

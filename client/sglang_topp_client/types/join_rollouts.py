@@ -28,8 +28,8 @@ def join_parts(first: Rollout, rest: Rollout) -> Rollout:
         first,
         request_id=rest.request_id,
         output_ids=np.concatenate([first.output_ids, rest.output_ids]),
-        # The text of `rest` covers the whole turn, because `resumed_tokens` tells the engine which prompt
-        # tokens belong to the answer.
+        # `rest.text` also covers the tokens of `first`, because `resumed_tokens` tells the engine which
+        # prompt tokens the interrupted request generated.
         text=rest.text if has_more else first.text,
         logprobs=np.concatenate([first.logprobs, rest.logprobs]),
         candidates=_joined_sets(first, rest),

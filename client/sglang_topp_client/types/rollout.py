@@ -21,7 +21,11 @@ ABORT, EXTENDED = "abort", "extended"
 """The finish reasons other than `"stop"` and `"length"`: aborted by the engine, or extended by the caller."""
 
 DISTRIBUTION, SAMPLER = "distribution", "sampler"
-"""The rules that make candidate sets: a threshold p, or all tokens that the engine's sampler could draw."""
+"""The values of `top_logprobs_source`, which says which tokens a candidate set holds.
+
+With `DISTRIBUTION`, a set holds the tokens up to a threshold p. With `SAMPLER`, a set holds all tokens that
+the engine's sampler could draw.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,32 +38,34 @@ class Rollout:
         request_id: the engine's id of the request.
         prompt_ids: int32 [P], the prompt's token ids as the engine saw them.
         output_ids: int32 [T], the generated token ids, and the token ids that `extend` appended.
-        text: the generated text as the engine detokenized it; after `extend`, the text of the last turn only.
-        logprobs: float32 [T], natural log-prob of each generated token over the full vocabulary; 0 for
-            appended tokens.
-        candidates: the candidate set of each token, T sets; an empty set for each appended token. None if the
-            request did not ask for sets.
-        finish_reason: `"stop"` or `"length"`; `"abort"` if the sample was interrupted and the request had
-            `on_abort="return"`; `"extended"` if `extend` appended the last tokens.
-        weight_version: the weight version of the last token, as the engine reports it; None if the engine
-            reports no version.
-        cached_tokens: how many prompt tokens came from the engine's prefix cache; for a resumed sample, the
-            count of its first request.
-        latency_s: seconds from the engine's receipt of the request to its last token; for a resumed sample,
-            the sum over its requests, without the time between them.
-        top_logprobs_source: the rule that made the sets, `"distribution"` (the threshold p) or `"sampler"`
-            (the tokens that the sampler could draw). None without sets, or for sets that another inference
-            engine made.
-        weight_spans: the weight version of each token, run-length encoded: `((version, number of tokens),
-            ...)` in order, T tokens in total. Appended tokens have the version "". There are several spans if
-            weights were pushed during a pause, or before the sample was resumed. None if the rollout has no
-            sets, because SGLang's own field `weight_versions` can then be off by one token.
+        text: the generated text as the engine detokenized it. After `extend`, the text of the last turn only.
+        logprobs: float32 [T], natural log-prob of each generated token over the full vocabulary. The value is
+            0 for appended tokens.
+        candidates: the candidate set of each token, T sets. The set of an appended token is empty. The field
+            is None if the request did not ask for sets.
+        finish_reason: the engine's reason, `"stop"` or `"length"`. The reason is `"abort"` if the sample was
+            interrupted and the request had `on_abort="return"`. The reason is `"extended"` if `extend`
+            appended the last tokens.
+        weight_version: the weight version of the last token, as the engine reports it. The field is None if
+            the engine reports no version.
+        cached_tokens: how many prompt tokens came from the engine's prefix cache. For a resumed sample, this
+            is the count of its first request.
+        latency_s: seconds from the engine's receipt of the request to its last token. For a resumed sample,
+            this is the sum over its requests, without the time between the requests.
+        top_logprobs_source: the kind of the sets, `"distribution"` (the tokens up to a threshold p) or
+            `"sampler"` (the tokens that the sampler could draw). The field is None for a rollout without
+            sets, and for sets that another inference engine made.
+        weight_spans: pairs `(version, number of tokens)`, one for each run of tokens of the same weight
+            version, in order, T tokens in total. Appended tokens have the version "". A rollout has several
+            spans if weights were pushed during a pause, or before the sample was resumed. The field is None
+            for a rollout without sets, because SGLang's own field `weight_versions` can be off by one token
+            for such a request.
         routing_key: the value of the header `X-SMG-Routing-Key` that gateways receive with this prompt. The
             key's suffix identifies the server that made the sample, so that `resume` can use that server's
             prefix cache. Empty if unknown.
-        top_logprobs_p: the requested threshold; None if no threshold was requested.
-        sampling_params: the sampling parameters that were sent, without `n`; for a resumed sample, the
-            parameters given to `resume`. None if unknown.
+        top_logprobs_p: the requested threshold. The field is None if no threshold was requested.
+        sampling_params: the sampling parameters that were sent, without `n`. For a resumed sample, these are
+            the parameters given to `resume`. None if unknown.
         appended_spans: `((start, end), ...)`, the ranges of `output_ids` that `extend` appended.
     """
 
@@ -84,7 +90,10 @@ class Rollout:
 
     @property
     def weight_versions(self) -> tuple[str, ...] | None:
-        """The weight version of each token and its set, one per token; None if `weight_spans` is None."""
+        """The version of the weights that generated each token and its set.
+
+        The tuple has one version per token. It is None if `weight_spans` is None.
+        """
         return None if self.weight_spans is None else expand_spans(self.weight_spans)
 
     @property
@@ -109,15 +118,15 @@ class Rollout:
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
         """Return a copy of this rollout with the token ids of a tool or an environment appended.
 
-        Appended tokens get empty candidate sets, the log-prob 0, and the weight version "". They take no part
-        in replay or in the loss. `resume` then generates the next turn. `max_new_tokens`, stop strings, and
-        `text` apply to that turn alone.
+        Appended tokens get empty candidate sets, the log-prob 0, and the weight version "". Appended tokens
+        are left out of replay and of the loss. `resume` then generates the next turn. `max_new_tokens`, stop
+        strings, and `text` apply only to the turn that `resume` generates.
 
         Args:
             token_ids: one or more token ids.
 
         Raises:
-            InvalidInputError: `token_ids` is empty, or holds anything other than token ids.
+            InvalidInputError: the argument `token_ids` is empty, or holds anything other than token ids.
         """
         ids = np.array(as_token_ids("token_ids", token_ids), np.int32)
         start, end = len(self.output_ids), len(self.output_ids) + len(ids)
@@ -142,7 +151,10 @@ class Rollout:
 
     @property
     def masked_logprobs(self) -> NDArray[np.float32]:
-        """float32 [T]: each token's log-prob within its candidate set, `candidates.masked_logprobs`."""
+        """float32 [T]: each token's log-prob, renormalized over its candidate set.
+
+        The values are those of `candidates.masked_logprobs`.
+        """
         if self.candidates is None:
             raise InvalidInputError("this rollout has no candidate sets: none were requested")
         return self.candidates.masked_logprobs

@@ -14,7 +14,7 @@ __all__ = ["Score"]
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """One scored sequence. L is the number of its tokens; positions `start` to L - 1 are scored.
+    """One scored sequence of L tokens, of which the tokens at positions `start` to L - 1 have log-probs.
 
     Each log-prob comes from the model's own distribution at temperature 1, given all earlier tokens.
     Penalties, bias, and grammars do not apply, even if the sequence was sampled with them.
@@ -23,14 +23,14 @@ class Score:
         sequence_index: the index of the sequence in the request, from 0.
         request_id: the engine's id of the request.
         token_ids: int32 [L], the token ids of the whole sequence.
-        start: the first scored position, 1 to L; L if no position is scored.
+        start: the first scored position, 1 to L. The value is L if no position is scored.
         logprobs: float32 [L - start], the natural log-prob over the full vocabulary of each token from
             `start` on, given all earlier tokens.
         candidates: the candidate set of each scored position, L - start sets, with `token_ids[t]` as the
-            sampled token; None if the request did not ask for sets.
-        weight_version: the version of the weights that scored every position, as the engine reports it. On
-            SGLang before 0.5.19, this is the version at the end of the request. If weights were pushed during
-            an `in_place` pause, older weights may have scored earlier positions.
+            sampled token. The field is None if the request did not ask for sets.
+        weight_version: the version of the weights that scored every position, as the engine reports it.
+            SGLang before 0.5.19 reports the version at the end of the request. On such a release, if weights
+            were pushed during an `in_place` pause, older weights may have scored earlier positions.
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """
 

@@ -1,1 +1,1 @@
-"""Build the page of `sglang-topp view`: one offline HTML file with statistics and tokens of rollouts."""
+"""Build the page of `sglang-topp view`: one offline HTML file that shows rollouts and their statistics."""

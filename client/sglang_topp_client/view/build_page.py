@@ -36,7 +36,7 @@ In base64, this size becomes 37 MiB, so that the page stays below 50 MB.
 _CONTEXT = 12
 _MAX_SIBLINGS = 7
 Step: TypeAlias = Callable[[str, int, int], None]
-"""A progress callback. Its arguments are the stage, the number of rollouts, and the number of tokens."""
+"""A progress callback, called with the stage, the number of rollouts, and the number of tokens."""
 
 _Read: TypeAlias = Callable[["Collection[int] | None"], Iterable[tuple[int, ScoredRollout]]]
 
@@ -141,8 +141,9 @@ def _page(
 def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], count: int) -> list[int]:
     """Return the numbers of up to `count` rollouts to show token by token.
 
-    The rollouts with the worst tokens come first. Up to half of the remaining places go to other samples of
-    the same prompts. Rollouts with the next worst tokens follow, and then the file's first rollouts.
+    The rollouts with the worst tokens of the page come first. Up to half of the remaining places go to other
+    samples of the same prompts. Then come the rollouts with the next worst tokens, which are not in the
+    page's list. The first rollouts of the file fill the places that remain.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [
@@ -155,7 +156,10 @@ def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], coun
 
 
 class _Details:
-    """The encoded tokens of the rollouts in `order`. `chosen` returns the rollouts that fit in the page."""
+    """The encoded tokens of the rollouts to show token by token.
+
+    `chosen` returns only the rollouts that fit in the page.
+    """
 
     def __init__(self, order: list[int]) -> None:
         self._order = order
@@ -170,7 +174,10 @@ class _Details:
             self._encoded[row] = encode_detail(scored)
 
     def chosen(self) -> list[tuple[int, bytes]]:
-        """Return the row numbers and the bytes of the rollouts that fit in the page, sorted as `order`."""
+        """Return the row number and the encoded tokens of each rollout that fits in the page.
+
+        The rollouts have the order of `order`, which was given to this object.
+        """
         chosen, num_bytes = [], 0
         for row in self._order:
             if num_bytes + len(self._encoded[row]) <= _MAX_DETAIL_BYTES:
@@ -180,7 +187,7 @@ class _Details:
 
 
 def _context(scored: ScoredRollout, position: int) -> dict[str, Any]:
-    """Return the entry for one of the worst tokens: its numbers, and the tokens around it."""
+    """Return the metrics of one of the worst tokens, and the ids of the tokens around this token."""
     rollout, metrics = scored.rollout, token_metrics(scored)
     start = max(0, position - _CONTEXT)
     numbers = {

@@ -1,7 +1,7 @@
 """Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
-The data are in script elements with types that browsers do not execute. The data never contain `<`, so they
-cannot end a script element early: `_json_text` escapes `<`, and base64 does not use it.
+The data are in script elements whose types browsers do not execute. The data never contain the character `<`,
+so the data cannot end a script element early. In JSON, `_json_text` escapes `<`. Base64 does not use `<`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = ["content_security_policy", "page_chunks", "script_text"]
 # The modules form one script in this order. Code outside of functions may use only the earlier modules.
 _MODULES = (
     "dom.js",
+    "number_format.js",
     "token_colors.js",
     "page_data.js",
     "charts.js",
@@ -46,7 +47,7 @@ def _asset(name: str) -> str:
 def script_text() -> str:
     """Return all modules as one script, without imports and exports.
 
-    Two modules must not define the same name.
+    All modules share one scope in this script, so two modules must not define the same name.
     """
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _asset(name))) for name in _MODULES)
 

@@ -17,11 +17,11 @@ NUM_BINS = 128
 
 
 class Grid:
-    """A fixed grid: each value is counted at the nearest grid point.
+    """A fixed grid of points. Each value is counted at the point nearest to it.
 
     Args:
-        points: float64 [G], ascending. A value below the first point or above the last one is counted at that
-            point.
+        points: float64 [G], the grid points in ascending order. A value below the first point is counted at
+            the first point, and a value above the last point is counted at the last point.
     """
 
     def __init__(self, points: NDArray[np.float64]) -> None:
@@ -50,7 +50,7 @@ ENTROPY_GRID = Grid(np.arange(3001, dtype=np.float64) * 0.005)
 
 
 class PositionBands:
-    """Percentiles of a value by position in the output, in at most 128 bins of equal width.
+    """Percentiles of a token metric by position in the output, in at most 128 bins of equal width.
 
     At first, each bin covers one position. If a rollout has a position beyond the last bin, neighboring bins
     are merged in pairs.

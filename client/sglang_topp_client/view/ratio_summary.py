@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 __all__ = ["OFF", "RatioSummary"]
 
 OFF = 0.1
-"""An importance ratio is an outlier if it differs from 1 by more than this value."""
+"""The difference from 1 above which an importance ratio is an outlier."""
 
 # The bounds of the histogram's bars, in log-ratios. The middle bar is centered on 0, which is the ratio 1.
-# The first and the last bar count all smaller and all larger ratios.
+# The first bar counts all smaller ratios, and the last bar counts all larger ratios.
 _EDGES = np.concatenate([[-np.inf], np.arange(-50.5, 51.0) * 0.02, [np.inf]])
 
 
 class RatioSummary:
-    """Statistics of importance ratios. The caller adds the ratios as log-ratios.
+    """Statistics of the importance ratios that a caller adds. `add` takes log-ratios.
 
     Attributes:
         num_tokens: the number of ratios.
@@ -35,8 +35,8 @@ class RatioSummary:
         log_ratios = log_ratios[~np.isnan(log_ratios)]
         if not len(log_ratios):
             return
-        # Cap the log-ratios at 700, so that the ratios are finite in float64. The histogram needs no cap,
-        # because its last bar counts all larger values.
+        # Log-ratios are capped at 700 here, so that the ratios are finite in float64. The histogram needs no
+        # cap, because the last bar of the histogram counts all larger values.
         ratios = np.exp(np.minimum(log_ratios, 700.0))
         self.num_tokens += len(ratios)
         self._sum += float(ratios.sum())

@@ -37,8 +37,8 @@ class RolloutTable:
         if len(self._rows) == MAX_ROWS:
             return
         rollout = scored.rollout
-        # Include the token ids in the key. A directory may hold several training steps, and each step numbers
-        # its prompts from 0.
+        # A directory may hold several training steps, and each step numbers its prompts from 0. A prompt is
+        # therefore identified by its index and the hash of its token ids.
         key = (rollout.prompt_index, hashlib.sha256(rollout.prompt_ids.tobytes()).digest())
         prompt = self._prompts.setdefault(key, len(self._prompts))
         if prompt == len(self._members):
@@ -71,7 +71,7 @@ class RolloutTable:
         return self._members[self._rows[row]["prompt"]] if row < len(self._rows) else []
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Return the columns of the table, by name."""
+        """Return a mapping from each column name of the table to its values, one value per row."""
         names = self._rows[0] if self._rows else {}
         return {name: [row[name] for row in self._rows] for name in names}
 

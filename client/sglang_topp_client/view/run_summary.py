@@ -23,7 +23,7 @@ _MASS_EDGES = np.arange(51) / 50
 
 
 class RunSummary:
-    """Statistics of all rollouts. `add` takes one rollout at a time and does not keep it.
+    """The statistics that the page shows. `add` takes one rollout at a time and does not keep the rollout.
 
     Args:
         max_detailed: the number of rollouts that the page shows token by token.
@@ -63,7 +63,8 @@ class RunSummary:
         self._num_aborted += rollout.finish_reason == ABORT
         self._reasons[rollout.finish_reason] += 1
         for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
-            # Do not count the version "" of appended tokens. No weights generated these tokens.
+            # Appended tokens have the version "". This version is not counted, because no weights generated
+            # appended tokens.
             if version or not rollout.appended_spans:
                 self._versions[version] += count
         source = None if rollout.candidates is None else rollout.top_logprobs_source or "another source"
@@ -94,9 +95,9 @@ class RunSummary:
         self._ratios["with"].add(metrics.log_replayed_ratio)
 
     def worst_tokens(self) -> list[tuple[str, TokenPlace]]:
-        """Return at most `NUM_WORST` worst tokens, each with the name of its metric.
+        """Return at most `NUM_WORST` of the worst tokens, each with the name of its metric.
 
-        The metrics take turns: the worst token of each metric comes first, then the second worst of each.
+        The worst token of each metric comes first, then the second worst token of each metric, and so on.
         """
         queues = {name: top.places() for name, top in self._worst.items() if top.places()}
         seen: set[TokenPlace] = set()
@@ -111,9 +112,10 @@ class RunSummary:
         return chosen
 
     def ranked_rows(self) -> list[int]:
-        """Return the row numbers of rollouts. The rollouts with the worst tokens come first.
+        """Return the row numbers of rollouts, with the rollouts of the worst tokens first.
 
-        The metrics take turns, as in `worst_tokens`.
+        The rollout with the worst token of each metric comes first. The rollout with the second worst token
+        of each metric follows, and so on.
         """
         ranked = [[place.row for place in top.places()] for top in self._extremes.values()]
         longest = max(map(len, ranked), default=0)
@@ -121,7 +123,7 @@ class RunSummary:
         return list(dict.fromkeys(in_turn))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the statistics of all rollouts."""
+        """Return the statistics of all rollouts as JSON values."""
         num_sets = int(self._size_counts.sum())
         return {
             "verdict": {
@@ -147,7 +149,7 @@ class RunSummary:
         }
 
     def _size_histogram(self) -> dict[str, Any]:
-        """Return the histogram of set sizes. Bar k counts sizes in `(2^(k-1), 2^k]`, and bar 0 the size 1."""
+        """Return the histogram of set sizes. Bar k counts sizes in `(2^(k-1), 2^k]`. Bar 0 counts size 1."""
         counts, largest = self._size_counts, len(self._size_counts) - 1
         num_bars = max(1, int(largest - 1).bit_length() + 1)
         bars = np.ceil(np.log2(np.maximum(np.arange(len(counts)), 1))).astype(np.int64)

@@ -23,17 +23,17 @@ class TokenMetrics:
     """The metrics of one rollout's T output tokens.
 
     Attributes:
-        sizes: int64 [T], the size of each set; 0 without a set.
-        is_appended: bool [T], the tokens of a tool or an environment.
-        is_missing: bool [T], generated tokens without a set. A trainer must not train on them.
-        mass: float64 [T], the kept mass; NaN if unknown.
-        entropy: float64 [T], the entropy of the distribution within the set, in nats; NaN if unknown.
-        log_ratio: float64 [T], the log of the importance ratio without replay. This is the trainer's log-prob
-            over the whole vocabulary minus the rollout's log-prob within the set. NaN if the trainer's
-            log-prob is unknown.
-        log_replayed_ratio: float64 [T], the log of the importance ratio with replay. This is the trainer's
-            log-prob minus the rollout's log-prob, both within the set. NaN if the trainer's log-prob is
-            unknown.
+        sizes: int64 [T], the size of each token's set. The size is 0 for a token without a set.
+        is_appended: bool [T], whether a tool or an environment appended the token.
+        is_missing: bool [T], whether a generated token has no set. A trainer must not train on such a token.
+        mass: float64 [T], the kept mass. NaN if unknown.
+        entropy: float64 [T], the entropy of the distribution within the set, in nats. NaN if unknown.
+        log_ratio: float64 [T], the log of the importance ratio without replay. The value is the trainer's
+            log-prob over the whole vocabulary minus the rollout's log-prob within the set. The value is NaN
+            if the trainer's log-prob is unknown.
+        log_replayed_ratio: float64 [T], the log of the importance ratio with replay. The value is the
+            trainer's log-prob minus the rollout's log-prob, both within the set. The value is NaN if the
+            trainer's log-prob is unknown.
     """
 
     sizes: NDArray[np.int64]
@@ -46,9 +46,9 @@ class TokenMetrics:
 
     @property
     def log_ratio_or_mass(self) -> Float64Array:
-        """The log-ratio of each token without replay, or an estimate if it is unknown; float64 [T].
+        """float64 [T]: the log-ratio of each token without replay, or an estimate if the ratio is unknown.
 
-        The estimate is the log of the kept mass. This is the log-ratio of a trainer with the same weights as
+        The estimate is the log of the kept mass, which is the log-ratio of a trainer with the same weights as
         the rollout.
         """
         with np.errstate(divide="ignore"):

@@ -18,7 +18,7 @@ from sglang_topp_client.types.rollout import Rollout
 __all__ = ["TokenTexts"]
 
 TokenText: TypeAlias = "str | list[int]"
-"""The text of a token, or the list of its bytes if they are not valid UTF-8 by themselves."""
+"""The text of one token. If the token's bytes alone are not valid UTF-8, a list of the bytes."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -31,7 +31,7 @@ class TokenTexts:
 
     Raises:
         InvalidInputError: the file does not exist, or holds no tokenizer.
-        ModuleNotFoundError: `tokenizers` is not installed.
+        ModuleNotFoundError: the package `tokenizers` is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,7 +52,7 @@ class TokenTexts:
                 f"--tokenizer: got {os.fspath(path)}, expected a tokenizer.json or the directory of a model"
                 f" that holds one: {error.strerror}"
             ) from None
-        except Exception as error:  # tokenizers raises the class Exception itself
+        except Exception as error:  # `tokenizers` raises `Exception`, and no subclass of it
             raise InvalidInputError(f"--tokenizer: {file} holds no tokenizer: {error}") from None
         self._added = {
             token_id: token.content for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -75,7 +75,7 @@ class TokenTexts:
 
     def _to_bytes(self, piece: str) -> bytes:
         if self._bytes_of is not None:
-            # A character outside the byte-level alphabet stands for its own UTF-8 bytes.
+            # A character that is not in the byte-level alphabet stands for its own UTF-8 bytes.
             return b"".join(self._bytes_of.get(one, one.encode()) for one in piece)
         if match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
@@ -89,8 +89,9 @@ class TokenTexts:
     def agrees_with(self, rollout: Rollout) -> bool:
         """Return whether this tokenizer decodes the output to the text that the engine returned.
 
-        The engine leaves out stop strings and end tokens, so one text may be longer at its end. After
-        `Rollout.extend`, only the last turn is compared, because `Rollout.text` is the text of that turn.
+        One text may be a prefix of the other text, because the engine leaves out stop strings and end tokens.
+        After `Rollout.extend`, only the last turn is compared, because `Rollout.text` is the text of that
+        turn.
         """
         ids = rollout.output_ids[rollout.turn_start :].tolist()
         mine, theirs = (self._tokenizer.decode(ids).strip(), rollout.text.strip())
@@ -100,7 +101,8 @@ class TokenTexts:
 def _byte_level() -> dict[str, bytes]:
     """Return a mapping from each character of the byte-level BPE alphabet to its byte.
 
-    Printable Latin-1 characters stand for themselves. Characters from U+0100 on stand for the other bytes.
+    A printable Latin-1 character stands for its own byte. Characters from U+0100 on stand for the other
+    bytes.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,10 +1,10 @@
 """Encode one rollout's tokens for the token view of `sglang-topp view`. The page decodes them on demand.
 
-The bytes are a gzip stream of three parts, little-endian: the length of the header (uint32), the header in
-JSON, and the arrays, each aligned to four bytes. The header's field `arrays` lists the `[name, dtype,
-length]` of each array.
+An encoded rollout is a gzip stream of three parts. The first part is the length of the header (uint32). The
+second part is the header in JSON. The third part holds the arrays, each aligned to four bytes. All numbers
+are little-endian. The header's field `arrays` lists the `[name, dtype, length]` of each array.
 
-For each set, the bytes hold the first `MAX_LISTED` candidates, the sampled token, and the size and the kept
+For each set, the arrays hold the first `MAX_LISTED` candidates, the sampled token, and the size and the kept
 mass of the whole set.
 """
 
@@ -78,7 +78,7 @@ def _arrays(rollout: Rollout, metrics: TokenMetrics) -> dict[str, NDArray[Any]]:
 
 
 def listed_candidates(rollout: Rollout) -> NDArray[np.bool_]:
-    """Return a mask of the candidates that the page lists, bool [n], from all n candidates of a rollout."""
+    """Return bool [n]: for each of the n candidates of a rollout, whether the page lists the candidate."""
     sets = rollout.candidates
     assert sets is not None
     ranks = np.arange(len(sets.token_ids)) - np.repeat(sets.offsets[:-1], sets.sizes)

@@ -15,7 +15,7 @@ __all__ = ["TokenPlace", "TopTokens"]
 
 
 class TokenPlace(NamedTuple):
-    """The place of a token: its rollout's number in the file, and its position in the output."""
+    """The place of a token: the number of its rollout in the file, and its position in the output."""
 
     row: int
     position: int
@@ -26,7 +26,7 @@ class TopTokens:
 
     Args:
         count: the number of tokens to keep.
-        per_rollout: the maximum number of tokens to keep from one rollout; None for any number.
+        per_rollout: the maximum number of tokens to keep from one rollout. None means no maximum.
     """
 
     def __init__(self, count: int, *, per_rollout: int | None = None) -> None:
@@ -35,7 +35,7 @@ class TopTokens:
         self._places = np.empty((0, 2), np.int64)
 
     def add(self, row: int, values: NDArray[Any]) -> None:
-        """Add the values of a rollout's tokens; NaN is ignored."""
+        """Add the values of a rollout's tokens. NaN values are ignored."""
         least = self._values[-1] if len(self._values) == self._count else -np.inf
         positions = np.flatnonzero(values > least)
         if not len(positions):
@@ -49,5 +49,5 @@ class TopTokens:
         self._values, self._places = merged[best], np.concatenate([self._places, places])[best]
 
     def places(self) -> list[TokenPlace]:
-        """Return the tokens, the highest value first."""
+        """Return the places of the tokens, with the highest value first."""
         return [TokenPlace(row, position) for row, position in self._places.tolist()]

@@ -1,4 +1,7 @@
-"""Broadcast a model's tensors to every engine of a fleet, over a torch process group made for the push."""
+"""Broadcast a model's tensors to every engine of a fleet, over a torch process group.
+
+The process group exists only during one push.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from sglang_topp_client.weight_push.named_tensors import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
 
-# Once one engine has failed, wait at most this many seconds for the others, whose operation may never end.
+# How many seconds a push waits for the other engines once one engine has failed. The operation of the other
+# engines may never end.
 _GRACE_S = 5.0
 
 
@@ -29,11 +33,11 @@ async def push_broadcasts(
 ) -> Outcomes:
     """Broadcast a model's tensors to paused engines, and return the outcome of each engine.
 
-    This process is rank 0 of a process group that exists only during this push. If one engine fails, the push
-    fails on all engines, because all of them take part in the same collective operations.
+    This process is rank 0 of the process group. If one engine fails, the push fails on all engines, because
+    all engines take part in the same collective operations.
 
     Args:
-        engines: the engines. `EngineControl.check` has already set their `tp_size`.
+        engines: the engines. `EngineControl.check` must have set the `tp_size` of each engine.
         parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
         timeout_s: the time limit of each collective operation.
@@ -45,8 +49,8 @@ async def push_broadcasts(
     try:
         await group.broadcast(parts, version)
     except SglangToppError as error:
-        # Leave the update sessions open. An engine that still waits for other engines cannot end its session.
-        # The next push ends the sessions.
+        # The update sessions stay open, because an engine that still waits for other engines cannot end its
+        # session. The next push ends the sessions.
         return [group.failures.get(engine, error) for engine in engines]
     finally:
         await group.destroy()
@@ -54,7 +58,7 @@ async def push_broadcasts(
 
 
 class _Group:
-    """A torch process group for one push, made of this process and all engine ranks."""
+    """A torch process group for one push. Its members are this process and all ranks of the engines."""
 
     def __init__(self, engines: Sequence[EngineControl], timeout_s: float) -> None:
         self._engines = engines
@@ -65,10 +69,11 @@ class _Group:
         self.failures: dict[EngineControl, SglangToppError] = {}
 
     async def broadcast(self, parts: Iterator[Bucket], version: str) -> None:
-        """Form the group and broadcast all tensors.
+        """Create the process group and broadcast all tensors.
 
         Raises:
-            SglangToppError: an engine or the group failed. `failures` maps each failed engine to its error.
+            SglangToppError: an engine or the process group failed. `failures` maps each failed engine to its
+                error.
         """
         bucket, is_last = await asyncio.to_thread(next, parts)
         first = bucket[0][1]
@@ -91,7 +96,7 @@ class _Group:
             bucket, is_last = await asyncio.to_thread(next, parts)
 
     async def destroy(self) -> None:
-        """Destroy the group, unless one of its operations is still running."""
+        """Destroy the process group, unless one of its operations is still running."""
         if self._has_engines and not self.failures:
             await on_each(self._engines, lambda engine: engine.leave_group(self._name))
         if self._group is not None:
@@ -127,15 +132,15 @@ class _Group:
         self._has_engines = True
 
     def _join(self, store: Any, world_size: int, backend: str) -> None:
-        """Join the group as rank 0.
+        """Join the process group as rank 0.
 
         torch's public functions form a group only from members of the default group. The engines are not
-        members. SGLang's ranks therefore join through private functions of torch. This process must call the
-        same functions, because all ranks exchange keys through one store.
+        members of the default group. SGLang's ranks therefore join through private functions of torch. This
+        process must call the same private functions, because all ranks exchange keys through one store.
         """
         from torch.distributed import distributed_c10d
 
-        # Declare the module as `Any`, because its types differ between torch releases.
+        # The module has the type `Any`, because its types differ between torch releases.
         c10d: Any = distributed_c10d
         group, _ = c10d._new_process_group_helper(
             world_size,
@@ -165,10 +170,10 @@ class _Group:
     async def _together(
         self, step: Callable[[EngineControl], Coroutine[Any, Any, None]], work: Callable[[], None]
     ) -> None:
-        """Run a step on all engines, and `work` in this process at the same time.
+        """Run `step` on all engines and, at the same time, `work` in this process.
 
         Raises:
-            SglangToppError: an engine, or this process, failed.
+            SglangToppError: an engine failed, or `work` failed in this process.
         """
         own = _in_daemon_thread(work)
         steps = {asyncio.create_task(step(engine)): engine for engine in self._engines}
@@ -181,8 +186,8 @@ class _Group:
                 future.cancel()
             await asyncio.wait({own, *steps})
             if own.cancelled():
-                # The daemon thread still waits for the engines. It frees the group when its operation times
-                # out.
+                # The daemon thread of `work` still waits for the engines. The thread frees the process group
+                # when the operation of `work` times out.
                 self._group, self._has_engines = None, False
         for task, engine in steps.items():
             error = None if task.cancelled() else task.exception()
@@ -198,7 +203,7 @@ class _Group:
 
 
 def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run `work` in a daemon thread, so that the program can exit even if a peer never answers."""
+    """Run `work` in a daemon thread, so that the program can exit even if an engine never answers."""
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:
@@ -221,6 +226,6 @@ def _own_address(urls: Sequence[str]) -> str:
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
         family, kind, _, _, to = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(to)  # for UDP, `connect` sends no packet and only selects the local address
+            probe.connect(to)  # on a UDP socket, `connect` only selects the local address, and sends nothing
             addresses.append(str(probe.getsockname()[0]))
     return next((one for one in addresses if not one.startswith("127.") and one != "::1"), addresses[0])

@@ -1,4 +1,4 @@
-"""EngineControl: pause one engine, update its weights, flush its cache, and continue, via its HTTP routes."""
+"""EngineControl: pause one SGLang engine, update its weights, flush its cache, and continue, over HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from sglang_topp.errors import BadRequestError, InvalidInputError, ServerError, WireError, describe
 from sglang_topp_client.transport.http import HttpClient, ServerConfig
-from sglang_topp_client.transport.long_message_limit import UNLIMITED
+from sglang_topp_client.transport.long_message_slots import UNLIMITED
 
 __all__ = ["PAUSE_MODES", "TRANSPORTS", "EngineControl", "PauseMode", "Transport"]
 
@@ -15,7 +15,8 @@ PAUSE_MODES = ("retract", "abort", "in_place")
 Transport: TypeAlias = Literal["disk", "tensor", "distributed"]
 TRANSPORTS = ("disk", "tensor", "distributed")
 
-# A flush waits up to this many seconds for aborted requests. They leave the scheduler within a few steps.
+# How many seconds a flush waits for aborted requests to leave the scheduler. Aborted requests leave within a
+# few steps of the scheduler.
 _ABORTED_LEAVE_S = 30
 
 
@@ -40,7 +41,9 @@ class EngineControl:
         self._timeout_s = timeout_s
 
     async def check(self) -> None:
-        """Check that the server is an engine that accepts this transport, and not a sidecar or a gateway.
+        """Check that the server is an engine to which the transport `via` can send weights.
+
+        A sidecar or a gateway is not an engine.
 
         Raises:
             InvalidInputError: the server is not an engine, or the transport cannot reach all of its ranks.
@@ -68,7 +71,10 @@ class EngineControl:
                 )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generation. The mode `"abort"` ends the requests in flight. Other modes let them wait."""
+        """Stop generation. The mode `"abort"` ends the requests in flight.
+
+        In the other modes, the requests in flight wait until the engine continues.
+        """
         await self._post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
@@ -79,11 +85,11 @@ class EngineControl:
         """Free the KV cache of a paused engine.
 
         Raises:
-            BadRequestError: requests still hold the cache. SGLang before 0.5.21 also refuses a flush while
-                retracted requests wait, and so does any SGLang with --pp-size.
+            BadRequestError: requests still hold memory of the KV cache. SGLang before 0.5.21 also refuses a
+                flush while retracted requests wait. With --pp-size, every release of SGLang does so.
         """
-        # Send a timeout only in the mode "abort", in which the scheduler keeps running. In the other modes,
-        # the scheduler is paused and never checks the timeout.
+        # The request has a timeout only in the mode "abort", in which the scheduler keeps running. In the
+        # other modes, the scheduler is paused and never checks the timeout.
         path = f"/flush_cache?timeout={_ABORTED_LEAVE_S}" if mode == "abort" else "/flush_cache"
         try:
             await self._http.request("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
@@ -102,18 +108,18 @@ class EngineControl:
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown. SGLang reports a
-                rollback, but its rollback loads the rejected folder again.
+                rollback to the earlier weights, but the rollback loads the new folder again.
         """
-        # Do not flush here: SGLang before 0.5.22 exits if a flush within an update fails. `push_to_fleet`
-        # flushes the cache before and after the update.
+        # The update does not flush the cache, because SGLang before 0.5.22 exits if a flush within an update
+        # fails. `push_to_fleet` flushes the cache before and after the update.
         body = {"model_path": path, "weight_version": version, "flush_cache": False}
         await self._update("/update_weights_from_disk", body)
 
     async def begin_update(self) -> None:
         """Begin an update session, in which the engine accepts tensors.
 
-        SGLang requires a session since 0.5.21. Earlier releases have no sessions, so this method does nothing
-        there.
+        SGLang 0.5.21 and later accept tensors only between `/begin_weight_update` and `/end_weight_update`.
+        On earlier releases, which lack these routes, this method does nothing.
 
         Raises:
             SglangToppError: the engine did not begin a session.
@@ -123,13 +129,16 @@ class EngineControl:
         except BadRequestError as error:
             if error.status in (404, 405):
                 return
-            # An earlier push that failed may have left its session open.
+            # An earlier push that failed may have left its update session open. Ending that session lets a
+            # new session begin.
             await self._update("/end_weight_update", {})
             await self._update("/begin_weight_update", {})
         self._is_updating = True
 
     async def update_from_tensors(self, body: bytes) -> None:
-        """Let the engine load one bucket of tensors. `body` is the request's JSON with the tensors' values.
+        """Let the engine load one bucket of tensors from the request body.
+
+        `body` is JSON that contains the values of the tensors.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.
@@ -153,10 +162,10 @@ class EngineControl:
         await self._update("/destroy_weights_update_group", {"group_name": name})
 
     async def end_update(self) -> None:
-        """End the session that `begin_update` began, if there is one.
+        """End the update session if `begin_update` began one.
 
         Raises:
-            SglangToppError: the engine did not end the session, and its weights are unknown.
+            SglangToppError: the engine did not end the update session. Its weights are unknown.
         """
         if self._is_updating:
             self._is_updating = False

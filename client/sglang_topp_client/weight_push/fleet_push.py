@@ -12,7 +12,10 @@ from sglang_topp_client.weight_push.engine_control import EngineControl, PauseMo
 __all__ = ["Outcomes", "on_each", "push_to_fleet"]
 
 Outcomes: TypeAlias = list[SglangToppError | None]
-"""Each engine's outcome of one step, in the order of the engines: None for success, or the error."""
+"""The outcome of one step on each engine, in the order of the engines: None or the error.
+
+None means that the step succeeded.
+"""
 
 _PAUSED = "The engines stay paused until a push succeeds"
 
@@ -33,7 +36,8 @@ async def push_to_fleet(
         engines: the engines.
         send: sends the weights to every engine.
         version: the name of the weights, for messages.
-        mode: how to pause. Every mode except `"in_place"` flushes the caches before and after the update.
+        mode: the pause mode of the engines. Every mode except `"in_place"` flushes the caches before and
+            after the update.
 
     Raises:
         WeightPushError: the push failed after weights were sent. Some engines may have the new weights, and
@@ -45,8 +49,8 @@ async def push_to_fleet(
     _raise_first(await on_each(engines, lambda engine: engine.pause(mode)), unsent)
     flush = None if mode == "in_place" else lambda engine: engine.flush_cache(mode)
     if flush is not None:
-        # Flush before the update. Otherwise, SGLang reports a failed flush only after the update, and some
-        # releases even exit.
+        # If this flush fails, no engine has new weights yet. A flush within the update would fail only after
+        # the update, and some releases of SGLang would then exit.
         _raise_first(await on_each(engines, flush), unsent)
     try:
         outcomes = await send(engines)
@@ -81,9 +85,10 @@ async def push_to_fleet(
 async def on_each(
     engines: Sequence[EngineControl], step: Callable[[EngineControl], Awaitable[None]]
 ) -> Outcomes:
-    """Run a step on all engines at once, and return the outcomes.
+    """Run `step` on all engines at once, and return the outcome of each engine.
 
-    An outcome is None or a SglangToppError. The function raises any other exception.
+    An outcome is None or the SglangToppError that `step` raised. `on_each` does not catch any other
+    exception.
     """
 
     async def outcome(engine: EngineControl) -> SglangToppError | None:

@@ -1,4 +1,7 @@
-"""Provide the folder that a weight push loads: the caller's own, or a temporary one for a model in memory."""
+"""Provide the folder from which engines load the weights of a push.
+
+The folder is the caller's own folder, or a temporary folder to which a model in memory is saved.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def check_model(model: Any) -> None:
 
 @asynccontextmanager
 async def model_folder(weights: Any) -> AsyncGenerator[str, None]:
-    """Yield a folder with the weights. A model is saved to a temporary folder, which is removed afterwards.
+    """Yield the name of a folder with the weights.
+
+    A model in memory is saved to a temporary folder. The temporary folder is removed when the context ends.
 
     Args:
         weights: a path or a model, checked by `check_path_or_model`. The path of a local directory becomes

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 Bucket: TypeAlias = tuple[list[NamedTensor], bool]
-"""A group of consecutive tensors of a model, and whether it is the model's last group."""
+"""`(tensors, is_last)`: a group of consecutive tensors, and whether it is the last group of the model."""
 
 __all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_or_tensors", "named_tensors"]
 
@@ -94,7 +94,7 @@ def _as_saved(model: Any) -> dict[str, torch.Tensor]:
     seen: set[tuple[Any, ...]] = set()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     for name, tensor in model.state_dict().items():
-        # Tied weights are one tensor under several names. A checkpoint holds the tensor under the first name
+        # Tied weights are one tensor under several names. A checkpoint stores the tensor under the first name
         # only.
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
         is_tied = bool(tensor.numel()) and not tensor.is_meta and place in seen

@@ -22,7 +22,7 @@ async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket]
     An engine that fails gets no further tensors. The other engines get all tensors.
 
     Args:
-        engines: the engines. `EngineControl.check` has already set their `tp_size`.
+        engines: the engines. `EngineControl.check` must have set the `tp_size` of each engine.
         parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
     """
@@ -48,11 +48,14 @@ async def _send_to_healthy(
 
 
 def _bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
-    """Yield one mapping per bucket, from each tensor-parallel size in `tp_sizes` to the JSON request body."""
+    """Yield one mapping for each bucket of tensors.
+
+    A mapping has the JSON request body for each tensor-parallel size in `tp_sizes`.
+    """
     import torch
 
     for bucket, is_last in parts:
-        # Copy the tensors, because pickling a view would include its whole storage.
+        # The tensors are copied, because a pickled view would include the whole storage of its base tensor.
         values = [
             (name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format))
             for name, tensor in bucket

@@ -1,6 +1,6 @@
 """List the SGLang releases that the patch set supports, and the features that it refuses with each release.
 
-No other module looks up the release number. For each release, the list names an adapter to SGLang's
+No other module looks up SGLang's release number. For each release, `RELEASES` names an adapter to SGLang's
 internals, the seams, and the refused features. A seam is an SGLang function that the hooks wrap or call. The
 patch set refuses an unlisted release even if the signatures of all seams match. The reason is that a
 signature does not show how a release defines its log-probs.
@@ -36,7 +36,7 @@ __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals
 
 
 class Feature(StrEnum):
-    """A feature that some releases cannot serve. The value names a server option or request field."""
+    """A feature that some releases cannot serve. Each value names a server option or a request field."""
 
     SAMPLER_SOURCE = "top_logprobs_source"
     WEIGHT_VERSIONS = "weight_versions"
@@ -111,8 +111,9 @@ _BEFORE_0_5_19 = {
 }
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
-    # SGLang 0.5.12 does not convert tensors before it sends them to the HTTP process. Also, 0.5.12 completes
-    # nixl transfers only for hybrid models.
+    # The prefill server of SGLang 0.5.12 does not convert the tensors of the top log-probs to lists before it
+    # sends the log-probs to the HTTP process. In addition, a nixl transfer in 0.5.12 completes only for
+    # hybrid models.
     Feature.DISAGGREGATION: "a request for `top_logprobs_num` ends SGLang's prefill server",
 }
 
@@ -171,8 +172,8 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.17": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.16": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
-        # Speculative decoding was tested on 0.5.15.post1. The functions that the hooks wrap are the same in
-        # 0.5.15.
+        # Speculative decoding was tested on 0.5.15.post1 and is served on 0.5.15 too, because the functions
+        # that the hooks wrap are the same in both releases.
         "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTESTED),
@@ -186,7 +187,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
 _REFUSING = (*_ALL, *seams.HTTP_CONTRACT, *seams.GRPC, *seams.NO_HTTP_CONTRACT)
 
 UNLISTED = Release(Sglang0523(), _REFUSING, dict.fromkeys(Feature, "is not a supported release"))
-"""Any release that is not listed. On such a release, hooks only refuse requests and report problems."""
+"""Any release that `RELEASES` does not list. The hooks then only refuse requests and report problems."""
 
 
 @cache

@@ -1,7 +1,7 @@
 """Check that the running SGLang has every seam: each function and attribute that the patch set uses.
 
 SGLang logs and swallows a plugin's exceptions, so this module records problems instead of raising
-errors. If there is a problem, the request hooks refuse every request for sets. `GET /server_info` and
+errors. If a check finds a problem, the request hooks refuse every request for sets. `GET /server_info` and
 `sglang-topp doctor` list all problems.
 """
 
@@ -35,7 +35,7 @@ class Status:
 
     Attributes:
         sglang_version: the version of the installed SGLang; empty if SGLang is not installed.
-        checks: one check per seam. The tuple is empty if the release is not supported.
+        checks: one check per seam; empty if the release is not supported.
         problems: every reason why candidate sets are refused; empty if this process serves sets.
     """
 
@@ -79,10 +79,10 @@ def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
 
 
 def _patch_of_slime() -> str:
-    """Return a problem if the installed SGLang has slime's patch of the sampler, else an empty string.
+    """Return a problem if slime's patch was applied to the installed SGLang, or an empty string.
 
-    The seam checks do not find slime's patch. But the patch renormalizes some requests' log-probs before the
-    hooks read them.
+    slime's patch of the sampler renormalizes the log-probs of some requests before the hooks read the
+    log-probs. No seam check finds that patch.
     """
     for module in ("sampler", "utils.logprob", "logprob_processor"):
         try:
@@ -112,7 +112,7 @@ def status() -> Status:
 
     found = check_seams()
     patched: set[str] = getattr(HookRegistry, "_patched", set())
-    # If there is a problem, the plugin installs only the hooks that refuse requests and report problems.
+    # If `found` has a problem, the plugin installs only the hooks that refuse requests and report problems.
     expected = [c.seam.target for c in found.checks if any(found.active or h.always for h in c.seam.hooks)]
     idle = [target for target in expected if target not in patched]
     problems = found.problems + tuple(
@@ -126,7 +126,7 @@ def status() -> Status:
 def _problem(seam: Seam) -> str:
     try:
         target = pkgutil.resolve_name(seam.target)
-    except Exception as error:  # the import may raise any error
+    except Exception as error:  # importing a module of SGLang may raise any error
         return f"not found ({type(error).__name__}: {error})"
     try:
         names = tuple(inspect.signature(target).parameters)

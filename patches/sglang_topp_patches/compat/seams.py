@@ -1,7 +1,8 @@
 """List every SGLang function that the patch set depends on, in groups by feature and release.
 
 A seam is an SGLang function that hooks wrap or call. `seam_check` verifies at startup that each seam exists,
-and that it takes the parameters that the hooks rely on. `releases` selects the groups for each release.
+and that it takes the parameters that the hooks rely on. `releases` selects the groups of seams that each
+SGLang release has.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ class Hook:
     Attributes:
         kind: the name in SGLang's `HookType`, which is BEFORE, AFTER, or AROUND.
         function: the hook's path in this package, as `module.function`.
-        always: whether the hook is installed even if sets are refused. Such a hook refuses requests or
+        always: whether the hook is installed even if sets are refused, because the hook refuses requests or
             reports problems.
-        state: the field of `plugin.ProcessState` that the hook gets as its first argument. A hook without
-            state has an empty string.
+        state: the field of `plugin.ProcessState` that the hook gets as its first argument; empty if the hook
+            gets no state.
     """
 
     kind: str
@@ -311,7 +312,7 @@ RESUME = (
         (_after("http.resume.send_while_paused"),),
     ),
 )
-"""The seams for resumed answers, since 0.5.23."""
+"""The seams for the request field `resumed_tokens`, since 0.5.23."""
 
 
 def _verification(logprobs: str) -> tuple[Seam, ...]:
@@ -367,7 +368,7 @@ HTTP_CONTRACT = (
         (_after("http.server_info.add_status", always=True, state="http"),),
     ),
 )
-"""The seams for early errors and for `GET /server_info`, since 0.5.22."""
+"""The seams for errors before a stream begins, and for `GET /server_info`, since 0.5.22."""
 
 AUXILIARY_OUTPUT = (
     Seam(
@@ -467,7 +468,9 @@ WEIGHT_PUSHES_IN_MIXIN = _weight_pushes(_UPDATER_MIXIN, *_PUSHES)
 """The seams of weight pushes in 0.5.12, where the scheduler itself handles pushes."""
 
 WEIGHT_UPDATE_SESSIONS = _weight_pushes(_UPDATER, "begin_weight_update", "end_weight_update")
-"""The seams of weight-update sessions, in which peers may write the weights, since 0.5.21."""
+"""The seams of `begin_weight_update` and `end_weight_update`, since 0.5.21.
+
+Between these two calls, other processes may write the weights directly (P2P or RDMA)."""
 
 WEIGHT_VERSIONS = (
     Seam(
@@ -506,7 +509,7 @@ TOP_K_RANKING = (
         (_around("scheduler.sampler_support.rank_only_top_k"),),
     ),
 )
-"""The seam of the torch sampler. Since 0.5.22, this sampler can rank only the tokens that top_k keeps."""
+"""The seam of SGLang's torch sampler, which can rank only the tokens that top_k keeps since 0.5.22."""
 
 LOGPROB_PROCESSORS = (
     Seam(
@@ -540,7 +543,7 @@ NORMALIZER = (
         "computes prompt log-probs as SGLang does",
     ),
 )
-"""The seam of the normalizer that may replace `log_softmax` for prompt log-probs since 0.5.18."""
+"""The seam of `compute_row_log_normalizer`, which may replace `log_softmax` for prompts since 0.5.18."""
 
 SCORED_ROWS_ON_HOST = (
     Seam(
@@ -554,7 +557,7 @@ SCORED_ROWS_ON_HOST = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The seam of `LogitsMetadata`, which lists a pass's scored rows on the host since 0.5.21."""
+"""The seam of `LogitsMetadata` since 0.5.21. Its list of the rows that score prompt tokens is on the host."""
 
 SEND_WITH_STATE = (
     Seam(
@@ -564,7 +567,7 @@ SEND_WITH_STATE = (
         (_around("http.tokenizer_manager.write_sets", state="http"),),
     ),
 )
-"""The seam of the function that sends an answer since 0.5.19. The function takes the answer's state."""
+"""The seam of `_stream_one_response`, which sends an answer since 0.5.19 and takes SGLang's `ReqState`."""
 
 FEW_STATUSES = (
     Seam(
@@ -574,7 +577,7 @@ FEW_STATUSES = (
         (_after("http.tokenizer_manager.answer_with_status"),),
     ),
 )
-"""The seam for error statuses before 0.5.23, where SGLang gives only some errors their own status."""
+"""The seam for error statuses before 0.5.23, where SGLang answers only some errors with their own status."""
 
 STREAMER = (
     Seam(
@@ -584,7 +587,7 @@ STREAMER = (
         (_after("scheduler.generated_sets.free_sent_entries"),),
     ),
 )
-"""The seam of the object that sends the scheduler's output since 0.5.13."""
+"""The seam of `SchedulerOutputStreamer`, which sends the scheduler's output since 0.5.13."""
 
 DETOKENIZER = (
     Seam(
@@ -603,7 +606,7 @@ SCORED_ROWS = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The seam of `LogitsMetadata` before 0.5.21, which lists a pass's scored rows only on the device."""
+"""The seam of `LogitsMetadata` before 0.5.21. The list of rows that score prompt tokens is on the device."""
 
 COPY_TO_HOST = (
     Seam(
@@ -650,10 +653,10 @@ def _commit(results: str, streamer: str) -> tuple[Seam, ...]:
 
 
 COMMIT = _commit(_RESULTS, _STREAMER)
-"""The seams where SGLang 0.5.13 to 0.5.18 commits tokens."""
+"""The seams of the functions that append new tokens to requests and send them, in SGLang 0.5.13 to 0.5.18."""
 
 COMMIT_IN_MIXIN = _commit(_RESULTS_MIXIN, _RESULTS_MIXIN)
-"""The seams where SGLang 0.5.12 commits tokens, in a mixin of the scheduler."""
+"""The seams of the functions in `COMMIT` for SGLang 0.5.12, where a mixin of the scheduler has them."""
 
 SAMPLER_LOGPROBS = (
     Seam(
@@ -707,7 +710,7 @@ SEND_BY_LOOKUP = (
         (_around("http.tokenizer_manager.write_sets_of", state="http"),),
     ),
 )
-"""The seam of the function that sends an answer before 0.5.19. The function looks up the answer's state."""
+"""The seam of `_wait_one_response`, which sends an answer before 0.5.19 and looks up SGLang's `ReqState`."""
 
 PROMPT_TOKEN_IDS = (
     Seam(
@@ -745,4 +748,4 @@ NO_HTTP_CONTRACT = (
         (_after("http.middleware_before_0_5_22.install", always=True, state="http"),),
     ),
 )
-"""The seam of the HTTP server before 0.5.22, which lacks the functions in `HTTP_CONTRACT`."""
+"""The seam that replaces `HTTP_CONTRACT` before 0.5.22, where SGLang lacks the functions of that group."""

@@ -3,11 +3,11 @@
 `sglang-topp doctor` uses this module to find where a missing function moved. The tests use this module to
 check the functions that the hooks rely on, in SGLang releases that are not installed.
 
-The package griffe 2.4.1 was tried instead, on SGLang 0.5.23. The patch set uses 65 names there: it hooks
-or calls 53 functions, and has 12 imports. griffe found none of these names. The folder `sglang/srt` has no
-`__init__.py`, so griffe does not treat that folder as a part of the package. Loading the folder alone took
-griffe 30 s of CPU time, and names imported from `sglang.srt` stayed unresolved. This module finds all 65
-names in 1.3 s.
+The package griffe 2.4.1 was tried in place of this module, on SGLang 0.5.23. The patch set uses 65 names of
+that release: it hooks or calls 53 functions, and has 12 imports. griffe found none of the 65 names. The
+folder `sglang/srt` has no `__init__.py`, so griffe does not treat that folder as a part of the package.
+Loading the folder alone took griffe 30 s of CPU time, and names imported from `sglang.srt` stayed unresolved.
+This module finds all 65 names in 1.3 s.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class PackageSource:
         or struct.
 
         Raises:
-            LookupError: the target does not exist, or has no parameters. The message names the missing part.
+            LookupError: the target does not exist, or has no parameters. The error message names
+                the missing part.
         """
         module, node = self._resolve(target)
         if isinstance(node, ast.ClassDef):
@@ -165,7 +166,8 @@ class PackageSource:
                     fields.setdefault(statement.target.id, by_keyword or alone)
         if not fields:
             raise LookupError(f"{module}.{node.name} shows neither a constructor nor fields")
-        # The sort is stable, and moves keyword-only fields to the end.
+        # Move keyword-only fields to the end, as `inspect.signature` does. `sorted` is stable, so all other
+        # fields stay in order.
         return tuple(sorted(fields, key=fields.__getitem__))
 
     def _imported_from(self, module: str, statement: ast.ImportFrom) -> str:

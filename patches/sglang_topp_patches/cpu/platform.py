@@ -1,8 +1,8 @@
 """An SGLang platform that serves on a CPU, on machines without an accelerator.
 
 `SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang chooses its platform at import, before it
-parses arguments, so `--device cpu` comes too late. Without `SGLANG_PLATFORM`, this package changes nothing.
-For example, SGLang still refuses to start on a machine whose driver is broken.
+parses arguments, so `--device cpu` comes too late. Without `SGLANG_PLATFORM`, this package changes nothing,
+and SGLang still refuses to start on a machine whose driver is broken.
 
 SGLang's own CPU engine needs kernels that no package ships. This platform takes SGLang's plain-torch paths
 instead. These paths are slow, but the scheduler, sampler, and HTTP server are the same as on other platforms.
@@ -30,7 +30,7 @@ from sglang_topp_patches.cpu import kernel_stubs
 
 __all__ = ["TorchCpuPlatform", "activate", "register"]
 
-_NAME = "sglang_topp_cpu"  # the name of both entry points
+_NAME = "sglang_topp_cpu"  # the name of the platform entry point and of the plugin entry point
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
 
 
@@ -66,13 +66,13 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    # SGLang 0.5.12 needs this hook, because it does not ask the platform for the device. A later release
-    # removed the hooked function.
+    # SGLang 0.5.12 does not ask the platform for the device, so `_name_device` sets the device. A later
+    # release removed the hooked function.
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
-    # In 0.5.12, the two methods in `pins` pin memory without asking the platform. The second method exists
-    # only in 0.5.12, so its presence identifies the release.
+    # In 0.5.12, the two methods in `pins` pin memory without asking the platform. The method
+    # `_expand_metadata_for_logprobs` exists only in 0.5.12, so its presence identifies the release.
     pins = [f"{_LOGITS}._get_pruned_states", f"{_LOGITS}._expand_metadata_for_logprobs"]
     if PackageSource.installed().has(pins[-1]):
         for target in pins:
@@ -120,7 +120,7 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_dispatch_key_name(self) -> str:
         return "native"
 
-    # The next methods describe the device. All ranks share one CPU and its memory.
+    # -- The device: all ranks share one CPU and its memory.
 
     def get_device(self, device_id: int = 0) -> str:
         # Return a string, because SGLang splits the device's name (`device.split(":")`).
@@ -167,8 +167,8 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
 
-    # SGLang up to 0.5.21 calls the next two methods. Later releases call `get_kv_pool_cls`, where None
-    # selects the same classes.
+    # SGLang up to 0.5.21 calls `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls`. Later releases call
+    # `get_kv_pool_cls`, where None selects the same classes.
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

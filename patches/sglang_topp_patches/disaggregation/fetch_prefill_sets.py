@@ -2,8 +2,8 @@
 
 While a request runs, the decode server's HTTP process asks the prefill server's bootstrap server for the sets
 (`open_question`). The sets cannot use the connection between the schedulers, because its buffers have a fixed
-size. The schedulers do not wait for the sets. If the prefill server has no sets, or its sets belong to
-another first token, the request ends as an error.
+size. The schedulers do not wait for the sets. If the prefill server has no sets, or its first token is not
+the first token that the decode server received, the request ends as an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_topp_patches.scheduler_messages import KEY, Entry, asking_field, cus
 
 __all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_question"]
 
-# The prefill server answers a question after 20 s at the latest.
+# The timeout of one HTTP request to the prefill server, which answers after 20 s at the latest.
 _READ_S = 40.0
 _RETRY_S = 0.5
 # `fetch_first_token` gives up after this number of seconds. The sets arrive after the KV cache, because they
@@ -33,10 +33,10 @@ _LATE_S = 30.0
 
 
 def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
-    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: mark the prefill server's token.
+    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: note where the first token's set is.
 
-    The token arrives with the KV cache. The hook runs in the decode server's scheduler, and records that the
-    prefill server has the token's set.
+    The first token arrives with the KV cache. The hook runs in the decode server's scheduler, and records
+    that the prefill server has the first token's set.
     """
     req = decode_req.req
     if not req.return_logprob or not asking_field(custom_params(req).get) or is_refused(req):
@@ -44,7 +44,8 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
-    # A retracted request is transferred again with its last token, which already has an entry.
+    # After a retraction, SGLang transfers a request again with its last token. That token already has an
+    # entry in `entries`.
     while len(entries) < len(req.output_ids):
         if getattr(decode_req, "is_rebootstrap", False):  # `is_rebootstrap` exists since 0.5.16
             entries.append(Entry(None, "the prefill server drew the token again, without log-probs"))
@@ -56,8 +57,8 @@ def num_scored_here(server_args: Any, state: Any) -> int | None:
     """Return the number of prompt positions that need a set, because SGLang reports their log-probs.
 
     Returns:
-        The number, or None on a decode server. A decode server gets the prompt's sets together with the
-        first token's set.
+        None on a decode server, because a decode server gets the prompt's sets together with the first
+        token's set. The number of positions on any other server.
     """
     return None if server_args.disaggregation_mode == "decode" else len(state.input_token_logprobs_val)
 
@@ -66,10 +67,9 @@ def num_scored_here(server_args: Any, state: Any) -> int | None:
 async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Task[FirstToken] | None]:
     """Ask the prefill server for the sets of a request's first token and prompt.
 
-    The task that asks is canceled when the context exits.
-
     Yields:
-        The task that fetches the sets, or None if this server is not a decode server.
+        The task that fetches the sets, or None if this server is not a decode server. The task is canceled
+        when the context exits.
     """
     if server_args.disaggregation_mode != "decode":
         yield None
@@ -84,7 +84,7 @@ async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Tas
 async def fetch_first_token(
     question: asyncio.Task[FirstToken] | None, state: Any, token_id: int | None
 ) -> FirstToken:
-    """Return the first token with the sets from the prefill server. On failure, `entry.problem` says why.
+    """Return the first token with the sets from the prefill server. If this fails, `entry.problem` says why.
 
     Args:
         question: the task that `open_question` yielded.

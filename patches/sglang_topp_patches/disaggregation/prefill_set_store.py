@@ -29,7 +29,7 @@ PATH = "/sglang_topp/first"
 """The route, on a prefill server's bootstrap server, that delivers the sets of first tokens."""
 
 KEPT_S = 120.0
-"""The number of seconds for which the store keeps sets. A request ends before this time is over."""
+"""The number of seconds for which the store keeps a request's sets. The request itself ends earlier."""
 
 _FIELD = "the first token's set"
 _LINE_END = b"\n"
@@ -123,18 +123,18 @@ Answer: TypeAlias = FirstToken | tuple[str, ...]
 
 @dataclass(eq=False)
 class _Question:
-    """A decode server's request for the sets of one bootstrap room, which waits for an answer."""
+    """A decode server's pending request for the sets of one bootstrap room."""
 
     inputs: Mapping[str, str]
     answer: asyncio.Future[Answer]
 
 
 class PrefillSets:
-    """The sets that wait in a prefill server's HTTP process, and the decode servers' waiting questions.
+    """The sets that wait in a prefill server's HTTP process, and the pending requests of decode servers.
 
     All calls must come from one event loop. Each entry is delivered once, and only to a caller whose request
-    inputs match. The candidates of all entries count against the process's budget. If an entry exceeds the
-    budget, the store replaces the entry with a refusal.
+    inputs match. The candidates of all entries count against the process's budget. If the budget is exceeded,
+    the store may replace an entry's sets with an error message.
     """
 
     def __init__(self, in_flight: InFlight, kept_s: float = KEPT_S) -> None:
@@ -167,12 +167,12 @@ class PrefillSets:
                     del self._expected[room]
 
     def put(self, room: int, first: FirstToken) -> None:
-        """Send `first` to the question that waits for the room, or store `first` for a later question.
+        """Send `first` to the decode server that waits for the room, or store `first` until one asks.
 
-        In both cases, the store drops an earlier entry of the room.
+        An earlier entry of the room is dropped.
         """
         is_taken = False
-        # Answer the newest question first, because the connections of older questions may be closed.
+        # Answer the newest pending request first, because older requests may come from closed connections.
         for question in reversed(self._questions.pop(room, [])):
             names = differing_names(question.inputs, first.inputs)
             if question.answer.done() or (is_taken and not names):
@@ -190,8 +190,8 @@ class PrefillSets:
     def note_request_without_sets(self, room: int) -> None:
         """Record that the room's request does not ask for sets.
 
-        The store answers all waiting and later questions for the room with `top_logprobs_p`, the name of the
-        input that differs.
+        The store answers all pending and later requests of decode servers for the room with `top_logprobs_p`,
+        the name of the input that differs.
         """
         self._without_sets.add(room)
         asyncio.get_running_loop().call_later(self._kept_s, self._without_sets.discard, room)
@@ -203,9 +203,9 @@ class PrefillSets:
         """Wait for the room's sets, and remove them from the store.
 
         Returns:
-            The sets, if their inputs equal `inputs`. If inputs differ, the result is the names of those
-            inputs, and the sets stay in the store. If no sets arrive within `wait_s` seconds, the result is
-            None.
+            The sets, if the prefill server's request has the same inputs as `inputs`. If some inputs differ,
+            the result is the names of those inputs, and the sets stay in the store. If no sets arrive within
+            `wait_s` seconds, the result is None.
         """
         if room in self._entries:
             first, account = self._entries[room]
@@ -233,7 +233,7 @@ class PrefillSets:
                     del self._questions[room]
 
     def _drop(self, room: int, account: Account | None = None) -> None:
-        """Free the room's entry. If `account` is given, free only an entry that `account` counts."""
+        """Free the room's entry. If `account` is given, free the entry only if `account` is its counter."""
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):
             del self._entries[room]

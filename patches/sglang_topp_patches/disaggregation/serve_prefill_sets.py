@@ -1,10 +1,10 @@
 """Serve the candidate sets of prompts and first tokens from a prefill server to decode servers.
 
-The decode server answers the client, but the prefill server draws the first token. So while a request runs,
-the decode server's HTTP process asks the prefill server's HTTP process for the sets. The question goes
-through SGLang's bootstrap server. A decode server without the patch set does not ask, and would answer
-without sets. So the prefill server passes a request for sets to its scheduler only after a decode server has
-asked for the sets.
+The decode server answers the client, but the prefill server draws the first token. So while a generation
+runs, the decode server's HTTP process fetches the sets from the prefill server's HTTP process, through
+SGLang's bootstrap server. A decode server without the patch set does not fetch the sets, and would answer
+without sets. So the prefill server does not start a request for sets until a decode server has asked for the
+request's sets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
 __all__ = ["PrefillServer"]
 
 # If the sets are not ready within this number of seconds, the prefill server answers without sets. The decode
-# server then asks again. Without this limit, a proxy between the servers might close the silent connection.
+# server then asks again. Without this limit, a proxy between the servers might close the idle connection.
 _QUESTION_S = 20.0
 _RETRY_S = 0.5
 # A request waits at most this number of seconds until a decode server asks for the request's sets. Both
@@ -41,14 +41,15 @@ class PrefillServer:
 
     def __init__(self, in_flight: InFlight) -> None:
         self.sets = PrefillSets(in_flight)
-        self._loop: asyncio.AbstractEventLoop | None = None  # None before the first request
+        self._loop: asyncio.AbstractEventLoop | None = None  # set by the first request
 
     async def await_decode_server(
         self, original: Callable[..., Awaitable[Any]], manager: Any, obj: Any
     ) -> Any:
-        """AROUND hook on `TokenizerManager._tokenize_one_request`: wait until the decode server asks.
+        """AROUND hook on `TokenizerManager._tokenize_one_request`: wait for a decode server.
 
-        SGLang sends the request to the scheduler only after this hook returns.
+        The hook waits until a decode server has asked for the request's sets. SGLang sends the request to the
+        scheduler only after the hook returns.
         """
         tokenized = await original(manager, obj)
         if _is_prefill_server(manager.server_args):
@@ -58,10 +59,10 @@ class PrefillServer:
     async def await_decode_servers(
         self, original: Callable[..., Awaitable[Any]], manager: Any, batch_size: int, obj: Any
     ) -> Any:
-        """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: wait until the decode server asks.
+        """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: wait for decode servers.
 
-        SGLang calls the hooked function to tokenize all prompts of a request at once. The hook waits for a
-        question about each prompt's sets.
+        SGLang calls the hooked function to tokenize all prompts of a request at once. The hook waits until
+        decode servers have asked for the sets of every prompt.
         """
         tokenized = await original(manager, batch_size, obj)
         if _is_prefill_server(manager.server_args):

@@ -1,4 +1,4 @@
-"""Refuse requests for sets with values that do not fit the served model and would crash the scheduler.
+"""Refuse a request for sets if a value does not fit the served model and would crash the scheduler.
 
 SGLang does not check all values of a request against the model. This module checks texts, token ids,
 embeddings, positions, list lengths, and sampling parameters. The server answers a bad value with a 400.
@@ -23,8 +23,8 @@ from sglang_topp.errors import InvalidInputError
 
 __all__ = ["ModelLimits", "num_prompts"]
 
-_MAX_SAMPLES = 8192  # the limit for one request, which is also the sidecar's default
-_TOKEN_CHARS = 64  # the longest token's length, if the tokenizer cannot list its tokens
+_MAX_SAMPLES = 8192  # the most samples of one request, which is also the sidecar's default
+_TOKEN_CHARS = 64  # the assumed length of the longest token, if the tokenizer cannot list its tokens
 _JSON = (bool, int, float, str, list, dict)
 _ONE_OR_PER_PROMPT = (
     *("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt"),
@@ -84,7 +84,8 @@ class ModelLimits:
                 result is None for a field that the caller did not send.
 
         Raises:
-            InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
+            InvalidInputError: a value is bad. The error message names the field, the value, and what is
+                expected.
         """
         for name, text in _each("text", field("text"), str):
             if not text:
@@ -113,7 +114,8 @@ class ModelLimits:
         overrides = field("positional_embed_overrides")
         given = overrides if isinstance(overrides, list) and overrides else [overrides]
         if any(isinstance(one, _JSON) for one in given):
-            # This field needs Python objects that JSON cannot express. A JSON value makes the scheduler fail.
+            # `positional_embed_overrides` needs Python objects that JSON cannot express. If the field holds a
+            # JSON value, the scheduler fails.
             raise InvalidInputError(
                 "positional_embed_overrides: got JSON, which cannot hold it; leave it out"
             )
@@ -204,7 +206,8 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
         value = field(name)
         if name == "lora_id" and count is not None and isinstance(value, str):
             raise InvalidInputError(f"{name}: got {value!r}, expected one for each of {count} prompts")
-        # For a single prompt, SGLang passes a list on to the scheduler without a check.
+        # If a request with a single prompt has a list as the field's value, SGLang passes the list on to the
+        # scheduler without a check.
         if isinstance(value, list) and len(value) != count:
             expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
             raise InvalidInputError(f"{name}: got a list of {len(value)}, expected {expected}")

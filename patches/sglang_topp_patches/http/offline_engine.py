@@ -1,8 +1,8 @@
 """Accept the patch set's request fields as keyword arguments of the offline engine, `sglang.Engine`.
 
 The hooks on `Engine.generate` and `Engine.async_generate` put the keyword arguments into a context variable.
-The hook on `TokenizerManager.generate_request` copies the arguments to the request object. This works because
-SGLang calls `generate_request` without an `await` in between.
+The hook on `TokenizerManager.generate_request` copies the arguments to the request object. SGLang awaits
+nothing between the two functions, so the context variable still holds the arguments of the same request.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ extensions:
 
     "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 
-`candidate_sets` has one entry for each choice. The entry holds the choice's index, and the fields that
+`candidate_sets` has one entry for each choice. Each entry holds its choice's index, and the fields that
 `/generate` returns in `meta_info`. A stream ends with an additional chunk, which has the entries and no
 choices. If the engine sends no sets for a choice, the client gets an error.
 """
@@ -32,8 +32,8 @@ class _Collector:
     """A collector of one call's sets from the engine's answers.
 
     Attributes:
-        entries: the sets of each finished sample, by the sample's index. The entry is None for a sample
-            that did not ask for sets.
+        entries: the sets of each finished sample, by the sample's index; None for a sample that did not ask
+            for sets.
         problem: why a finished sample has no sets, or an empty string.
         status: the HTTP status of the error that ended the call, or 0.
     """
@@ -77,7 +77,7 @@ async def add_to_answer(
     collector = _ask(adapted_request)
     answer = await original(self, adapted_request, request, raw_request)
     if collector is None or not hasattr(answer, "model_dump"):
-        return answer  # either the call does not ask for sets, or the answer is an error
+        return answer  # the call asks for no sets, or SGLang's answer is an error
     import orjson
     from starlette.responses import Response
 
@@ -111,7 +111,7 @@ def collect_sets(
 def _ask(adapted_request: Any) -> _Collector | None:
     """Set the call's fields on SGLang's request, and return a collector for the call's sets.
 
-    Return None if the call asks for no sets.
+    Return None if the OpenAI call asks for no sets.
     """
     call = current_call.get()
     if call is None or call.fields is None:
@@ -149,8 +149,8 @@ async def _collect(answers: AsyncGenerator[Any, None], collector: _Collector) ->
 async def _with_sets(events: AsyncGenerator[str, None], collector: _Collector) -> AsyncGenerator[str, None]:
     """Yield a stream's events, and insert an event with the sets before the last event (`[DONE]`).
 
-    If sets are missing, insert an error event instead. If the stream has already sent an error, insert no
-    event.
+    If a choice has no sets, insert an error event in place of the event with the sets. If the stream has
+    already sent an error event, insert no event.
     """
     template: dict[str, Any] = {}
     is_answered = False

@@ -28,8 +28,8 @@ class HttpProcess:
         prefill_server: the hooks of a prefill server, and its sets that wait for decode servers.
         server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
         model: the served model's limits, or None before the tokenizer manager exists.
-        scheduler_states: the status of each scheduler at the last `GET /server_info`. The entry is None
-            for a scheduler without the patch set.
+        scheduler_states: the status of each scheduler at the last `GET /server_info`; None for a scheduler
+            without the patch set.
     """
 
     in_flight: InFlight
@@ -60,7 +60,8 @@ class HttpProcess:
                 result is None for a field that the caller did not send.
 
         Raises:
-            InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
+            InvalidInputError: a value is bad. The error message names the field, the value, and what is
+                expected.
         """
         if self.model is None:
             raise InvalidInputError("the model's sizes are not known in this process; nothing can be checked")

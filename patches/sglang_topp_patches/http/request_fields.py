@@ -61,8 +61,8 @@ def extend_request_class(cls: type[Any]) -> None:
     for name, field in cls.__dataclass_fields__.items():
         if name in cls.__annotations__:
             setattr(cls, name, field)
-    # With any other type than `Any`, pydantic would silently coerce some bad input. `check_body` refuses such
-    # input with a message.
+    # The type of the fields is `Any`, because pydantic would silently coerce some bad input to another type.
+    # `check_body` refuses bad input with a message.
     cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
     for name in (*FIELDS, RESUMED):
         setattr(cls, name, False if name in (BASE64, NUCLEUS) else None)
@@ -140,12 +140,11 @@ class _RequestedSets:
     """The sets that a request asks for. Each attribute has one entry per prompt.
 
     Attributes:
-        thresholds: the threshold p. The threshold is None or 0 if the prompt does not ask for sets with a
-            threshold.
+        thresholds: the threshold p; None or 0 if the prompt does not ask for sets with a threshold.
         sampler: whether the prompt asks for the tokens that the sampler could draw.
         base64: whether the sets are returned as packed arrays.
         nucleus: whether the sets are returned in slime's fields. With slime's fields, the threshold is
-            `top_p`.
+            the prompt's `top_p`.
     """
 
     thresholds: Sequence[float | None]
@@ -196,13 +195,14 @@ class _RequestedSets:
         """Read and check the fields of one request.
 
         Args:
-            process: the HTTP process.
+            process: the state of this HTTP process.
             field: returns a field's value as the caller sent it, before SGLang normalized the request. The
                 result is None for a field that the caller did not send.
             num_prompts: the number of prompts.
 
         Raises:
-            InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
+            InvalidInputError: a value is bad. The error message names the field, the value, and what is
+                expected.
         """
         thresholds = [
             _threshold(THRESHOLD, each) for each in _spread(THRESHOLD, field(THRESHOLD), num_prompts)
@@ -283,7 +283,7 @@ class _RequestedSets:
 
 
 def _asks(field: Callable[[str], Any]) -> bool:
-    """Return whether the request asks for candidate sets in any of its fields. Invalid values count too."""
+    """Return whether the request asks for candidate sets in any field, even with an invalid value."""
     given = field("sampling_params")
     params = given if isinstance(given, list) else [given]
     customs = [item.get("custom_params") for item in params if isinstance(item, Mapping)]

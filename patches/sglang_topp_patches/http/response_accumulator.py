@@ -25,7 +25,8 @@ class ResponseAccumulator:
         prompt: the set of each scored prompt position, with None for the first position.
         weight_spans: the weight versions that generated the tokens and scored the prompt.
         problem: why a token has no set, or an empty string.
-        refusal: the scheduler's entry that refuses the request, or None. A refused request ends as an error.
+        refusal: the scheduler's entry with the reason why it refuses the request, or None. A refused request
+            ends as an error.
         lacks_first: whether the first token is visible, but its set is still on the prefill server.
         is_aborted: whether the HTTP process aborted the sample because a position has no set.
     """
@@ -52,7 +53,7 @@ class ResponseAccumulator:
         entries: Sequence[Entry | None],
         prompt_rows: Sequence[Span | Entry | None],
     ) -> None:
-        """Add new tokens, the entry of each token, and the prompt's rows if they have arrived."""
+        """Add new tokens, the entry of each token, and the prompt's sets if they have arrived."""
         if self.first_token_id is None and token_ids:
             self.first_token_id = token_ids[0]
         self.num_tokens += len(token_ids)
@@ -77,8 +78,8 @@ class ResponseAccumulator:
             else:
                 rows.append(row)
         if rows:
-            # Each row is the distribution of the next position's token. So the prompt's first position has no
-            # row, and the last row belongs to the first generated token.
+            # A row at one prompt position holds the candidates for the token at the next position. So the
+            # prompt's first token has no row, and the last row belongs to the first generated token.
             self.prompt = [None, *rows[:-1]]
         new = [*(entry.candidates for entry in entries if entry), *rows]
         self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))

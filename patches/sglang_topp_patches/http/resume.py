@@ -1,20 +1,20 @@
 """Resume an interrupted answer, with the request field `resumed_tokens`.
 
-The prompt of a resuming request ends with tokens that an earlier request generated. The field gives the
-number of these tokens. The value 0 means that the answer is new, and that a later request may resume the
+The prompt of a resuming request ends with tokens that an earlier request generated. `resumed_tokens` is the
+number of these tokens. If `resumed_tokens` is 0, the answer is new, and a later request may resume the
 answer. The answer's text and the search for stop strings begin at the resumed tokens, as if nothing had
 interrupted the answer.
 
-Two hooks make sure that the answer to an aborted request with the field has every token up to the abort:
+If a request with `resumed_tokens` is aborted, two hooks make its answer complete up to the abort:
 
-- `finish_or_abort` first checks whether the last token ends the answer. If it does, the answer counts as
-  finished. Without this hook, SGLang would report the answer as aborted, and a caller would resume a complete
+- `finish_or_abort` first checks whether the last token ends the answer. An answer that the last token ends
+  counts as finished. SGLang alone would report the answer as aborted, and a caller would resume a complete
   answer.
-- `send_all_tokens` sends all tokens of a retracted request that is aborted while it waits. Without this hook,
-  SGLang would send only the tokens that were already streamed.
+- `send_all_tokens` sends all tokens of a retracted request that is aborted while it waits. SGLang alone would
+  send only the tokens that were already streamed.
 
-The field reaches the scheduler inside `sampling_params.custom_params`. The answer repeats the field in
-`meta_info`.
+`resumed_tokens` reaches the scheduler inside `sampling_params.custom_params`. The answer repeats
+`resumed_tokens` in `meta_info`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts:
     """Check `resumed_tokens`, and return its value for each prompt, or None for a prompt without the field.
 
     Args:
-        process: the HTTP process.
+        process: the state of this HTTP process.
         field: returns a field's value as the caller sent it, before SGLang normalized the request. The
             result is None for a field that the caller did not send.
         num_prompts: the number of prompts.
 
     Raises:
-        InvalidInputError: a value is bad. The message names the field, the value, and what is expected.
+        InvalidInputError: a value is bad. The error message names the field, the value, and what is
+            expected.
     """
     given = field(RESUMED)
     counts = given if isinstance(given, list) else [given] * num_prompts
@@ -104,13 +105,13 @@ def pass_to_scheduler(process: HttpProcess, self: Any, field: Callable[[str], An
     """Pass `resumed_tokens` to the scheduler, for each prompt of a normalized request.
 
     Args:
-        process: the HTTP process.
+        process: the state of this HTTP process.
         self: the `GenerateReqInput`.
         field: returns a field's value as the caller sent it, before SGLang normalized the request. The
             result is None for a field that the caller did not send.
 
     Raises:
-        InvalidInputError: `check_fields` finds a bad value.
+        InvalidInputError: `check_fields` refuses the value of `resumed_tokens`.
     """
     if field(RESUMED) is None:
         return
@@ -171,7 +172,7 @@ def finish_or_abort(original: Callable[..., None], self: Any, *args: Any, **kwar
 
 
 def _is_requested(reason: Any) -> bool:
-    """Return whether a caller requested the abort. Aborts by which SGLang refuses a request have a status."""
+    """Return whether a caller requested the abort. If SGLang refuses a request, the abort has a status."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return isinstance(reason, FINISH_ABORT) and reason.status_code is None
@@ -192,8 +193,8 @@ def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
     """AFTER hook on `Scheduler.abort_request`: send aborted answers during an `in_place` pause.
 
     SGLang ends an aborted request and frees its KV cache in the next pass, which runs only after the pause.
-    This hook sends the answer during the pause. The next pass does not send the answer again, because
-    `finished_output` is set.
+    `send_while_paused` sends the answer during the pause. The next pass does not send the answer again,
+    because `finished_output` is set.
     """
     if not self._engine_paused:
         return
@@ -213,7 +214,7 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
     params = self.sampling_params
     if (not params.stop_strs and not params.stop_regex_strs) or not (count := _num_resumed(self)):
         return original(self, new_accepted_len)
-    # SGLang searches at most this number of tokens at the end of the answer.
+    # SGLang searches at most `num_tokens` tokens at the end of the answer for stop strings.
     num_tokens = max(params.stop_str_max_len, params.stop_regex_max_len) + 1 + max(new_accepted_len - 1, 0)
     missing = min(num_tokens - len(self.output_ids), count)
     if missing <= 0:

@@ -1,8 +1,8 @@
 """List SGLang's HTTP routes that serve candidate sets, and refuse requests for sets on all other routes.
 
 SGLang ignores fields that it does not know, so most routes would answer without the sets. `Guard` runs before
-the routes, and refuses a request for sets on a route that cannot return them. `Guard` also counts
-each served call's candidates against the in-flight budget until the answer has been sent.
+the routes, and refuses a request for sets on a route that cannot return sets. `Guard` also counts each served
+call's candidates against the in-flight budget until the answer has been sent.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ NO_PROMPT = frozenset(
         *("/hicache/storage-backend", "/hicache/storage-backend/clear", "/get_hicache_l3_cache_layout"),
         *("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/pd_role_switch"),
         *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
-        # SGLang 0.5.19 removed these routes.
+        # SGLang 0.5.21 removed the four routes of the next line.
         *("/weight_version", "/get_weight_version", "/get_load", "/clear_hicache_storage_backend"),
         *("/start_profile", "/stop_profile", "/set_trace_level", "/start_expert_distribution_record"),
         *("/stop_expert_distribution_record", "/dump_expert_distribution_record"),
@@ -129,8 +129,8 @@ class Call:
         path: the route.
         account: the counter of the candidates of all samples, or None before a sample has sets.
         problem: why the call was ended early, or an empty string.
-        fields: our fields from the top level of an OpenAI body. The value is None on other routes, and after
-            the hooks in `openai` have taken the fields.
+        fields: our fields from the top level of an OpenAI body; None on other routes, and after the hooks in
+            `openai` have taken the fields.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
@@ -153,8 +153,8 @@ class Call:
     def close(self) -> None:
         """Free the call's resources after its answer has been sent or has failed.
 
-        The call and its samples refer to each other. Without this method, only the garbage collector would
-        free them, and the collector seldom runs in a server.
+        The call and its samples refer to each other. Without `close`, only the garbage collector would free
+        the call and its samples, and the garbage collector seldom runs in a server.
         """
         self._at_end.clear()
         if self.account is not None:
@@ -167,7 +167,7 @@ class Call:
 
 
 class Guard:
-    """The innermost ASGI middleware. It runs after authentication and decompression, before the routes."""
+    """The innermost ASGI middleware, which runs after authentication and decompression, before the routes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -321,7 +321,8 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
             yield from _places(item, prefix)
     elif isinstance(value, dict):
         yield from (f"{prefix}{field}" for field in FIELDS if value.get(field) not in (None, False, 0))
-        # The value 0 counts too, because it marks an answer that may be resumed later.
+        # `resumed_tokens` counts as given even if it is 0, because 0 marks an answer that a later request may
+        # resume.
         if value.get(RESUMED) is not None:
             yield f"{prefix}{RESUMED}"
         for name in _CONTAINERS:
@@ -381,7 +382,7 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
         send: the server's `send`.
         call: the call that may hold sets.
         transport: the connection's transport, or None if the server is not uvicorn. Without a transport, a
-            stalled connection closes only after the client has taken the last piece.
+            stalled connection stays open until the client has taken the last piece.
     """
 
     async def send_within_limit(account: Account, body: bytes, *, more_body: bool) -> None:
@@ -390,7 +391,7 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
                 await send({"type": "http.response.body", "body": body, "more_body": more_body})
         except TimeoutError:
             if transport is not None:
-                transport.abort()  # `close` would wait until the client has taken all buffered data
+                transport.abort()  # `transport.close` would first wait for the client to take all data
             account.end(f"the reader took nothing for {_PIECE_TIMEOUT_S:g} s")
             raise ConnectionError(call.problem) from None
 

@@ -33,7 +33,8 @@ def add_status(
 ) -> dict[str, Any]:
     """AFTER hook on `build_server_info`: add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
 
-    The status contains the limits and the model's sizes. The sidecar checks requests against these values.
+    The status contains the memory limits and the limits of the served model. The sidecar checks requests
+    against both.
     """
     report = status().to_dict()
     problems = [*refused_configurations.server_problems(server_args), *process.route_problems()]

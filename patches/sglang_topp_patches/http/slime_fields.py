@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_topp.candidates.csr_operations import log_sum_exp, offsets_of
+from sglang_topp.candidates.csr_arrays import log_sum_exp, offsets_of
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.formats.field_parsing import INT32, b64text
 from sglang_topp_patches.refused_configurations import nucleus_problem
@@ -25,8 +25,8 @@ from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
 
 __all__ = ["check_request", "nucleus_threshold", "write_nuclei"]
 
-# SGLang reports the log-probs of these fields over the whole vocabulary. Such log-probs would not
-# match the renormalized log-probs.
+# Request fields for which SGLang reports log-probs over the whole vocabulary. Log-probs over the whole
+# vocabulary would not match the renormalized log-probs of the generated tokens.
 _OTHER_LOGPROBS = ("top_logprobs_num", "token_ids_logprob")
 
 
@@ -34,8 +34,8 @@ def nucleus_threshold(sampling_params: Any) -> float:
     """Return the threshold of a prompt's sets, which is the prompt's `top_p`.
 
     Args:
-        sampling_params: the prompt's sampling parameters, as the caller sent them. SGLang may still add a
-            server's own defaults. So the scheduler checks the final parameters again
+        sampling_params: the prompt's sampling parameters, as the caller sent them. SGLang may later add
+            defaults of the server to these parameters. So the scheduler checks the final parameters again
             (`scheduler.refuse_unchecked_requests`).
 
     Raises:
@@ -59,7 +59,8 @@ def check_request(field: Callable[[str], Any]) -> None:
             result is None for a field that the caller did not send.
 
     Raises:
-        InvalidInputError: the request has a field that asks for such log-probs. The message names the field.
+        InvalidInputError: a field of the request asks for log-probs over the whole vocabulary. The error
+            message names the field.
     """
     for name in _OTHER_LOGPROBS:
         value = field(name)
@@ -74,8 +75,8 @@ def write_nuclei(meta_info: dict[str, Any], positions: Positions) -> None:
     """Write slime's two arrays into `meta_info`, and renormalize the generated tokens' log-probs.
 
     Args:
-        meta_info: the `meta_info` of a chunk or of the answer. This function replaces `output_token_logprobs`
-            there.
+        meta_info: the `meta_info` of a chunk or of the answer. This function replaces its entry
+            `output_token_logprobs`.
         positions: the sets of the tokens in `meta_info`. The first log-prob of each set is the highest.
 
     Raises:

@@ -3,8 +3,8 @@
 1. `receive_entries` takes our entries, one per token, out of the scheduler's message before
    `_handle_batch_output` reads the message.
 2. `write_meta_info` adds a request's entries to the request's `ResponseAccumulator`, and records which
-   positions the next chunk contains. This hook runs in `_handle_batch_output`, and at the abort of a queued
-   request.
+   positions the next chunk contains. `write_meta_info` runs in `_handle_batch_output`, and at the abort of a
+   queued request.
 3. `write_sets` writes the sets of the recorded positions into the chunk when SGLang sends the chunk.
 
 If a request asked for sets and a visible token has no set, the request ends as an error (finish reason
@@ -58,7 +58,7 @@ __all__ = [
 
 _ARRIVED = "_sglang_topp_arrived"
 _ACCUMULATOR = "_sglang_topp_accumulator"
-# These lists have one entry per token. SGLang extends them until the answer ends.
+# The lists in `meta_info` that have one entry per token. SGLang extends these lists until the answer ends.
 _PER_TOKEN = (
     *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
     *("output_token_sampling_mask", "output_token_sampling_logprobs"),
@@ -76,7 +76,7 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
     if entries is not nothing or prompt_rows is not nothing:
         recv_obj.customized_info = info or None
     ours = zip(getattr(recv_obj, "output_ids", nothing), entries, prompt_rows, strict=True)
-    # The next message may overwrite `_ARRIVED`, because the event loop handles one message at a time.
+    # The event loop handles one message at a time, so each message may overwrite the attribute `_ARRIVED`.
     setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
 
 
@@ -102,7 +102,8 @@ def write_meta_info(
         return
     stream = getattr(state.obj, "stream", False) and not at_end
     is_shown = stream or finished
-    # An incremental chunk holds the positions since the previous chunk. Any other output holds all positions.
+    # An incremental chunk holds the positions since the previous chunk. Any other chunk or answer holds all
+    # positions.
     start = state.last_output_offset if stream and internals().streams_increments(self) else 0
     if base64 and top_logprobs_num and is_shown and not at_end:
         _write_top_k(meta_info, state, start)
@@ -117,9 +118,8 @@ def write_meta_info(
     if not is_shown:
         return
     # With the source "sampler", a prompt has no sets, because its tokens were not sampled. Otherwise, each
-    # prompt position with a log-prob from SGLang needs a set. The number of generated
-    # tokens is not the number of their log-probs. If `max_new_tokens` is 0, SGLang may report a log-prob
-    # without a token.
+    # prompt position with a log-prob from SGLang needs a set. The accumulator itself counts generated tokens,
+    # because SGLang may report a log-prob without a token if `max_new_tokens` is 0.
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
@@ -146,8 +146,8 @@ def write_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
 
-    A client that reads more slowly than the engine generates gets only some of the chunks. The hook
-    writes sets only into those chunks.
+    If a client reads more slowly than the engine generates, SGLang sends only some of the chunks. The hook
+    writes sets only into chunks that SGLang sends.
     """
     chunks = original(self, obj=obj, state=state, request=request)
     if not asking_field(vars(obj).get):
@@ -185,7 +185,7 @@ def write_sets_of(
 async def _with_status(
     chunks: AsyncGenerator[dict[str, Any], None], obj: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Answer every error with its own status. SGLang itself answers some errors with a 200."""
+    """Answer every error with its own HTTP status. SGLang alone would answer some errors with a 200."""
     from fastapi import HTTPException
 
     async with aclosing(chunks):
@@ -243,8 +243,8 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, accumulator: Respons
     at_end = getattr(obj, AT_END, False)
     is_incremental = getattr(obj, "stream", False) and internals().streams_increments(self) and not at_end
     if not is_incremental:
-        # Copy the lists up to the chunk's last token. SGLang would extend its own lists while the caller
-        # still uses the chunk.
+        # Copy the lists up to the chunk's last token, because SGLang extends the original lists while the
+        # caller still uses the chunk.
         if "output_ids" in out:
             out["output_ids"] = out["output_ids"][:stop]
         for name in _PER_TOKEN:
@@ -312,8 +312,9 @@ def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) ->
 
     If a request is aborted while it waits after a pause, SGLang may already have streamed a part of its
     answer. SGLang's last chunk then has all of the text and log-probs, but only the last token. SGLang
-    does this before 0.5.20, and in all releases if chunks are incremental. This hook removes the text and the
-    tokens from an incremental chunk. The hook puts all tokens into any other chunk.
+    sends such a last chunk before 0.5.20, and in all releases if chunks are incremental. If chunks are
+    incremental, this hook removes the text and the tokens from the last chunk. Otherwise, this hook puts all
+    tokens into the last chunk.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
@@ -343,7 +344,10 @@ def _list_form(self: Any, side: formats.Side, positions: Positions, with_text: b
 
 
 def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
-    """Replace SGLang's lists of top-k log-probs with packed arrays. SGLang's flat arrays stay as they are."""
+    """Replace SGLang's lists of top-k log-probs with packed arrays.
+
+    If the request asked for SGLang's own flat arrays (`return_flat_raw_top_logprobs`), the flat arrays stay.
+    """
     sides: tuple[tuple[formats.Side, int], ...] = (("input", 0), ("output", start))
     for side, first in sides:
         if meta_info.pop(f"{side}_top_logprobs", None) is not None:
@@ -356,8 +360,8 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
 def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumulator) -> None:
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
-        # The abort has another cause, so report that cause.
-        if reason.get("status_code") is None:  # the answer may show tokens, so report both
+        # The missing set is not the cause of the abort, so report the cause that SGLang gives.
+        if reason.get("status_code") is None:  # tokens may be visible: also report the missing set
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}
         return

@@ -2,8 +2,8 @@
 
 When weights are pushed, SGLang attributes all tokens counted so far to the old weights. With overlap
 scheduling, the old weights may have generated one more token that is not counted yet. SGLang attributes this
-token to the new weights. So every pass that extracts candidate sets also records its weight version. In the
-answer, the recorded versions replace SGLang's versions.
+token to the new weights. So the scheduler sends the weight version of each forward pass together with the
+candidate sets. The versions that this module collects replace SGLang's own in the answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WeightSpans:
 
     def __init__(self) -> None:
         self.prompt = ""
-        self._spans: list[tuple[str, int]] = []  # a version, and the index after its last token
+        self._spans: list[tuple[str, int]] = []  # each span's version and end index
 
     def add(self, version: str) -> None:
         """Append the next token's weight version."""

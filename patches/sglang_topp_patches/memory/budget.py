@@ -1,8 +1,8 @@
 """Limit the number of candidates in this process, per sample and for all requests in flight.
 
 At p = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never truncated. A
-request that exceeds a limit ends with an error, and its sets are freed. The error names the limit and what
-would fit.
+request that exceeds a limit ends with an error, and its sets are freed. The error message names the limit.
+For one sample, the message also gives the number of positions that would fit.
 
 Every process counts the sets that pass through it. The scheduler counts a sample's sets until they are sent.
 The HTTP process counts a call's sets until the call's answer is sent.
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 LIST_FORM_COST = 16
-"""The cost of a candidate in JSON lists, where a candidate in packed arrays has the cost 1.
+"""The cost of a candidate in JSON lists. In packed arrays, a candidate has the cost 1.
 
 Python objects and text take this many times the memory of packed arrays."""
 
@@ -60,8 +60,8 @@ class Budget:
         max_candidates_in_flight: the limit for all samples in flight. The default is one candidate per 256
             bytes of the machine's or container's memory.
         staged_candidates_per_row: the capacity, per row, of the GPU memory into which a pass writes its sets.
-            A request is never refused because of this limit. If sets do not fit, the scheduler takes them
-            again and waits for the device (`scheduler.staging`).
+            A request is never refused because of this capacity. If a row's sets do not fit, the scheduler
+            extracts the sets again and waits for the device (`scheduler.staging`).
     """
 
     max_candidates_per_sample: int
@@ -106,7 +106,10 @@ def budget_problem() -> str:
 
 
 class InFlight:
-    """The counter of all candidates in this process. Above the limit, the largest request or call ends.
+    """The counter of all candidates in this process.
+
+    If the process holds more candidates than `limit`, the request or call that holds the most candidates ends
+    with an error.
 
     Args:
         limit: the largest number of candidates that all requests and calls together may hold.
@@ -124,7 +127,7 @@ class InFlight:
 
         Args:
             end: ends the request or call that owns the candidates. `end` is called at most once, with a
-                reason. Pass None if no request or call owns the candidates.
+                reason. `end` is None if no request or call owns the candidates.
         """
         account = Account(self, end)
         self._accounts.add(account)
@@ -146,7 +149,10 @@ class InFlight:
 
 
 class Account:
-    """The counter of the candidates of one request or call. Garbage collection closes an open counter."""
+    """The counter of the candidates of one request or call.
+
+    If the counter is garbage-collected, its candidates no longer count against the limits.
+    """
 
     def __init__(self, in_flight: InFlight, end: Callable[[str], None] | None) -> None:
         self._in_flight, self._end = in_flight, end
@@ -161,8 +167,8 @@ class Account:
     def add(self, candidates: int, positions: int = 1) -> None:
         """Count more candidates.
 
-        If the process then holds more candidates than the limit, end the largest request or call. That may be
-        this one.
+        If the process then holds more candidates than the limit, end the request or call that holds the most
+        candidates. That request or call may be the owner of this counter.
         """
         if self.is_closed:
             return
@@ -209,7 +215,7 @@ def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
 
     Args:
         limits: the limits of this process.
-        is_busy: whether the limit for all requests is exceeded. Otherwise, the limit for one sample is
+        is_busy: True if the limit for all requests is exceeded, and False if the limit for one sample is
             exceeded.
     """
     limit, name = (
@@ -240,6 +246,6 @@ def _memory_bytes() -> int:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             return min(physical, int(Path(path).read_text()))
-        except (OSError, ValueError):  # the file does not exist, or contains "max"
+        except (OSError, ValueError):  # the cgroup file does not exist, or contains "max"
             continue
     return physical

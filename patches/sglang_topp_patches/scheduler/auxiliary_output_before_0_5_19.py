@@ -1,15 +1,16 @@
-"""Copy a pass's candidate sets to the host and add them to their requests, on SGLang before 0.5.19.
+"""Copy a forward pass's candidate sets to the host and add them to requests, on SGLang before 0.5.19.
 
-Since 0.5.19, SGLang does this itself for auxiliary output, that is, for extra results of a forward pass. In
-older releases, these hooks do it in two steps:
+Since 0.5.19, SGLang itself copies auxiliary output (extra results of a forward pass) to the host and passes
+the copies to the patch set. On older releases, the hooks in this module copy the sets and pass them on, in
+two steps:
 
-1. They start copying the sets right before SGLang starts its own copies. SGLang's CUDA event then covers
-   both.
-2. They add the sets to the requests after SGLang has appended the tokens, and before it sends them. SGLang
-   has already dropped the tokens that a stop condition, a retraction, or overlap scheduling made invalid. So
-   only tokens that the caller sees get a set.
+1. Right before SGLang starts its own copies, `copy_to_host` starts copying the sets. SGLang then records a
+   CUDA event, which covers SGLang's copies and the copies of the sets.
+2. After SGLang has appended the new tokens to the requests, and before SGLang sends these tokens, `commit`
+   adds the sets to the requests. SGLang has already dropped the tokens that a stop condition, a retraction,
+   or overlap scheduling made invalid. So only tokens that the caller sees get a set.
 
-In between, an attribute of the pass's result holds the sets.
+Between the two steps, an attribute of SGLang's `GenerationBatchResult` holds the sets.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Step:
     starts: list[int]
 
     def consume(self) -> None:
-        """Add the sets to their requests. SGLang must already have appended the tokens."""
+        """Add the step's sets to their requests. SGLang must already have appended the step's tokens."""
         pairs = zip(self.batch.reqs, self.starts, strict=True)
         self.output.consume(self.batch, [_committed(req, start) for req, start in pairs])
 
@@ -64,12 +65,12 @@ _step: ContextVar[_Step | None] = ContextVar("sglang_topp_step", default=None)
 def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
     """Start copying the sets to the host: BEFORE hook on `GenerationBatchResult.copy_to_cpu`.
 
-    SGLang records a CUDA event after its own copies. The event covers these copies too.
+    SGLang records a CUDA event after its own copies, and this event also covers the copies of the sets.
     """
     output = take(self.logits_output)
     if output is not None:
         setattr(self, _HOST, output.copy_to_host(_copy))
-        setattr(self, _KEPT, output)  # the copies may still read it, on another stream
+        setattr(self, _KEPT, output)  # keep the device tensors alive while the copy stream reads them
 
 
 def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> Any:
@@ -86,10 +87,10 @@ def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) ->
 
 
 def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> None:
-    """Add the sets of first tokens on a prefill server: AROUND hook on `process_batch_result_disagg_prefill`.
+    """Add the first tokens' sets to their requests: AROUND hook on `process_batch_result_disagg_prefill`.
 
-    SGLang sends the first tokens later, after it has transferred the KV cache. In this step, it answers only
-    requests that failed.
+    A prefill server generates only each request's first token. SGLang sends that token after it has
+    transferred the request's KV cache, so the hooked function itself sends only errors.
     """
     step = _step_of(batch, result)
     try:
@@ -109,7 +110,10 @@ def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _step_of(batch: Any, result: Any) -> _Step | None:
-    """Return the step with its sets on the host, or None if the pass has no sets."""
+    """Return the scheduler step of a pass's result, or None if the pass has no sets.
+
+    The sets of the returned step are on the host.
+    """
     output = getattr(result, _HOST, None)
     if output is None and (taken := take(getattr(result, "logits_output", None))) is not None:
         # Without overlap scheduling, SGLang does not call `copy_to_cpu`, so copy the sets here.
@@ -123,7 +127,7 @@ def _free(result: Any) -> None:
 
 
 def _num_visible(req: Any) -> int:
-    """Return how many of a request's tokens the caller sees. A stop string may hide the last ones."""
+    """Return how many of a request's tokens the caller sees. A stop string may hide the last tokens."""
     return len(req.output_ids) if req.finished_len is None else int(req.finished_len)
 
 

@@ -1,8 +1,9 @@
 """Give scored prompts cache namespaces, so that they never read KV that older weights computed.
 
 A prompt is scored if its request asks for the candidate sets of prompt positions. A scored prompt must not
-read KV that older weights computed. But a weight push with `flush_cache=false` keeps such KV in the prefix
-cache, and requests in flight add more of it. Only this kind of push is possible while requests are in flight.
+read KV that older weights computed. But after a weight push with `flush_cache=false`, the prefix cache still
+holds KV of the older weights. Requests in flight then add more KV of the older weights. While requests are in
+flight, a push must use `flush_cache=false`, because SGLang cannot flush the cache.
 
 So until the cache is flushed, each scored prompt gets a cache namespace (SGLang's `extra_key`) for the
 current weights. Prompts that are scored with the same weights still share prefixes.
@@ -28,14 +29,16 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params
 
 __all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]
 
-# These prefix caches of SGLang separate namespaces, and their KV does not outlive the scheduler's process.
+# The prefix caches of SGLang that keep namespaces apart. The KV in these caches is lost when the scheduler's
+# process ends.
 _KEYED_CACHES = frozenset(
     {
         *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),
         *("HiRadixCache", "HiMambaRadixCache", "ChunkCache", "SWAChunkCache", "PureSWAChunkCache"),
     }
 )
-# If one of these attributes is set, the scheduler reads KV from outside its process.
+# Attributes of SGLang's `Scheduler`. If one of these attributes is set, the scheduler reads KV that is stored
+# outside its process.
 _OUTSIDE = ("enable_hicache_storage", "enable_unified_cache_external_linker")
 _WEIGHTS = "sglang_topp_weights"
 _EXTRA_KEY = "sglang_topp_extra_key"
@@ -64,8 +67,8 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.pushes = 0
-        # The secret keeps callers from guessing a namespace. Otherwise, a caller could fill a future
-        # namespace with KV of the old weights.
+        # The secret part of each namespace's name, so that callers cannot guess the name. A caller who could
+        # guess the name of a future namespace could fill that namespace with KV of the old weights.
         self._secret = secrets.token_hex(16)
         self.has_only_current_weights = True
 
@@ -81,7 +84,7 @@ class PrefixCache:
         self.has_only_current_weights = False
 
     def note_flush(self, is_flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        """Note that the cache has no KV of older weights: AFTER hook on `Scheduler.flush_cache`.
+        """Record that no cached KV of older weights is left: AFTER hook on `Scheduler.flush_cache`.
 
         SGLang does not flush the cache while a request holds KV.
         """
@@ -89,17 +92,17 @@ class PrefixCache:
             self.has_only_current_weights = True
 
     def current_weights(self) -> Weights:
-        """Return the weights with which a pass would run if it were launched now."""
+        """Return the weights with which a forward pass runs if SGLang starts the pass now."""
         return Weights(self.pushes, internals().weight_version())
 
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
         """Choose the cache namespace of a scored prompt: BEFORE hook on `Req.init_next_round_input`.
 
-        SGLang passes `tree_cache` when it tries to admit a waiting or retracted request. It then looks up a
-        cached prefix in the namespace. For a prompt's next chunk, SGLang omits `tree_cache`.
+        When SGLang tries to admit a waiting or retracted request, it passes `tree_cache`, and then looks up a
+        cached prefix in the request's namespace. For a prompt's next chunk, SGLang omits `tree_cache`.
 
-        Each process has its own secret, so the names of namespaces differ between ranks. But all ranks change
-        namespaces at the same pushes, so their caches hold the same prefixes.
+        The name of a namespace contains a random secret of the process, so the names differ between ranks.
+        But all ranks change namespaces at the same pushes, so their caches hold the same prefixes.
         """
         if tree_cache is None or not scores_prompt(req):
             return
@@ -113,7 +116,7 @@ class PrefixCache:
 
 
 def weights_of(req: Any) -> Weights | None:
-    """Return the weights with which a scored prompt's prefill began; None before the prefill."""
+    """Return the weights with which a scored prompt's prefill began, or None if it has not begun."""
     return getattr(req, _WEIGHTS, None)
 
 
@@ -128,7 +131,7 @@ def outside_kv_problem(scheduler: Any) -> str:
         if getattr(scheduler, name, False):
             return f"{name}: KV that is stored outside of the engine may come from other weights"
     cache = scheduler.tree_cache
-    # SGLang's cache for streaming sessions wraps another cache.
+    # Look at the inner cache, because SGLang's cache for streaming sessions wraps another cache.
     kind = type(getattr(cache, "inner", cache)).__name__
     if kind not in _KEYED_CACHES:
         return f"the prefix cache {kind} may hold KV of other weights"

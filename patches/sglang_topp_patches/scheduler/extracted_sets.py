@@ -21,7 +21,7 @@ class ExtractedSets:
         token_ids: int32 [n].
         logprobs: float32 [n].
         offsets: int64 [rows + 1], the start of each row's set. The last element is n.
-        problems: maps the index of each row without an exact set to the reason.
+        problems: maps the index of each row without an exact set to a sentence that gives the reason.
     """
 
     token_ids: torch.Tensor
@@ -35,7 +35,10 @@ class ExtractedSets:
         return len(self.offsets) - 1
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> ExtractedSets:
-        """Return the sets with `copy_tensor` applied to every tensor. Asynchronous copies may still run."""
+        """Return the sets with `copy_tensor` applied to every tensor.
+
+        If `copy_tensor` is asynchronous, its copies may still run when this method returns.
+        """
         return ExtractedSets(
             copy_tensor(self.token_ids), copy_tensor(self.logprobs), copy_tensor(self.offsets), self.problems
         )
@@ -49,7 +52,7 @@ class ExtractedSets:
         return self
 
     def on_host(self) -> ExtractedSets:
-        """Return this object. Its tensors must already be on the host."""
+        """Return this object. The object's tensors must already be on the host."""
         return self
 
     def spans(self) -> list[Span]:

@@ -1,8 +1,9 @@
 """Extract candidate sets from log-probs on the device.
 
 `extract` returns each row's nucleus at a threshold p, plus the sampled token. `extract_support` returns the
-tokens that the sampler could draw. On a GPU, both return without waiting for the device (`staging`). On a
-CPU, the sets are complete when the functions return.
+tokens that the sampler could draw. On a GPU, both functions return without waiting for the device: the
+kernels write the sets to a GPU buffer, the staging area (`staging`). On a CPU, the sets are complete when the
+functions return.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 __all__ = ["Sets", "extract", "extract_support"]
 
 Sets: TypeAlias = ExtractedSets | staging.StagedSets
-"""The sets of some rows, either complete or still in a staging area."""
+"""The sets of some rows: complete (`ExtractedSets`), or still in a staging area (`staging.StagedSets`)."""
 
 
 def extract(
@@ -38,10 +39,10 @@ def extract(
     If a row has no exact set, the result's `problems` gives the reason. The other rows still get their sets.
 
     Args:
-        process: the scheduler process, which counts the rows that are staged (`staging`).
+        process: the state of this scheduler process, which counts the rows whose sets go to a staging area.
         logprobs: float [B, V], natural log-probs. On a GPU, the returned object may read this tensor again
-            until the scheduler processes the pass's results. Until then, the caller may only replace -inf
-            with the dtype's lowest value.
+            until the scheduler processes the pass's results. The caller must not change the tensor before the
+            scheduler processes the results, except to replace -inf with the dtype's lowest value.
         thresholds: B thresholds p; 0 gives an empty set.
         sampled_ids: integer [B], the sampled tokens. Each row's set includes the row's sampled token.
         lowest: log-probs at or below this value stand for probability 0. None means the dtype's lowest value.

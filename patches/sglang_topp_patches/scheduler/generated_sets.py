@@ -1,13 +1,14 @@
 """Extract the candidate sets of generated tokens, in the scheduler processes.
 
-The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the pass's output. Within
+The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the output of the forward pass. Within
 `ModelRunner.sample`, SGLang computes the log-probs that it reports. The hook `compute_logprobs` (before
-0.5.16, `attach_logprobs`) wraps this computation. It receives both the log-probs and the sampled tokens, and
-extracts the sets from them. Meanwhile, `sampler_support` records the tokens that the sampler could draw.
+0.5.16, `attach_logprobs`) wraps this computation. `compute_logprobs` receives the log-probs and the sampled
+tokens, and extracts the sets from both. The hooks in `sampler_support` record the tokens that the sampler
+could draw.
 
-The sets are copied to the host together with SGLang's own results. `GeneratedSets.consume` then adds them to
-their requests. At that point, SGLang has already dropped the tokens that overlap scheduling, a retraction, or
-a stop condition made invalid.
+The sets are copied to the host together with SGLang's own results. `GeneratedSets.consume` then adds the sets
+to their requests. Before SGLang calls `consume`, it drops the tokens that overlap scheduling, a retraction,
+or a stop condition made invalid.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def compute_logprobs(
 ) -> Any:
     """Extract the sets of a pass: AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
 
-    The original function clamps -inf in place, which would change the sets. So the hook extracts the sets
-    first.
+    The hooked function of SGLang replaces log-probs of -inf in place, which would change the sets. So the
+    hook extracts the sets before it calls the hooked function.
     """
     _take(logprobs, batch_next_token_ids)
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
@@ -114,11 +115,11 @@ class GeneratedSets:
     """The sets of the tokens that one forward pass generated, first on the device and later on the host.
 
     Attributes:
-        rows: the pass's rows, as recorded when SGLang built the pass.
+        rows: the rows of the pass, as recorded when SGLang built its `ForwardBatch`.
         sets: each row's set at its threshold p; None if no row has a threshold.
         weight_version: the weight version with which the pass ran.
-        drawn: the sets of tokens that the sampler could draw, one for each row in `rows.drawn`; None if there
-            is no such row.
+        drawn: the sets of tokens that the sampler could draw, one for each row in `rows.drawn`; None if
+            `rows.drawn` is empty.
     """
 
     rows: RequestedRows
@@ -143,9 +144,9 @@ class GeneratedSets:
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append one entry to the `customized_info` of every request that got a new token in this step.
 
-        If a row's set does not fit the new token, the entry holds a problem instead, which ends the request
-        as an error. This happens if the row now belongs to another request, or if SGLang replaced the token
-        after sampling. It also happens if the step added more than one token.
+        If a row's set does not fit the new token, the entry holds a problem instead of the set, and the
+        request ends as an error. A set does not fit if the row now belongs to another request, if SGLang
+        replaced the token after sampling, or if the step added several tokens.
         """
         spans, problems = self._by_row()
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
@@ -185,8 +186,8 @@ class GeneratedSets:
 def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
 
-    SGLang sends only the entries from `send_token_offset` on. It would keep the earlier entries until it
-    frees the request.
+    SGLang sends only the entries of `customized_info` from `send_token_offset` on. Without this hook, SGLang
+    would keep the earlier entries until it frees the request.
     """
     for req in reqs:
         if req.finished_output:

@@ -1,12 +1,13 @@
-"""Send a pass's candidate sets from the last pipeline stage to the first.
+"""Send a forward pass's candidate sets from the last pipeline stage to the first.
 
-The last stage samples the tokens, and the first stage sends them to the HTTP process. SGLang passes a pass's
-results from stage to stage as a dictionary. It sends tensors directly, and pickles all other values. So the
-dictionary holds each tensor of the sets as a value of its own. All other fields of the sets are pickled.
+The last stage samples the tokens, and the first stage sends them to the HTTP process. SGLang passes the
+results of a pass from stage to stage as a dictionary. SGLang sends the dictionary's tensors directly, and
+pickles all other values. So each tensor of the sets is a separate value of the dictionary. All other fields
+of the sets are pickled.
 
-The first stage holds the sets until they are sent, so it counts them against the limits (`memory.budget`). A
-request that exceeds a limit is aborted on all stages. Until the abort, the last stage still extracts the
-request's sets.
+The first stage holds the sets until they are sent, so the first stage counts the sets against the limits
+(`memory.budget`). If a request exceeds a limit, it is aborted on all stages. The last stage extracts the
+request's sets until it receives the abort.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def add_to_stage_output(
         flat.append(tensor)
         return len(flat) - 1
 
-    # Complete the sets before they are sent. If a set did not fit into its staging area, only this stage can
-    # extract it again.
+    # Complete the sets before they are sent. If a set did not fit into its staging area, only the last stage
+    # has the log-probs from which the set can be extracted again.
     ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
     if not ours:
         return
@@ -110,7 +111,8 @@ def take_from_stage_output(
 def _indivisible(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """Pad a tensor by one element if its length is a multiple of the number of tensor-parallel ranks.
 
-    SGLang splits a tensor of such a length, and each rank sends one share. But only one rank has the sets.
+    If the length is a multiple of the number of ranks, SGLang makes each rank send a different part of the
+    tensor. But only one rank of the last stage has the sets, so this rank must send the whole tensor.
     """
     if num_ranks == 1 or len(tensor) == 0 or len(tensor) % num_ranks:
         return tensor

@@ -23,7 +23,7 @@ class StagingCounts:
     rows_taken_again: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Return the counts as `GET /server_info` shows them."""
+        """Return the counts in the form that `GET /server_info` shows."""
         return asdict(self)
 
 
@@ -33,8 +33,8 @@ class SchedulerProcess:
 
     Attributes:
         in_flight: counts the candidates that the process holds.
-        prefix_cache: tracks the weights that computed the cached KV.
-        staging: counts the rows whose sets were written to a staging area.
+        prefix_cache: tracks which weights computed the KV in the prefix cache.
+        staging: counts the rows whose sets were written to a staging area (`scheduler.staging`).
     """
 
     in_flight: InFlight

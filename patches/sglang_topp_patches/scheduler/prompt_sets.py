@@ -33,7 +33,7 @@ from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pa
 from sglang_topp_patches.scheduler.staging import StagedSets
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, Span
 
-# The maximum number of log-probs (rows times vocabulary) from which one call extracts sets.
+# The maximum number of log-probs (rows times vocabulary) from which one call of `extract` extracts sets.
 _VALUES_AT_ONCE = 1 << 25
 _MAX_UNSETTLED_CHUNKS = 2
 _OBSERVER = "sglang_topp_observer"
@@ -137,8 +137,8 @@ class _Observer:
         """Extract the sets of a part of the pass's rows.
 
         Args:
-            logits: float [rows, V], the logits of the rows that follow those of the previous call. Some of
-                these rows may not be scored.
+            logits: float [rows, V], the logits of the rows that follow those of the previous call. A row that
+                scores no prompt token gets no set.
         """
         extraction, position = self._extraction, self._position
         self._position += len(logits)
@@ -170,7 +170,8 @@ class _Observer:
 def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Observer | None:
     """Return a new `_Observer`, or None if no row has a threshold.
 
-    With the sampler as the source, prompts have no sets.
+    A request for the sets of tokens that the sampler could draw (`top_logprobs_source: "sampler"`) has no
+    threshold, so its prompt gets no sets.
     """
     forward_pass = forward_pass_of(metadata.top_logprobs_nums)
     if forward_pass is None or not any(forward_pass.rows.thresholds):
@@ -188,8 +189,8 @@ class PassExtraction:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
         chunks: the sets, in the order of the rows.
         refused: the requests that get an error instead of sets. A key is the index of a request in the pass.
-            Its value is True if all requests together exceed the limit, and False if this request alone
-            exceeds its own.
+            A value is True if all requests together exceed the limit on candidates in flight, and False if
+            the request exceeds the limit per sample.
     """
 
     def __init__(self, in_flight: InFlight, thresholds: Sequence[float], counts: Sequence[int]) -> None:
@@ -204,12 +205,13 @@ class PassExtraction:
     def add(self, chunk: Sets) -> None:
         """Append the sets of the rows that follow those of the previous call.
 
-        Staged sets (`StagedSets`) keep their log-probs in GPU memory until the host reads the sets. So at
-        most two chunks stay staged. If there are more, the host waits for the oldest chunk while the device
-        computes the newest. With up to two chunks, the host never waits.
+        The sets in a staging area (`StagedSets`) keep their log-probs in GPU memory until the host reads the
+        sets. So at most two chunks may stay in staging areas. If there are more, the host waits for the
+        oldest chunk while the device computes the newest. With up to two chunks, the host never waits for the
+        device.
 
-        This method does not count the candidates of chunks that stay staged. `PromptSets.consume` counts them
-        against the limits later.
+        This method counts the candidates of a chunk against the limits only after the host has read the
+        chunk. `PromptSets.consume` counts the candidates of the last chunks.
         """
         self.chunks.append(chunk)
         while self._num_settled < len(self.chunks):
@@ -232,8 +234,8 @@ class PassExtraction:
                 kept = [owner for owner in range(len(self._candidates)) if owner not in self.refused]
                 self._refuse(max(kept, key=lambda owner: self._candidates[owner]), is_busy=True)
             if self._candidates.sum() > _VALUES_AT_ONCE:
-                # The limits fit the host's memory. The device may have less memory, so move the sets to the
-                # host.
+                # The limits on candidates are derived from the host's memory. The device may have less
+                # memory, so move the sets to the host.
                 chunk = chunk.map(lambda tensor: tensor.cpu())
         self._num_rows += num_rows
         return chunk
@@ -249,9 +251,10 @@ class PassExtraction:
 def compute_logprobs_only(
     original: Callable[..., None], self: Any, logits_output: Any, forward_batch: Any
 ) -> None:
-    """Attach the sets of a pass that only scores: AROUND hook on `ModelRunner.compute_logprobs_only`.
+    """Attach a pass's prompt sets to its output: AROUND hook on `ModelRunner.compute_logprobs_only`.
 
-    If `max_new_tokens` is 0, SGLang calls the hooked function instead of `sample`.
+    SGLang calls the hooked function instead of `sample` if a pass samples no token, because `max_new_tokens`
+    is 0.
     """
     internals().begin_pass(logits_output)
     original(self, logits_output, forward_batch)
@@ -261,17 +264,21 @@ def compute_logprobs_only(
 
 
 def forget_rows(result: None, self: Any) -> None:
-    """Free the rows of a partly scored prompt, as SGLang does: AFTER hook on `Req.reset_for_retract`.
+    """Free the sets of a retracted request's partly scored prompt: AFTER hook on `Req.reset_for_retract`.
 
-    If the request already has an output token, its prompt is completely scored, and the hook keeps the rows.
-    A prompt of embeddings is an exception. SGLang generates its output again from the start, but keeps the
-    log-probs of the first attempt. So the hook refuses such a request.
+    SGLang drops the log-probs of a partly scored prompt, and scores the prompt again. If the request already
+    has an output token, its prompt is completely scored, and the hook keeps the sets.
+
+    The hook refuses a request with an output token if its prompt consists of embeddings. For a prompt of
+    embeddings, SGLang generates the output again from the start, but keeps the log-probs of the first
+    attempt.
     """
     if not self.customized_info or is_refused(self):
         return
     if not self.customized_info.get(KEY):
         rows = list(self.customized_info.pop(PROMPT_KEY, ()))[1:]
-        if rows:  # before 0.5.15, a request without sets has empty lists in a mixed batch
+        # Before SGLang 0.5.15, a request without sets has empty lists if its batch has a request with sets.
+        if rows:
             charge(self, -_num_candidates(rows), -len(rows))
     elif self.input_embeds is not None:
         refuse(
@@ -311,7 +318,7 @@ class PromptSets:
         return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append the rows to their requests' `customized_info`."""
+        """Append the sets of each request's scored rows to the request's `customized_info`."""
         spans: list[Span | None] = []
         for chunk in (each.on_host() for each in self.chunks):
             spans += [None if row in chunk.problems else each for row, each in enumerate(chunk.spans())]
@@ -321,20 +328,20 @@ class PromptSets:
         ):
             own = spans[start : start + count]
             start += count
-            # Skip a request that SGLang has retracted since the pass began. SGLang will score its prompt
-            # again.
+            # Skip a request that SGLang has retracted since the pass began. SGLang will score the request's
+            # prompt again.
             if not p or not own or req.rid != request_id or req.is_retracted or is_refused(req):
                 continue
             if row in self.refused:
                 refuse_prompt(req, is_busy=self.refused[row])
                 continue
             info = req.customized_info = req.customized_info or {}
-            # The request already has all rows of its prompt. SGLang has scored the prompt again after a
-            # retraction, so drop the new rows.
+            # If the request has the set of an output token, it already has all sets of its prompt. SGLang has
+            # scored the prompt again after a retraction, so drop the new sets.
             if info.get(KEY):
                 continue
-            # A push before the first scored row matters too: the scored rows attend to KV that the old
-            # weights computed.
+            # Refuse the request even if the weights were pushed before its first scored row. The scored rows
+            # attend to KV that the old weights computed.
             if (began := weights_of(req)) != self.weights:
                 versions = (began and began.version, self.weights.version)
                 names = "" if len({*versions}) == 1 else f", {versions[0]!r} and then {versions[1]!r}"

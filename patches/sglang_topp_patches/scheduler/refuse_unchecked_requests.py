@@ -1,8 +1,8 @@
 """Refuse requests that ask for candidate sets but bypassed the HTTP checks (`http.request_fields`).
 
-Some servers run without the patch set: SGLang's Rust server, a gRPC server, or a worker without the plugin.
-They pass `custom_params` to the scheduler without a check. If the scheduler accepted such a request, the
-server would answer 200 without the sets.
+SGLang's Rust server, a gRPC server, and an HTTP worker without the plugin run without the patch set. These
+servers pass `custom_params` to the scheduler without a check. If the scheduler accepted an unchecked request
+for sets, the server would answer 200 without the sets.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = ["check_request"]
 def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse a request that cannot have sets: BEFORE hook on `Scheduler._add_request_to_queue`.
 
-    The HTTP checks do not see the final sampling parameters, because SGLang fills in the model's defaults
-    later.
+    The hook also checks the final sampling parameters. The HTTP checks cannot check the final parameters,
+    because SGLang fills in the model's defaults later.
     """
     custom = custom_params(req)
     field = asking_field(custom.get)
@@ -68,7 +68,11 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
 
 
 def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
-    """Return why sets in slime's format would not match the final sampling parameters, or an empty string."""
+    """Return why the final sampling parameters would not give exact nuclei, or an empty string.
+
+    The check applies only to requests with slime's field `return_top_p_token_ids`, which ask for nuclei at
+    the threshold `top_p`.
+    """
     if not custom.get(NUCLEUS):
         return ""
     if params.top_p != custom.get(THRESHOLD):
@@ -81,7 +85,7 @@ def _prompt_problem(scheduler: Any, req: Any) -> str:
     if not scores_prompt(req):
         return ""
     asked = f"logprob_start_len: got {req.logprob_start_len}"
-    # In a streaming session, SGLang ignores `logprob_start_len`.
+    # SGLang ignores `logprob_start_len` for requests in a streaming session.
     if getattr(getattr(req, "session", None), "streaming", False):
         return f"{asked} in a streaming session, where SGLang scores no prompt"
     problem = outside_kv_problem(scheduler)

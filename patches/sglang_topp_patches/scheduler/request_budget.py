@@ -1,11 +1,12 @@
 """Count each request's candidates in the scheduler, and refuse a request that exceeds a limit.
 
-The count of a request starts with its first set (`memory.budget.Account`). It ends when the scheduler sends
-the request's output, or when it aborts the waiting request. At the latest, it ends when the request is freed.
+The scheduler starts to count a request's candidates at the request's first set (`memory.budget.Account`). The
+scheduler stops counting when it sends the request's last output, refuses the request, or aborts the waiting
+request. At the latest, the counting stops when the request is freed.
 
-Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks would have to end the
-request in the same step. So the scheduler does not end the request. It extracts no more sets for it, and
-sends the reason with the next token. The HTTP process then ends the request.
+Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
+same step. So the scheduler does not end a request that exceeded a limit. The scheduler extracts no more sets
+for the request, and sends the reason with the request's next token. The HTTP process then ends the request.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _REFUSED = "sglang_topp_refused"
 
 
 def admit(req: Any, in_flight: InFlight) -> None:
-    """Store `in_flight` in a request, so that `charge` can count the request's candidates in it.
+    """Store the counter `in_flight` as an attribute of a request, so that `charge` can find the counter.
 
-    The custom parameters may hold a reference to their own request. This function makes the reference weak,
-    as SGLang does since 0.5.23. With a strong reference, an aborted request and its sets would stay in memory
-    until a full garbage collection.
+    The custom parameters may hold a reference to their own request. This function makes the reference to the
+    request weak, as SGLang does since 0.5.23. With a strong reference, an aborted request and its sets would
+    stay in memory until a full garbage collection.
     """
     setattr(req, _IN_FLIGHT, in_flight)
     custom = custom_params(req)
@@ -51,10 +52,10 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
     """Count a request's new candidates, and refuse the request if it exceeds a limit.
 
     Args:
-        req: SGLang's `Req`, after `admit`. If the request is finished, its count ends at once, because its
-            sets are about to be sent.
+        req: SGLang's `Req`, for which `admit` has been called. If the request is finished, its sets are about
+            to be sent, so this function then stops counting its candidates.
         candidates: the number of new candidates; negative if sets are dropped.
-        positions: the number of positions to which the candidates belong.
+        positions: the number of positions to which the candidates belong; negative if sets are dropped.
     """
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is None:
@@ -79,7 +80,8 @@ def close_account(req: Any) -> None:
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
     """Stop counting the candidates of aborted waiting requests: BEFORE hook on `Scheduler.abort_request`.
 
-    SGLang drops these requests without output, but may keep references to them for two more passes.
+    SGLang drops aborted waiting requests without output, but may keep references to these requests for two
+    more forward passes.
     """
     decode_queue = getattr(self, "disagg_decode_prealloc_queue", None)
     for req in (*self.waiting_queue, *getattr(decode_queue, "retracted_queue", ())):
@@ -100,14 +102,15 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status. It must not be 500, because that status marks an entry whose set is
+        status: the error's HTTP status. The status must not be 500, because 500 marks an entry whose set is
             missing.
     """
     refusal = Entry(None, reason, status)
     end_without_set(req)
     info = req.customized_info = req.customized_info or {}
-    # SGLang sends the entries from `send_token_offset` on, so the list must include an entry for the next
-    # token. If SGLang has not sent the prompt's rows yet, it sends them with that token.
+    # SGLang sends a request's entries from `send_token_offset` on. So the list in `info[KEY]` must include an
+    # entry for the next token. If SGLang has not sent `info[PROMPT_KEY]` yet, it sends this list with the
+    # next token.
     info[KEY] = [refusal] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
     rows = internals().prompt_rows()
     rows += [refusal] * max(1, len(info.get(PROMPT_KEY, ())))
@@ -119,15 +122,18 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
 
     Args:
         req: SGLang's `Req`.
-        is_busy: True if all requests together exceed their limit; False if this request exceeds its own
-            limit.
+        is_busy: True if all requests together exceed the limit on candidates in flight; False if this request
+            exceeds the limit per sample.
     """
     status = HTTPStatus.TOO_MANY_REQUESTS if is_busy else HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     refuse(req, prompt_refusal(budget(), is_busy=is_busy), status)
 
 
 def end_without_set(req: Any) -> None:
-    """Extract no more sets for a request, and make SGLang send the next token, with the reason, at once."""
+    """Extract no more sets for a request, and make SGLang send the request's next token at once.
+
+    When the HTTP process receives the token, it ends the request with an error, because a set is missing.
+    """
     setattr(req, _REFUSED, True)
     close_account(req)
     # For a request without `stream`, SGLang would otherwise send tokens only in groups of 50.

@@ -1,9 +1,10 @@
-"""Record which rows of a forward pass ask for candidate sets, when SGLang builds the pass.
+"""Record which rows of a forward pass ask for candidate sets.
 
-SGLang copies a `ForwardBatch` field by field on its way to the model, so a new attribute of the batch would
-be lost. The record is therefore an attribute of the batch's list `top_logprobs_nums`. The code that scores
-prompts receives this list too. If SGLang rebuilds the list, the record is lost. Then no sets are extracted,
-and the requests end as errors.
+The hook `note_requested_rows` makes the record when SGLang builds a `ForwardBatch`. SGLang copies a
+`ForwardBatch` field by field on its way to the model, so a new attribute of the batch would be lost. The
+record is therefore an attribute of the batch's list `top_logprobs_nums`. SGLang passes `top_logprobs_nums` to
+the functions that score prompts, so the hooks on these functions find the record too. If SGLang rebuilds the
+list, the record is lost, no sets are extracted, and the requests end as errors.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class RequestedRows:
     Attributes:
         request_ids: the id of each row's request.
         thresholds: each row's threshold p; 0 if the row's request has none.
-        drawn: the indices, ascending, of the rows that ask for the tokens that the sampler could draw.
+        drawn: the indices, ascending, of the rows whose requests ask for the tokens that the sampler could
+            draw.
         greedy: the indices of the rows that are sampled greedily.
-        answers: whether this process's results reach the client. On the other ranks, this object only makes
-            the sampler run in the same way.
+        answers: whether SGLang sends this rank's results to the client. A rank whose results are not sent
+            extracts no sets, but its sampler must run in the same way as the samplers of the other ranks.
     """
 
     request_ids: tuple[str, ...]

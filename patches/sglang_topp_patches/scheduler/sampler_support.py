@@ -2,14 +2,14 @@
 
 The sampler filters the probabilities by top_k, top_p, and min_p. A token can be drawn if its filtered
 probability is above 0. SGLang returns filtered probabilities only for requests with its field
-`return_sampling_mask`. The hook `sample_from_probs` also requests them for the rows that ask for candidate
-sets.
+`return_sampling_mask`. The hook `sample_from_probs` makes SGLang return filtered probabilities also for the
+rows that ask for candidate sets.
 
-The probabilities come from the same call that draws the token. So a set follows the filters of the sampling
-backend, their order, and their treatment of ties.
+The filtered probabilities come from the same call that draws the token. So a set follows the filters of the
+sampling backend, their order, and their treatment of ties.
 
-All ranks sample this way, because all must draw the same token. This includes ranks whose results reach no
-client.
+All ranks must draw the same token. So every rank samples with filtered probabilities, even a rank whose
+results SGLang does not send to the client.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Drawing:
     """The filtered probabilities from one call of the sampler, for the rows that need them.
 
     Attributes:
-        rows: the indices, ascending, of the R rows that ask for the tokens that the sampler could draw.
-        greedy: the rows that are sampled greedily. A greedy row's set is its sampled token.
+        rows: the indices, ascending, of the R rows whose requests ask for the tokens that the sampler could
+            draw.
+        greedy: the indices of the rows that are sampled greedily. A greedy row's set is its sampled token.
         weights: float [R, W], the filtered probabilities, one row for each index in `rows`. None before the
-            sampler has run. Also None if SGLang draws without probabilities, for example if the whole batch
-            is greedy.
+            sampler has run, and None if SGLang draws without probabilities, for example if the whole batch is
+            greedy.
         token_ids: int32 [R, W], the token in each column of `weights`, most likely token first. None if W is
             the vocabulary size.
     """
@@ -65,7 +66,7 @@ class Drawing:
         *,
         lowest: float | None = None,
     ) -> Sets:
-        """Extract the sets of the rows in `rows`, in that order.
+        """Extract the sets of the R rows in `self.rows`, in the order of `self.rows`.
 
         Args:
             process: as for `extract`.
@@ -76,7 +77,8 @@ class Drawing:
         rows = _to_device(self.rows, logprobs.device)
         if self.weights is not None:
             greedy = _to_device([row in self.greedy for row in self.rows], logprobs.device)
-            # The comparison copies what the sets need, because a CUDA graph later overwrites `weights`.
+            # Keep the new tensor `is_drawn` instead of `weights`, because a CUDA graph later overwrites
+            # `weights`.
             is_drawn = (self.weights > 0) & ~greedy[:, None]
             ids = self.token_ids
             return extract_support(process, logprobs, rows, is_drawn, ids, sampled_ids, lowest=lowest)
@@ -99,9 +101,9 @@ class Capture:
 
     Attributes:
         forward_pass: the pass whose batch is sampled.
-        drawing: the filtered probabilities, if a row asks for the tokens that the sampler could draw.
-        sets: each row's set at its threshold p.
-        drawn: the sets of tokens that the sampler could draw.
+        drawing: the filtered probabilities; None if no row asks for the tokens that the sampler could draw.
+        sets: each row's set at its threshold p; None if no row has a threshold.
+        drawn: the sets of tokens that the sampler could draw; None if no row asks for these tokens.
     """
 
     forward_pass: ForwardPass
@@ -110,8 +112,8 @@ class Capture:
     drawn: Sets | None = None
 
 
-# The hooks on `Sampler` and `OutputLogprobProcessor` read the capture from this variable, because SGLang does
-# not pass the forward pass to these classes.
+# SGLang does not pass the forward pass to `Sampler` and `OutputLogprobProcessor`. So the hooks on these
+# classes read the capture from a context variable.
 _capture: ContextVar[Capture | None] = ContextVar("sglang_topp_capture", default=None)
 
 
@@ -145,8 +147,8 @@ def sample_from_probs(
         return original(self, probs, sampling_info, *args, **kwargs)
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
-    # If a request also wants SGLang's own sampling mask, request all rows. SGLang returns all rows without a
-    # copy.
+    # If a request also asks for SGLang's own sampling mask, request the filtered probabilities of all rows.
+    # SGLang returns the probabilities of all rows without a copy.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:
@@ -172,13 +174,14 @@ def rank_only_top_k(
     max_top_k: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Rank only the largest top_k tokens: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
+    """Sort only `max_top_k` tokens per row: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
 
-    If every row has a top_k, the sampler cannot draw a token beyond the largest top_k. SGLang then ranks only
-    that many tokens. But if it returns filtered probabilities, it sorts whole rows. This hook ranks only the
-    largest top_k tokens in that case too.
+    `max_top_k` is the largest top_k in the batch, if every row has a top_k. The sampler cannot draw a less
+    likely token than the `max_top_k` most likely ones, so SGLang sorts only these tokens of each row. But if
+    SGLang returns filtered probabilities, SGLang sorts the whole vocabulary. With this hook, SGLang sorts
+    only `max_top_k` tokens even if it returns filtered probabilities.
 
-    With a sampling seed, SGLang always sorts whole rows, and the hook changes nothing.
+    If the batch has a sampling seed, SGLang always sorts the whole vocabulary, and the hook changes nothing.
     """
     seed = kwargs.get("sampling_seed", args[3] if len(args) > 3 else None)
     is_wide = max_top_k is None or max_top_k >= probs.shape[-1]

@@ -4,12 +4,13 @@ A verification draws several tokens for each request: the accepted drafts, and o
 request form a tree. The sampling kernel draws each token from the target model's distribution at one node of
 the tree.
 
-The hook `sample` wraps SGLang's `eagle_sample`. It records the result, and which tokens the kernel could
-draw. The hook `compute_logprobs` wraps the function that reports the log-probs of accepted tokens, and
-extracts the sets.
+The hook `sample` wraps SGLang's `eagle_sample`. The hook `sample` records the accepted tokens, and which
+tokens the kernel could draw. The hook `compute_logprobs` wraps the function that reports the log-probs of
+accepted tokens, and extracts the sets.
 
 Only the device knows how many tokens each request accepted. So each request that asks for sets gets one slot
-for each level of its draft tree. Slots that hold no accepted token point to the tree's root, and get no set.
+for each level of its draft tree. A slot without an accepted token holds the index of the tree's root, and
+gets no set.
 
 Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
 of slots per request, and S = R * A is the number of all slots. N is the number of nodes in all draft trees. V
@@ -46,7 +47,7 @@ _FIELD = "sglang_topp_verification"
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record a verification's tokens, and which tokens it could draw: AROUND hook on `eagle_sample`."""
+    """Record which tokens a verification drew, and which it could draw: AROUND hook on `eagle_sample`."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -71,8 +72,8 @@ def compute_logprobs(
 ) -> None:
     """Extract a verification's sets: AROUND hook on `compute_spec_logprobs` and `compute_spec_v2_logprobs`.
 
-    Some speculative algorithms call these functions with tokens that `eagle_sample` did not draw. Such tokens
-    get no sets, and their requests end as errors.
+    Some speculative algorithms call the two hooked functions with tokens that `eagle_sample` did not draw. A
+    token that `eagle_sample` did not draw gets no set, and its request ends as an error.
     """
     original(batch, logits_output, predict, *args, **kwargs)
     verification: _Verification | None = getattr(logits_output, _FIELD, None)
@@ -92,7 +93,7 @@ def _kernels_replaced_by(draw: Callable[..., Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name in internals().verification_kernels():
             kernel = getattr(module, name, None)
-            if kernel is not None:  # some releases of SGLang lack a kernel
+            if kernel is not None:  # None in releases of SGLang that lack this kernel
                 setattr(module, name, partial(draw, kernel))
                 stack.callback(setattr, module, name, kernel)
         yield
@@ -104,9 +105,9 @@ class _Verification:
     Attributes:
         rows: the requests of the batch, and the sets that each one asks for.
         asking: the indices of the requests that ask for sets, ascending.
-        result: the three tensors that `eagle_sample` returns. The first holds the token at each node, int32
-            [N]. The second holds the number of tokens that each request accepted, int32 [B]. The third holds
-            the nodes of the accepted tokens, int32 [B, A], padded with -1.
+        result: the three tensors that `eagle_sample` returns. `result[0]`, int32 [N], holds the token at each
+            node. `result[1]`, int32 [B], holds the number of tokens that each request accepted. `result[2]`,
+            int32 [B, A], holds the indices of the nodes of the accepted tokens, padded with -1.
         is_drawn: bool [R' * A, V], whether the kernel could draw each token. R' is the number of requests in
             `rows.drawn`. None if SGLang called no kernel.
         is_inside: bool [S], whether each drawn token had a probability above 0 in the kernel's input. None if
@@ -133,7 +134,7 @@ class _Verification:
         return result
 
     def sets(self, process: SchedulerProcess, logits_NV: Tensor, sampling_info: Any) -> VerifiedSets:
-        """Extract the sets from log-probs that are computed in the same way as SGLang's reported ones."""
+        """Extract the sets from log-probs, computed in the same way as the log-probs that SGLang reports."""
         predict, accept_lens, accept_index = self.result
         device, width = logits_NV.device, accept_index.shape[1]
         nodes_S = self._nodes(accept_index, self.asking).flatten()
@@ -187,7 +188,10 @@ class _Verification:
 
     @staticmethod
     def _nodes(accept_index_BA: Tensor, asking: Sequence[int]) -> Tensor:
-        """Return the nodes that the requests in `asking` accepted: int64 [R, A], padded with tree roots."""
+        """Return the indices of the nodes that the requests in `asking` accepted: int64 [R, A].
+
+        Each row is padded with the index of the tree's root.
+        """
         nodes_RA = accept_index_BA[_to_device(asking, accept_index_BA.device)].long()
         return torch.where(nodes_RA < 0, nodes_RA[:, :1], nodes_RA)
 
@@ -207,7 +211,7 @@ class VerifiedSets:
         weight_version: the weight version with which the verification ran.
         sets: each slot's set at its request's threshold p, S sets in all; None if no request has a threshold.
         drawn: the sets of tokens that the kernel could draw, one per slot of each request in `rows.drawn`;
-            None if there is no such request.
+            None if `rows.drawn` is empty.
         token_ids: int32 [S], the tokens that the verification returned.
         accept_lens: int32 [R], the number of slots that each request accepted.
         is_inside: bool [S], whether each token had a probability above 0 in the kernel's input. None if the
@@ -294,7 +298,11 @@ class VerifiedSets:
         return found
 
     def _drawing_problem(self, slot: int) -> str:
-        """Return why the kernel's recorded input does not explain a slot's token, or an empty string."""
+        """Return why the recorded probabilities rule out a slot's token, or an empty string.
+
+        The recorded probabilities are the input of SGLang's sampling kernel. If SGLang called no kernel, only
+        a greedy request gets an empty string.
+        """
         if self.is_inside is not None:
             token_id = int(self.token_ids[slot])
             inside = bool(self.is_inside[slot])

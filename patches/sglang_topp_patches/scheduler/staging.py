@@ -1,21 +1,22 @@
-"""Extract the candidate sets of a GPU pass without waiting for the device, through a buffer of fixed size.
+"""Extract candidate sets into a GPU buffer of fixed size (the staging area), without waiting for the GPU.
 
-The buffer is called the staging area. The kernels write the sets into it, and it is copied to the host
-together with SGLang's own results. Until then, the host reads no value from the device, so it does not know
-the sizes of the sets. It learns them when the scheduler processes the results. If some rows' sets did not
-fit, the host extracts these sets again from the log-probs, and waits for the device.
+The kernels write the sets of a forward pass into the staging area. The staging area is copied to the host
+together with SGLang's own results. The host learns the sizes of the sets only when the scheduler processes
+the results, because reading a value earlier would mean waiting for the GPU. If some rows' sets did not fit
+into the staging area, the host then extracts these sets again from the log-probs, and waits for the GPU.
 
-Until the scheduler processes the results, this module keeps the log-probs of rows that ask for sets. Their
-memory counts against the limits (`memory.budget`). The values of the kept log-probs stay valid, for three
-reasons:
+Until the scheduler processes the results, this module keeps the log-probs of rows that ask for sets. The
+memory of the kept log-probs counts against the limits (`memory.budget`). The values of the kept log-probs
+stay valid, for three reasons:
 
-1. SGLang waits for the CUDA event after its copies, so all earlier work on the sampling stream is done.
-2. If the host extracts sets again, it waits for the device before it frees the log-probs.
+1. Before the scheduler processes the results, SGLang waits for the CUDA event that it records after its
+   copies. All earlier work on the sampling stream is then done.
+2. If the host extracts sets again, it waits for the GPU before it frees the log-probs.
 3. SGLang changes the log-probs in one way only: it replaces -inf with the dtype's lowest value. This module
    reads that value as -inf.
 
-`sampler_support` copies what the sets need of the sampler's filtered probabilities, because the next replay
-of a CUDA graph overwrites them.
+The next replay of a CUDA graph overwrites the sampler's filtered probabilities. So `sampler_support` records
+in a new tensor which of these probabilities are above 0.
 """
 
 from __future__ import annotations
@@ -43,12 +44,17 @@ if TYPE_CHECKING:
 
 __all__ = ["StagedSets", "by_threshold", "by_weights", "is_staged", "warm_up"]
 
-_LEAST_ROWS = 16  # so that a small batch has room for a few rows with large sets
+# A staging area has the capacity for at least 16 rows, so that a few rows of a small batch can have large
+# sets.
+_LEAST_ROWS = 16
 _BYTES_PER_CANDIDATE = 8
 
 
 def is_staged(logprobs: torch.Tensor) -> bool:
-    """Return whether sets are staged: on a GPU or in Triton's interpreter, with Triton installed."""
+    """Return whether sets go to a staging area.
+
+    Sets go to a staging area on a GPU or in Triton's interpreter, if Triton is installed.
+    """
     return (logprobs.is_cuda or _is_interpreted()) and _has_triton()
 
 
@@ -69,12 +75,12 @@ class _Kept:
     """The tensors from which a pass's sets can be extracted again. `free` drops these tensors.
 
     Attributes:
-        process: the scheduler process, which counts the tensors' memory.
+        process: the state of this scheduler process, which counts the tensors' memory.
         sampled_ids: int64 [R], the sampled tokens.
         vocab: the vocabulary's size.
-        lowest: log-probs at or below this value stand for probability 0; None means the dtype's lowest value.
-        take_again: extracts the sets of some of the R rows on the device, and waits until their sizes are
-            known.
+        lowest: log-probs at or below this value mean a probability of 0; None means the dtype's lowest value.
+        take_again: extracts the sets of the given rows on the GPU, and waits until the sizes of the sets are
+            known. None after `free`.
     """
 
     def __init__(
@@ -105,7 +111,10 @@ def by_threshold(
     lowest: float | None,
     is_taken: torch.Tensor | None = None,
 ) -> StagedSets:
-    """Extract each row's set at its threshold p, without waiting for the device like `extraction.extract`."""
+    """Extract each row's set at its threshold p, without waiting for the GPU.
+
+    The arguments are those of `extraction.extract`.
+    """
     from sglang_topp.nucleus import gpu_extraction
 
     asked = np.array(thresholds, np.float64)
@@ -116,8 +125,8 @@ def by_threshold(
         is_taken = None if is_taken is None else is_taken[on_device]
     elif logprobs.stride(1) != 1:
         logprobs = logprobs.contiguous()
-    # Copy the sampled tokens, because SGLang may replace them in place. It does so if a grammar or another
-    # rank chooses the token.
+    # Copy the sampled tokens. If a grammar or another rank chooses the token, SGLang replaces the sampled
+    # token in place.
     sampled_ids, p = sampled_ids.long().clone(), asked[rows]
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
@@ -186,7 +195,8 @@ def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile the kernels before the first request for sets, so that no request waits for the compiler."""
     logprobs = torch.full((1, vocab), -math.log(vocab), dtype=dtype, device=device)
     first = torch.zeros(1, dtype=torch.int64, device=device)
-    process = SchedulerProcess(InFlight(sys.maxsize))  # a separate counter, for sets that are not kept
+    # Use a new counter, so that the sets in this function do not count against the limits.
+    process = SchedulerProcess(InFlight(sys.maxsize))
     by_threshold(process, logprobs, [0.5], first, None)
     for width in (1, vocab):
         is_drawn = torch.ones((1, width), dtype=torch.bool, device=device)
@@ -206,9 +216,10 @@ class StagedSets:
     Attributes:
         area: the staging area, which holds the sets of R rows.
         kept: the tensors from which the sets can be extracted again.
-        rows: the indices of the R rows, ascending. All other rows have empty sets.
-        num_rows: the total number of rows.
-        problems: maps the index of a row without an exact set to the reason. `on_host` finds further reasons.
+        rows: the indices of the R rows, ascending. All other rows of the pass have empty sets.
+        num_rows: the number of all rows of the pass.
+        problems: maps the index of a row without an exact set to the reason. `on_host` adds the problems that
+            the kernels found.
     """
 
     area: StagingArea
@@ -218,7 +229,10 @@ class StagedSets:
     problems: Mapping[int, str] = field(default_factory=dict)
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StagedSets:
-        """Apply `copy_tensor` to the staging area, and return the sets. Asynchronous copies may still run."""
+        """Return the sets with `copy_tensor` applied to the tensors of the staging area.
+
+        If `copy_tensor` is asynchronous, its copies may still run when this method returns.
+        """
         return replace(self, area=self.area.map(copy_tensor))
 
     def with_problems(self, problems: Mapping[int, str]) -> StagedSets:
@@ -226,15 +240,15 @@ class StagedSets:
         return replace(self, problems={**self.problems, **problems})
 
     def settled(self) -> ExtractedSets:
-        """Wait until the sets are complete, and return them on the device."""
+        """Wait until the sets are complete, and return the complete sets on the GPU."""
         device = self.area.rows.device
         return self.map(lambda tensor: tensor.cpu()).on_host().map(lambda tensor: tensor.to(device))
 
     def on_host(self) -> ExtractedSets:
-        """Return the sets from the staging area, which must already be on the host. Call this method once.
+        """Return the sets from the staging area, which must already be on the host.
 
-        The method waits for the device only if some rows' sets did not fit. Before it returns, it frees the
-        kept tensors.
+        This method waits for the GPU only if some rows' sets did not fit into the staging area. Call this
+        method only once, because it frees the tensors in `kept`.
         """
         read = self.area.read()
         found = read.problems(self.kept.sampled_ids, self.kept.vocab)
@@ -248,7 +262,8 @@ class StagedSets:
             again = self.kept.take_again(left_out).map(lambda tensor: tensor.cpu())
             ids, logprobs, offsets = _inserted((ids, logprobs, offsets), left_out, again)
         self.kept.free()
-        # For rows that were extracted again, SGLang may have replaced the sampled token's log-prob of -inf.
+        # Restore the sampled tokens' log-probs of -inf. SGLang may have replaced -inf in the kept log-probs
+        # before some rows were extracted again.
         lowest = np.finfo(np.float32).min if self.kept.lowest is None else self.kept.lowest
         logprobs = np.where(logprobs <= lowest, np.float32(-np.inf), logprobs)
         sizes = np.zeros(self.num_rows, np.int64)
@@ -263,7 +278,7 @@ _Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int6
 
 
 def _inserted(sets: _Flat, rows: NDArray[np.intp], again: ExtractedSets) -> _Flat:
-    """Return `sets`, in which `rows` are empty, with the sets of these rows inserted from `again`."""
+    """Return `sets` with the sets in `again` inserted at `rows`. The rows must have empty sets in `sets`."""
     ids, logprobs, offsets = sets
     sizes = np.diff(offsets)
     added = again.offsets.diff().numpy()

@@ -17,19 +17,19 @@ def add_entries(
 ) -> None:
     """Append one entry for each token to a request's `customized_info`.
 
-    If a set is missing, its entry holds the problem, and the request ends as an error.
+    If a token's set is missing, the token's entry holds the problem, and the request ends as an error.
 
     Args:
         req: SGLang's `Req`.
-        output_index: the index of the first of these tokens in the request's output.
+        output_index: the index of the first new token in the request's output.
         found: for each token, its set and an empty string, or None and the reason why the set is missing.
         weight_version: the version of the weights that drew the tokens.
     """
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
-    # After a retraction, SGLang generates the output to a prompt of embeddings again from the start. Drop the
-    # entries of the first attempt.
+    # If a request's prompt consists of embeddings, SGLang generates the output again from the start after a
+    # retraction. Drop the entries from before the retraction.
     del entries[output_index:]
     skipped = output_index - len(entries)
     entries += [Entry(None, "a token became visible without passing through the sampler")] * skipped
@@ -43,8 +43,8 @@ def add_entries(
 def lowest_logprob() -> float | None:
     """Return the log-prob at or below which a probability is 0, or None for the dtype's lowest value.
 
-    With `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, a logit of -1e30 stands for -inf. For
-    greedy rows, SGLang reports the `log_softmax` of the logits. The log-prob of a forbidden token is then
-    finite, near -1e30.
+    With `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, SGLang replaces logits of -inf with
+    -1e30. For greedy rows, SGLang reports the `log_softmax` of the logits. The log-prob of a forbidden token
+    is then finite, near -1e30.
     """
     return -1e20 if internals().sanitizes_logits() else None

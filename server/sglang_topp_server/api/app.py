@@ -49,8 +49,8 @@ def create_app(
     """Return the sidecar's app for one engine.
 
     Args:
-        engine: the engine's client. The app polls the engine and closes this client, both within the event
-            loop that serves the app.
+        engine: the engine's client. The app polls the engine with this client, and closes the client at
+            shutdown. The event loop that serves the app does both.
         limits: the request limits; None uses the defaults.
         api_key: the bearer key that callers must send (except on `/healthz` and `/readyz`); None requires no
             key.
@@ -111,8 +111,8 @@ def create_app(
     async def abort(request: Request) -> AbortAnswer:
         """Abort a request to `POST /rollouts`, or all requests in the engine.
 
-        Each request's own `on_abort` decides what its caller receives. The sidecar answers this call after
-        the requests have stopped.
+        Each aborted request's own `on_abort` decides what its caller receives. The sidecar answers
+        `POST /abort` after the requests have stopped.
         """
         try:
             async with bodies.read(request.headers, request.receive) as body:
@@ -138,8 +138,8 @@ def _lifespan(
         watch = asyncio.create_task(engine.watch())
         yield
         watch.cancel()
-        # uvicorn cancels requests after its shutdown grace period, but does not wait for them. This loop
-        # waits until the engine has aborted the requests.
+        # uvicorn cancels requests after its shutdown grace period, but does not wait until they have ended.
+        # Wait here, because a canceled request ends only after the engine has aborted its samples.
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORTS_TIMEOUT_S):
                 while len(concurrency):

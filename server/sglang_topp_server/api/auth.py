@@ -1,7 +1,7 @@
 """API-key middleware: check the bearer key before any byte of the body is read.
 
 The middleware implements ASGI directly. Starlette's `BaseHTTPMiddleware` would run the route in a separate
-task. In such a task, the route would not notice that the caller disconnects.
+task, where the route would not notice that the caller disconnects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware"]
 
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
-"""These paths need no key, because load balancers often cannot send one."""
+"""The paths of the sidecar that need no key, because load balancers often cannot send a key."""
 
 
 class ApiKeyMiddleware:

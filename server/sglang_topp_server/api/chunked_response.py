@@ -24,9 +24,9 @@ _RAW_BYTES = CHUNK_BYTES // 4 * 3
 
 
 class SampleJson:
-    """The JSON of one finished sample or score, in chunks. The client's codecs can decode it.
+    """The JSON of one finished sample or score, in chunks. The client's codecs can decode the JSON.
 
-    `len()` returns the number of bytes of the JSON, and does not encode the candidate sets.
+    `len()` returns the number of bytes of the JSON without encoding the candidate sets.
 
     Args:
         sample: the sample or score. This object keeps the sample's candidate sets in memory.
@@ -66,7 +66,7 @@ class SampleJson:
 
 
 def rechunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in chunks of exactly `CHUNK_BYTES`, except that the last chunk may be shorter."""
+    """Yield the bytes of `chunks` in chunks of `CHUNK_BYTES` bytes. Only the last chunk may be shorter."""
     pending: list[bytes] = []
     size = 0
     for chunk in chunks:

@@ -1,4 +1,7 @@
-"""EndpointSpec: the parsers, checks, and names that differ between `POST /rollouts` and `POST /scores`."""
+"""EndpointSpec: everything in which the routes `POST /rollouts` and `POST /scores` differ.
+
+The routes differ in their body parsers, request checks, JSON field names, and media types.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ __all__ = ["ROLLOUTS", "SCORES", "EndpointSpec", "place_of"]
 
 @dataclass(frozen=True)
 class EndpointSpec:
-    """The parsers, checks, and names of one route.
+    """The body parser, request check, JSON field names, and media type of one route.
 
     Attributes:
-        name: the field that holds the results in a JSON answer. In a stream's last message, this field holds
-            the number of results.
+        name: the JSON field that holds the list of results in an answer. In the last message of a stream, the
+            field holds the number of results.
         result_noun: the singular noun for a result, in error messages.
         index_field: the field of a stream's error message that holds the index of the failed prompt.
         media_type: the media type of a stream that consists of binary frames.
-        parse: parses a body.
-        check: raises an error if the request would crash or block the engine. Its last argument says whether
-            the engine survives a grammar that forbids every next token.
+        parse: parses a request body.
+        check: raises an error if the request would crash or block the engine. The last argument of `check`
+            says whether the engine survives a grammar that forbids every next token.
     """
 
     name: str
@@ -62,7 +65,10 @@ SCORES = EndpointSpec(
 
 
 def place_of(sample: Rollout | Score) -> tuple[int, int]:
-    """Return the index of a sample's prompt, and the sample's index among the samples of that prompt."""
+    """Return the index of a sample's prompt, and the sample's index among that prompt's samples.
+
+    For a score, return the index of the sequence, and 0.
+    """
     if isinstance(sample, Score):
         return sample.sequence_index, 0
     return sample.prompt_index, sample.sample_index

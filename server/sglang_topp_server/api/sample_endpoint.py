@@ -1,9 +1,9 @@
 """SampleEndpoint: serve one `POST /rollouts` or `POST /scores` request.
 
-`SampleEndpoint` is the route's response object. It reads the body and sends the answer itself, so it knows
-exactly how long the request is in flight. It also notices at any moment if the caller disconnects.
-Starlette's StreamingResponse would leave the generator of a broken stream open until the generator is
-garbage-collected.
+`SampleEndpoint` is the route's response object, which reads the body and sends the answer itself. So
+`SampleEndpoint` knows exactly how long the request is in flight, and notices at any moment if the caller
+disconnects. Starlette's StreamingResponse would leave the generator of a broken stream open until the
+generator is garbage-collected.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class SampleEndpoint(Response):
     """The handler of one request.
 
     Args:
-        spec: the route's parsers, checks, and names.
+        spec: the route's body parser, request check, JSON field names, and media type.
         engine: generates the samples.
         limits: the request limits.
-        bodies: reads the body.
+        bodies: reads the request's body.
         concurrency: limits the requests in flight.
         memory: limits the memory of finished samples that are not sent yet.
         metrics: counts the request.
-        recent: keeps the rollouts for `GET /view`; None if that route is off.
+        recent: keeps the finished rollouts for `GET /view`; None if `GET /view` is off.
     """
 
     def __init__(
@@ -95,13 +95,14 @@ class SampleEndpoint(Response):
         is_admitted = False
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                # Refuse the request before its body is read. The context manager below checks the limit
-                # again.
+                # If too many requests are in flight, refuse this request before its body is read.
+                # `with self._concurrency` checks the limit again, after the body has been read.
                 self._concurrency.require_place()
                 request = await self._read(Headers(scope=scope), receive)
                 with self._concurrency:
                     model = await self._engine.require_ready()
-                    # Check in a thread, because checking millions of ids takes milliseconds.
+                    # Check the request in a thread, because checking millions of token ids takes
+                    # milliseconds.
                     survives_grammars = self._engine.status.survives_grammars
                     await asyncio.to_thread(self._spec.check, request, model, survives_grammars)
                     is_admitted = True
@@ -139,7 +140,7 @@ class SampleEndpoint(Response):
         answer = self._answer_stream if request.stream else self._answer_whole
         with self._memory.share() as share:
             task = asyncio.create_task(answer(request, share, send))
-            # The body has been read, so the next ASGI message reports that the caller disconnects.
+            # After the body, the only ASGI message that can still arrive is that the caller disconnects.
             disconnect = asyncio.ensure_future(receive())
             try:
                 ends: set[asyncio.Future[Any]] = {task, disconnect, share.excess}
@@ -157,7 +158,7 @@ class SampleEndpoint(Response):
                     task.exception()
 
     async def _answer_whole(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
-        """Send all samples as one JSON object, in the request's order. Raise if a prompt fails."""
+        """Send all samples as one JSON object, in the order of the prompts. Raise if a prompt fails."""
         records: dict[tuple[int, int], SampleJson] = {}
         async with self._own_time_limit(request):
             async with aclosing(self._engine.samples(request, share)) as samples:
@@ -183,8 +184,8 @@ class SampleEndpoint(Response):
     async def _answer_stream(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
-        The response starts with status 200 when the first sample finishes. Each failure is then a message in
-        the stream. If no prompt succeeds, the first failure determines the status.
+        The response starts with status 200 when the first sample finishes. The stream then has a message for
+        each prompt that fails. If no prompt succeeds, the first failure determines the status.
         """
         failures: list[FailedPrompt] = []
         num_sent = 0
@@ -239,11 +240,11 @@ class SampleEndpoint(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_chunks(self, send: Send, chunks: Iterable[bytes]) -> None:
-        """Send the bytes in chunks. At most one chunk waits for a caller that reads slowly."""
+        """Send the bytes in chunks. If the caller reads slowly, at most one chunk waits in memory."""
         for chunk in rechunk(chunks):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            # Let other tasks run. If the caller reads fast, `send` returns at once, and this loop would block
-            # the event loop.
+            # Let other tasks run. If the caller reads fast, `send` returns at once. Without a break, this
+            # loop would then block the event loop.
             await asyncio.sleep(0)
 
     async def _send_message(self, send: Send, answer: dict[str, Any]) -> None:
@@ -258,12 +259,13 @@ class SampleEndpoint(Response):
     async def _send_error(self, send: Send, error: SglangToppError) -> None:
         """Send the error as the response, or as the last message of a stream.
 
-        Clients reject a stream that lacks its last message. A JSON response that has begun can no longer
-        report an error. It stays incomplete, and uvicorn closes the connection.
+        Clients reject a stream that lacks its last message. A JSON response that has begun cannot report an
+        error, because its status is already sent. If a JSON response fails after it has begun, it stays
+        incomplete, and uvicorn closes the connection.
         """
         if self._is_started:
             if self._is_stream:
-                # Limit the time, because the caller may have stopped reading.
+                # Stop sending after a timeout, because the caller may have stopped reading.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LAST_MESSAGE_TIMEOUT_S):
                         await self._send_message(send, error_body(error))
@@ -285,7 +287,7 @@ class SampleEndpoint(Response):
 def _whole(
     opening: bytes, records: dict[tuple[int, int], SampleJson], order: Iterable[tuple[int, int]]
 ) -> Iterable[bytes]:
-    """Yield the JSON of all records, in the given order. Free each record after it is sent."""
+    """Yield the JSON of all records, in the given order. Free each record after its JSON is sent."""
     for at in order:
         yield opening
         yield from records.pop(at)

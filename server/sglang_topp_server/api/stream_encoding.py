@@ -47,7 +47,9 @@ class JsonLines:
 
 
 class Frames:
-    """One frame per message: the message's length, then its bytes. Samples use the binary codec.
+    """The binary encoding: each message is one frame, which holds the message's length and then the message.
+
+    The client's binary codec encodes samples and scores. All other messages are JSON.
 
     Args:
         media_type: the media type of the response.

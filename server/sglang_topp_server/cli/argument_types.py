@@ -11,8 +11,8 @@ from typing import Any
 
 __all__ = ["completes_paths", "count", "json_object", "port", "seconds"]
 
-# The CLI must also work if shtab is not installed, so this is a copy of `shtab.FILE`. It has only the shells
-# that `sglang-topp completion` supports.
+# A copy of `shtab.FILE`, because the CLI must also work if shtab is not installed. The copy has only the
+# shells that `sglang-topp completion` supports.
 _PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 
 

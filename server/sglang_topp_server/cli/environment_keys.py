@@ -1,4 +1,7 @@
-"""Read API keys from environment variables, because process lists show command-line arguments."""
+"""Read the sidecar's and the engine's API keys from environment variables.
+
+The commands take no key as an argument, because process lists show command-line arguments.
+"""
 
 from __future__ import annotations
 

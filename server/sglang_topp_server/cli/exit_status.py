@@ -13,7 +13,7 @@ USAGE = 2
 """The command could not start: an argument is wrong, or an extra is not installed."""
 
 INTERRUPTED = 130
-"""SIGINT ended the command. Shells report SIGINT as 128 + 2."""
+"""SIGINT ended the command. Shells use the status 128 + 2 for a command that SIGINT (signal 2) ended."""
 
 
 def fail(message: str, status: int = FAILED) -> int:

@@ -45,10 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit status. `_EPILOG` lists the values.
+        The exit status. `_EPILOG` lists the possible exit statuses.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    # Split the arguments at `--` here, because argparse would drop the `--` and parse SGLang's options.
+    # Split the arguments at `--` before argparse sees them. Otherwise, argparse would drop the `--` and parse
+    # SGLang's options.
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
     args = parser.parse_args(given[:split])

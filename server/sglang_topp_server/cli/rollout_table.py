@@ -34,16 +34,16 @@ def token_texts(path: str | None) -> TokenTexts | None:
 
 
 def server_token_texts(info: Mapping[str, Any], rollouts: Sequence[Rollout]) -> TokenTexts | None:
-    """Return the token texts of the server's model, if this machine has the model's tokenizer.
+    """Return the texts of the tokens of the server's model, if this machine has the model's tokenizer.
 
     Args:
         info: the result of `RolloutClient.server_info` for a sidecar or an engine.
-        rollouts: rollouts that the server generated. The function compares their texts with those of the
-            local tokenizer.
+        rollouts: rollouts that the server generated. The function compares the texts of these rollouts with
+            the texts that the local tokenizer decodes.
 
     Returns:
-        The token texts. None if this machine does not have the tokenizer or the package `tokenizers`. Also
-        None if the tokenizer decodes the rollouts to other texts.
+        The texts of the tokens. None if this machine does not have the tokenizer or the package `tokenizers`,
+        or if the local tokenizer decodes the rollouts to other texts.
     """
     engine = info.get("engine")
     path = (engine if isinstance(engine, Mapping) else info).get("model_path")

@@ -29,11 +29,13 @@ from sglang_topp_server.schemas.rollouts import RolloutsBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 
-# The prompt of the probe request. Every vocabulary has token 0, and its meaning does not matter here.
+# The prompt of the request that probes the engine: token 0, because every vocabulary has a token 0. The
+# meaning of the token does not matter.
 _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
-# The client reads and decodes at most this many long messages at once. `MemoryLimit` limits finished samples.
+# The maximum number of messages of more than 1 MiB that the sidecar reads from the engine at the same time.
+# Each message holds a sample. `MemoryLimit` limits the memory of samples that were read completely.
 _MAX_LONG_MESSAGES = 4
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
@@ -41,14 +43,14 @@ _POLL_OTHERWISE_S = 0.5
 
 @dataclass(frozen=True)
 class FailedPrompt:
-    """A prompt that failed. It gets no further samples."""
+    """A prompt that failed. A failed prompt gets no further samples."""
 
     prompt_index: int
     error: SglangToppError
 
 
 class EngineClient:
-    """A client of one engine. Use and close it within one event loop.
+    """A client of one engine. All calls, including `close`, must be made within one event loop.
 
     Args:
         base_url: the address of SGLang's HTTP server.
@@ -61,8 +63,9 @@ class EngineClient:
         self._has_been_ready = False
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
-        # The engine may have closed an idle connection, so the sidecar retries once. It leaves further
-        # retries to its caller, because retries at both levels would multiply.
+        # The sidecar retries a call once, because the engine may have closed an idle connection. The
+        # sidecar's caller makes any further retries. If the sidecar and its caller both retried often, the
+        # numbers of retries would multiply.
         self._runner = RequestRunner(
             [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
             kind="sglang",
@@ -91,8 +94,8 @@ class EngineClient:
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise if the engine cannot take requests.
 
-        An engine that was ready before may be too busy to answer a probe. The method still allows requests to
-        such an engine.
+        If the engine was ready before, this method does not raise when a probe gets no answer. The engine may
+        be too busy to answer the probe.
 
         Raises:
             PatchError: the engine is not patched.
@@ -134,8 +137,8 @@ class EngineClient:
         try:
             for wanted in request.wanted:
                 tasks.append(asyncio.create_task(one(wanted)))
-                # It takes a millisecond to encode a prompt. A thousand prompts without a break would block
-                # the event loop.
+                # Let other tasks run after each prompt. Encoding a prompt takes a millisecond, so a thousand
+                # prompts would otherwise block the event loop.
                 await asyncio.sleep(0)
             running = len(tasks)
             while running:
@@ -144,7 +147,7 @@ class EngineClient:
                     running -= 1
                 else:
                     yield item
-                # Free the sent sample before waiting for the next one.
+                # Free the yielded sample before waiting for the next sample.
                 del item
         finally:
             for task in tasks:
@@ -192,7 +195,9 @@ class EngineClient:
         )
 
     async def abort(self, request_id: str | None) -> None:
-        """Abort one request, or all requests in the engine. A request's `on_abort` says what its caller gets.
+        """Abort one request, or all requests in the engine.
+
+        Each request's own `on_abort` decides what its caller receives.
 
         Args:
             request_id: the id that a caller gave to its request, or the engine's own id; None aborts all

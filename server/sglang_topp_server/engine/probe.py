@@ -1,10 +1,13 @@
 """EngineProbe: find out whether the engine, or a gateway in front of several engines, is ready and patched.
 
 A probe requests `/server_info`, where the patch set reports its state. A gateway does not serve
-`/server_info`. It forwards the older `/get_server_info` to one worker, lists all workers at `/workers`, and
-answers `/health` itself. So the probe asks each listed worker directly. The first probe ends with a request
-for one token and its candidate set. This request fails if a gateway silently drops sglang-topp's request
-fields.
+`/server_info`. A gateway forwards the older `/get_server_info` to one worker, lists all workers at
+`/workers`, and answers `/health` itself. So the probe also requests `/server_info` from each listed worker
+directly.
+
+Each probe ends with a request for one token and its candidate set, until such a request succeeds. After the
+engine was unreachable or unpatched, probes make this request again. The request fails if a gateway silently
+drops sglang-topp's request fields.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from sglang_topp.errors import AuthenticationError, BadRequestError, SglangToppE
 __all__ = ["EngineProbe", "EngineStatus", "Phase"]
 
 Phase: TypeAlias = Literal["unreachable", "starting", "unpatched", "ready"]
-"""An engine's phases, which `EngineStatus.phase` explains."""
+"""The phases of an engine. `EngineStatus.phase` explains each phase."""
 
-# SGLang's /health generates a token and waits up to 20 s for it, so this timeout must be longer.
+# The timeout of a request to the engine. The timeout must be longer than 20 s, because SGLang's /health
+# generates a token and waits up to 20 s for the token.
 _TIMEOUT_S = 30.0
-# This timeout is short, because a gateway may list workers that this machine cannot reach.
+# The timeout of a request to a gateway's worker. A gateway may list workers that this machine cannot reach,
+# so this timeout is shorter than `_TIMEOUT_S`.
 _WORKER_TIMEOUT_S = 10.0
 _INFO, _GATEWAYS_INFO = "/server_info", "/get_server_info"
 
@@ -41,10 +46,11 @@ class EngineStatus:
             `unpatched`: the engine answers but returns no candidate sets; `ready`: the engine returns
             candidate sets.
         reason: a sentence that says why the engine is not `ready`; empty if it is ready.
-        model_path, sglang_version, weight_version: the values that the engine reported. Behind a gateway, one
-            of the workers reported them.
+        model_path, sglang_version, weight_version: the values that the engine reported. Behind a gateway, the
+            values come from one of the workers.
         patch: the patch set's report of its state; empty if the engine sent no report.
-        model: the model's sizes, which limit requests; None if the engine never reported them.
+        model: the vocabulary size and other sizes of the engine's model, against which requests are checked;
+            None if the engine never reported the sizes.
     """
 
     phase: Phase
@@ -62,7 +68,10 @@ class EngineStatus:
 
     @property
     def survives_grammars(self) -> bool:
-        """Return whether the engine survives a grammar that forbids every next token (by its last report)."""
+        """Return whether the engine survives a grammar that forbids every next token.
+
+        The answer comes from the engine's last report.
+        """
         return self.patch.get("sanitizes_logits") is True
 
     @property
@@ -77,8 +86,9 @@ class EngineProbe:
 
     Args:
         base_url: the address of the engine or gateway.
-        api_key: the server's API key, or None.
-        generate_one: generates one token with its candidate set within the given seconds, or raises an error.
+        api_key: the API key of the engine or gateway, or None.
+        generate_one: generates one token with its candidate set, or raises an error. The argument of
+            `generate_one` is the time limit in seconds.
     """
 
     def __init__(
@@ -100,8 +110,9 @@ class EngineProbe:
         """Probe the engine once, and return its status.
 
         Args:
-            known: the previous status. If the probe fails, the new status keeps its values.
-            is_healthy: true skips `/health`, because that route makes the engine generate a token.
+            known: the previous status. If the probe fails, the new status has the values of the previous one,
+                except for the phase and the reason.
+            is_healthy: true skips the request to `/health`, which would make the engine generate a token.
         """
         if known.phase in ("unreachable", "unpatched"):
             # The address may now belong to another engine, so check again that the engine returns candidate
@@ -110,8 +121,8 @@ class EngineProbe:
         try:
             return await self._look(known, is_healthy=is_healthy)
         except Exception as error:
-            # Report every failure as an unreachable engine: a refused connection, invalid JSON, or an unknown
-            # host. The next probe may succeed.
+            # Report every failure as an unreachable engine, for example a refused connection, invalid JSON,
+            # or an unknown host. The next probe may succeed.
             return self._silent(known, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
@@ -148,7 +159,10 @@ class EngineProbe:
         return status if self._has_given_sets else await self._first_sets(known, status)
 
     async def _get_info(self) -> httpx.Response:
-        """Request the info route that answered last time. If it answers 404 now, request the other route."""
+        """Request the info route that answered last time.
+
+        If this route answers 404, request the other info route.
+        """
         first = await self._http.get(self._info_path)
         if first.status_code != 404:
             return first
@@ -160,10 +174,10 @@ class EngineProbe:
         return second
 
     async def _workers(self) -> list[tuple[str, EngineStatus]]:
-        """Ask each worker that the gateway lists. Return the address and status of those that answer.
+        """Return the address and status of each listed worker that answers `/server_info`.
 
-        The probe ignores workers that do not answer. Perhaps only the gateway can reach them, or only it has
-        their keys.
+        The probe ignores a worker that does not answer. Perhaps only the gateway can reach the worker, or
+        only the gateway has the worker's key.
         """
         answer = await self._http.get("/workers")
         listed: Any = answer.json() if answer.status_code == 200 else None
@@ -187,7 +201,7 @@ class EngineProbe:
         return None
 
     async def _first_sets(self, known: EngineStatus, status: EngineStatus) -> EngineStatus:
-        """Request one token with its candidate set, and return the status that the answer implies."""
+        """Request one token with its candidate set, and return the status that follows from the result."""
         try:
             await self._generate_one(_TIMEOUT_S)
         except AuthenticationError:

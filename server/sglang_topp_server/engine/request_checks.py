@@ -1,4 +1,7 @@
-"""Check requests against the model's sizes, and refuse those that would crash or block the engine."""
+"""Refuse requests that would crash or block the engine.
+
+The checks need the sizes of the engine's model, such as its vocabulary size.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,16 @@ def check_rollout_request(request: RolloutsBody, model: Model, *, survives_gramm
 
     Args:
         request: the request, as `parse_rollouts` returns it.
-        model: the sizes of the engine's model.
-        survives_grammars: whether the engine survives a grammar that forbids every next token. If not, the
-            function refuses every grammar, because it cannot recognize such grammars in advance.
+        model: the vocabulary size and other sizes of the engine's model.
+        survives_grammars: whether the engine survives a grammar that forbids every next token. If the engine
+            does not survive it, the function refuses every grammar. No check can tell in advance whether a
+            grammar will forbid every next token.
 
     Raises:
         InvalidInputError: a value would crash the engine (400). The message names the field, the value, and
             the accepted values.
-        BadRequestError: a text is too long (413). Other requests would wait while the engine tokenizes it.
+        BadRequestError: a text is too long (413). Other requests would wait while the engine tokenizes
+            the text.
     """
     for i, rollout in request.given.items():
         check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
@@ -60,13 +65,14 @@ def check_score_request(request: ScoresBody, model: Model) -> None:
     Raises:
         InvalidInputError: a value would crash the engine (400). The message names the field, the value, and
             the accepted values.
-        BadRequestError: a text is too long (413). Other requests would wait while the engine tokenizes it.
+        BadRequestError: a text is too long (413). Other requests would wait while the engine tokenizes
+            the text.
     """
     _check_prompts("sequences", request.sequences, request.wanted, model)
 
 
 def _check_prompts(name: str, given: Any, wanted: Sequence[SampleRequest], model: Model) -> None:
-    """Check each prompt. `name` is the name of the request's field, and `given` is its value."""
+    """Check each prompt. `name` is the request field that holds the prompts, and `given` is its value."""
     is_list = len(wanted) > 1 or _holds_prompts(given)
     for one in wanted:
         at = f"{name}[{one.prompt_index}]" if is_list else name

@@ -15,9 +15,9 @@ from sglang_topp_server.limits.settings import MIN_BYTES_PER_S, Limits
 
 __all__ = ["BodyReader", "DisconnectedError"]
 
-# Bodies up to this size need no reservation, because uvicorn buffers up to this size of any request anyway.
+# A body of at most this many bytes needs no reservation, because uvicorn buffers 64 KiB of any body anyway.
 _UNCOUNTED_BYTES = 1 << 16
-# All bodies together may reserve this many times `max_body_bytes` of memory.
+# All bodies together may reserve memory for this many bodies of `max_body_bytes` each.
 _MAX_LARGEST_BODIES = 4
 
 
@@ -31,7 +31,7 @@ class BodyReader:
     All bodies together may reserve a total of four times `max_body_bytes` of memory. The reader reserves
     memory for each body of more than 64 KiB. If the request has a `Content-Length`, the reader reserves that
     many bytes before it reads the body. Otherwise, it reserves `max_body_bytes` after the first 64 KiB. If
-    too little memory is free, it stops reading the body until other bodies release memory.
+    too little memory is free, the reader stops reading the body until other bodies release memory.
 
     Args:
         limits: the maximum size and the minimum rate of a body.
@@ -44,7 +44,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, headers: Headers, receive: Receive) -> AsyncIterator[bytearray]:
-        """Yield the whole body. Its memory stays reserved until the context ends.
+        """Yield the whole body. The body's memory stays reserved until the context ends.
 
         Raises:
             BadRequestError: the body exceeds `max_body_bytes` (413) or arrives too slowly (408).
@@ -55,8 +55,8 @@ class BodyReader:
         if content_length is not None and content_length > self._limits.max_body_bytes:
             raise self._too_long(str(content_length))
         body = bytearray()
-        # The reader still waits this many seconds for the caller. Each MIN_BYTES_PER_S bytes that arrive add
-        # one second, up to `max_stall_s` in all.
+        # `left_s` is the time that the reader still waits for the caller. For each MIN_BYTES_PER_S bytes that
+        # arrive, `left_s` grows by one second, up to `max_stall_s`.
         left_s = self._limits.max_stall_s
         async with AsyncExitStack() as reservation:
             is_counted = False
@@ -96,7 +96,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def _reserve(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserve memory until the context ends, in order of arrival, so that no body starves."""
+        """Reserve memory until the context ends.
+
+        Bodies get memory in their order of arrival, so that no body waits forever.
+        """
         if self._waiting or num_bytes > self._free_bytes:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((num_bytes, turn))

@@ -11,7 +11,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class ConcurrencyLimit:
-    """A limit on the requests in flight. Use it as a context manager around each request.
+    """A limit on the number of requests in flight. Use this object as a context manager around each request.
 
     A request is in flight from the last byte of its body to the last byte of its answer.
 
@@ -20,7 +20,7 @@ class ConcurrencyLimit:
         metrics: receives the current number of requests in flight.
 
     Raises:
-        OverloadedError: the limit is reached. `__enter__` and `require_place` raise it.
+        OverloadedError: the limit is reached. `__enter__` and `require_place` raise this error.
     """
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
@@ -32,7 +32,7 @@ class ConcurrencyLimit:
         return self._count
 
     def require_place(self) -> None:
-        """Raise OverloadedError if the limit is reached. This call does not count as a request."""
+        """Raise OverloadedError if the limit is reached. Only `__enter__` counts a request."""
         if self._count >= self._limit:
             raise OverloadedError(
                 f"got one more request, expected at most {self._limit} in flight; send it again later",

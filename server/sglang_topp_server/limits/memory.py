@@ -19,7 +19,7 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["MemoryLimit", "MemoryShare", "num_bytes_of"]
 
 _BYTES_PER_CANDIDATE = 8
-# A token's id, as text in the answer's JSON, and its log-prob take about this many bytes.
+# The approximate number of bytes of one token: its log-prob, and its id as text in the answer's JSON.
 _BYTES_PER_TOKEN = 12
 
 
@@ -34,12 +34,12 @@ def num_bytes_of(sample: Rollout | Score) -> int:
 
 
 class MemoryShare:
-    """The memory that one request holds. The constructor needs a running event loop.
+    """The counter of the memory that one request's samples take. The constructor needs a running event loop.
 
     Attributes:
-        num_bytes: the bytes that the request holds.
-        excess: a future for the error that ends this request. `MemoryLimit` sets it if all requests together
-            exceed the limit and this request holds the most bytes.
+        num_bytes: the number of bytes that the request's samples take.
+        excess: a future for the error that ends this request. `MemoryLimit` resolves the future if all
+            requests together exceed the limit and this request holds the most bytes.
     """
 
     def __init__(self, limit: MemoryLimit) -> None:
@@ -48,11 +48,11 @@ class MemoryShare:
         self.excess: asyncio.Future[SglangToppError] = asyncio.get_running_loop().create_future()
 
     def add(self, sample: Rollout | Score) -> None:
-        """Add a sample that arrived from the engine."""
+        """Count the memory of a sample that arrived from the engine."""
         self._limit.change(self, num_bytes_of(sample))
 
     def remove(self, num_bytes: int) -> None:
-        """Remove bytes that the request no longer holds."""
+        """Stop counting bytes that the request no longer holds."""
         self._limit.change(self, -num_bytes)
 
 

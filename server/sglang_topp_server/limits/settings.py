@@ -7,7 +7,9 @@ from dataclasses import dataclass
 __all__ = ["MIN_BYTES_PER_S", "Limits"]
 
 MIN_BYTES_PER_S = 1 << 16
-"""The minimum rate of a request body in bytes per second. `Limits.max_stall_s` defines the tolerance."""
+"""The minimum rate, in bytes per second, at which a request body must arrive.
+
+A body may fall behind this rate by up to `Limits.max_stall_s` seconds."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,12 @@ class Limits:
         max_in_flight: maximum number of requests in flight. Further requests get a 429. A request is in
             flight from the last byte of its body to the last byte of its answer.
         max_samples: maximum number of samples per request: prompts times `n`.
-        max_body_bytes: maximum bytes of one request body. Bodies larger than 64 KiB share memory of four
-            times this size. If too little of it is free, a body waits.
+        max_body_bytes: maximum bytes of one request body. All bodies larger than 64 KiB may together take
+            four times `max_body_bytes` of memory. If too little of this memory is free, a body waits.
         timeout_s: maximum seconds from a request's headers to the last byte of its answer.
-        max_stall_s: seconds that a request body may fall behind a rate of 64 KiB/s before the request gets a
-            408. A caller may leave its answer unread for the same time. After that, the kernel resets the
-            connection (on Linux only).
+        max_stall_s: maximum seconds that a request body may be behind a rate of 64 KiB/s. If the body falls
+            further behind, the request gets a 408. If a caller leaves its answer unread for `max_stall_s`
+            seconds, the kernel resets the connection (on Linux only).
         max_held_bytes: maximum bytes of finished samples that are not sent yet, over all requests. If the
             total exceeds this limit, the request that holds the most bytes ends with an error.
     """

@@ -2,16 +2,16 @@
 
     python -m sglang_topp_server.process.engine_supervisor <grace_s> <command> ...
 
-SGLang is a tree of processes. If SIGKILL ends `serve`, then `serve` has no chance to stop these processes. So
+SGLang runs as several processes. If SIGKILL ends `serve`, then `serve` cannot stop the engine's processes. So
 `serve` starts this small supervisor process, which starts the engine and outlives `serve`. The supervisor
 reads a pipe, and only `serve` holds the pipe's write end. A byte on the pipe tells the supervisor to stop the
 engine. End-of-file without a byte means that `serve` was killed.
 
 To stop the engine, the supervisor sends SIGTERM to the engine's first process, which drains requests and ends
-its children. After `grace_s` seconds, or once the first process has ended, the supervisor kills all remaining
-processes. If `serve` was killed, the grace period is at most one second. A SIGTERM to the supervisor skips
-the grace period. After all of the engine's processes have ended, the supervisor exits with the engine's exit
-status.
+its children. After `grace_s` seconds, or once the first process has ended, the supervisor kills all of the
+engine's remaining processes. If `serve` was killed, the grace period is at most one second. A SIGTERM to the
+supervisor skips the grace period. After all of the engine's processes have ended, the supervisor exits with
+the engine's exit status.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
     """Return when the engine's first process has ended or must be killed.
 
-    The process must be killed after the grace period, or at once after SIGTERM, SIGINT, or SIGHUP.
+    The caller must kill the process after the grace period. If the supervisor receives SIGTERM, SIGINT, or
+    SIGHUP, the caller must kill the process immediately.
     """
     watched = [pipe, woken]
     deadline = None
-    # WNOWAIT leaves the ended process as a zombie. So the kernel cannot give its process group's id to
-    # another group before `main` kills the group.
+    # WNOWAIT leaves the engine's first process as a zombie after its end, so the kernel cannot reuse the
+    # process's id. Otherwise, `main` might kill an unrelated process group with the same id.
     while os.waitid(os.P_PID, engine_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
@@ -96,10 +97,10 @@ def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
 
 
 def _end_orphans() -> None:
-    """Kill and reap the engine's remaining processes, whatever their session (Linux only).
+    """Kill and reap the engine's remaining processes, including those in other sessions (Linux only).
 
-    The supervisor is a subreaper, so the kernel has made it the parent of these processes. On other systems,
-    `main` kills only the engine's process group.
+    The supervisor is a subreaper, so the kernel makes it the parent of the engine's orphaned processes. On
+    other systems, `main` kills only the engine's process group.
     """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while children.exists() and (pids := children.read_text().split()):

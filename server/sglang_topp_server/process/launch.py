@@ -1,4 +1,4 @@
-"""Run the sidecar in this process and the engine in a process tree of its own, and stop both on a signal."""
+"""Launch the sidecar in this process and the engine under a supervisor process, and stop both on a signal."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
 _ENGINE_ENV_DEFAULTS = {
     # If a grammar forbids every token, SGLang's scheduler crashes by default. With
-    # SGLANG_SANITIZE_NAN_LOGITS, only the answer to that request ends.
+    # SGLANG_SANITIZE_NAN_LOGITS, SGLang ends only the request that has this grammar.
     "SGLANG_SANITIZE_NAN_LOGITS": "1",
-    # Callers wait while SGLang's crash diagnostics delay its exit. After a process has died, SGLang sleeps
-    # for 5 s to collect diagnostics. SGLang sleeps for another minute if other processes still run.
+    # SGLang's crash diagnostics delay the exit of a crashed engine, and callers wait meanwhile. After a
+    # process has died, SGLang sleeps for 5 s to collect diagnostics. SGLang sleeps for another minute if
+    # other processes still run.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
@@ -58,9 +59,9 @@ def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) 
 def engine_environment(environment: Mapping[str, str], api_key: str | None) -> dict[str, str]:
     """Return the engine's environment.
 
-    The result is a copy of `environment` with these changes. The engine's key is `api_key`, or absent if
-    `api_key` is None. SGLang's check for NaN logits is turned on. SGLang's crash diagnostics are turned off.
-    If `environment` already has a value for the check or the diagnostics, the value is kept.
+    The result is a copy of `environment` with these changes. `KEY_VARIABLE` is set to `api_key`, or removed
+    if `api_key` is None. SGLang's check for NaN logits is turned on. SGLang's crash diagnostics are turned
+    off. If `environment` already has a value for the check or the diagnostics, the value is kept.
 
     Args:
         environment: this process's environment.
@@ -81,12 +82,12 @@ def check_free(host: str, port: int) -> int:
     """Return `port` if no process listens on it; for port 0, return a free port.
 
     For port 0, the result is from 10,000 to 21,999. SGLang may also use the port that is 10,000 higher. The
-    engine listens only after about half a minute, and both ports must stay free until then. No outgoing
-    connection takes these ports, because Linux assigns ports from 32,768 on to outgoing connections.
+    engine listens only after about half a minute, and both ports must stay free until then. Linux gives
+    outgoing connections only ports from 32,768 on, so no outgoing connection takes one of the engine's ports.
 
     Raises:
-        InvalidInputError: a process listens on the port. An engine started on that port would fail, and the
-            sidecar would talk to the wrong server.
+        InvalidInputError: a process listens on the port. An engine started on a taken port would fail, and
+            the sidecar would talk to the wrong server.
     """
     candidates = [port] if port else random.sample(_ENGINE_PORT_RANGE, 100)
     for candidate in candidates[:-1]:
@@ -156,7 +157,7 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
 async def _wait_until_ready(server: Server, supervisor: Process | None, settings: Settings, url: str) -> None:
     """Print the addresses once the engine is ready, and raise when the engine ends.
 
-    Without a supervisor, print the sidecar's address at once, and wait until this task is canceled.
+    If `supervisor` is None, print the sidecar's address immediately, and wait until this task is canceled.
     """
     if supervisor is None:
         print(f"sglang-topp sidecar at {url} (engine: {settings.engine_url})", flush=True)
@@ -193,8 +194,9 @@ async def _start_supervisor(command: Sequence[str], settings: Settings) -> Proce
         stdin=PIPE,
         # The engine writes to stderr, because stdout carries only the line with the servers' addresses.
         stdout=_STDERR,
-        # In a separate session, the engine gets no Ctrl-C from the terminal. Only this process gets the
-        # Ctrl-C, and then tells the supervisor to stop the engine.
+        # On Ctrl-C, the terminal sends SIGINT only to processes in the terminal's session. The sidecar's
+        # process gets the SIGINT and tells the supervisor to stop the engine. The supervisor and the engine
+        # run in another session and get no SIGINT.
         start_new_session=True,
     )
 
@@ -215,10 +217,11 @@ def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> so
     Args:
         host, port: the address; port 0 takes a free port.
         reader_timeout_s: seconds after which the kernel resets a connection whose peer does not read its data
-            (Linux only). If None, the connection stays open as long as the peer lives.
+            (Linux only). If None, the kernel keeps a connection whose peer does not read.
 
     Raises:
-        InvalidInputError: another process listens there, or the host is not an address of this machine.
+        InvalidInputError: another process listens on the address, or `host` is not an address of this
+            machine.
     """
     try:
         listener = socket.create_server(
@@ -227,8 +230,8 @@ def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> so
     except OSError as error:
         raise InvalidInputError(f"cannot listen on {host} port {port}: {error}") from None
     if reader_timeout_s is not None and sys.platform == "linux":
-        # Accepted connections inherit TCP_USER_TIMEOUT. Without the timeout, uvicorn would wait forever for a
-        # peer that does not read.
+        # Accepted connections inherit TCP_USER_TIMEOUT. Without TCP_USER_TIMEOUT, uvicorn would wait forever
+        # for a peer that does not read.
         milliseconds = round(reader_timeout_s * 1000)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener

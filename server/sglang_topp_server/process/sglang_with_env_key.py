@@ -4,7 +4,7 @@
 
 SGLang takes its API key as a command-line argument, which every user of the machine can see in the process
 list. Only a process's owner can read its environment. So this module reads the key from the environment, and
-adds the key to `sys.argv` inside the running process. The process list does not show this change.
+adds the key to `sys.argv` inside the running process. The process list does not show the added key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sidecar's uvicorn server, and its settings: addresses, keys, limits, and timeouts."""
+"""The sidecar's uvicorn server, and the sidecar's settings: addresses, keys, limits, and timeouts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sglang_topp_server.limits.settings import Limits
 
 __all__ = ["Server", "Settings"]
 
-# The server keeps an idle connection longer than clients and load balancers do. So the other side closes the
-# connection first.
+# This timeout is longer than the keep-alive timeouts of clients and load balancers. So the client or the load
+# balancer closes an idle connection first.
 _KEEP_ALIVE_S = 75
 
 
@@ -31,8 +31,8 @@ class Settings:
         engine_api_key: the key that the sidecar sends to the engine, or None if the engine needs no key.
         limits: the sidecar's limits.
         ready_timeout_s: the time limit in seconds for an engine that `serve` starts to become ready.
-        grace_s: seconds that requests in flight may continue after a signal. After that, the engine has
-            another `grace_s` seconds to end.
+        grace_s: seconds that requests in flight may continue after a signal. After the sidecar has stopped,
+            the engine has another `grace_s` seconds to end.
         view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
 

@@ -41,6 +41,9 @@ def parse_abort(body: bytes | bytearray) -> AbortBody:
 
 
 class AbortAnswer(BaseModel):
-    """The answer to `POST /abort`, after the requests have stopped. An unknown id gets the same answer."""
+    """The answer to `POST /abort`, sent after the requests have stopped.
+
+    The answer is the same if no request has the given `request_id`.
+    """
 
     status: str = "ok"

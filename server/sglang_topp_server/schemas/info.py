@@ -24,12 +24,12 @@ class ModelInfo(BaseModel):
 
     @classmethod
     def of(cls, model: Model) -> ModelInfo:
-        """Build the Pydantic model from the sizes that the engine reported."""
+        """Build the Pydantic model from a `Model`, which holds the sizes that the engine reported."""
         return cls(**asdict(model), max_text_chars=model.max_text_chars)
 
 
 class EngineInfo(BaseModel):
-    """The engine behind the sidecar. Fields are null until the engine has answered."""
+    """The engine behind the sidecar. Each field is null until the engine has reported a value."""
 
     model_path: str | None
     sglang_version: str | None
@@ -38,7 +38,10 @@ class EngineInfo(BaseModel):
 
 
 class PatchInfo(BaseModel):
-    """The patch set's state. The sidecar returns `version` and `seams` as the engine reports them."""
+    """The state of the engine's patch set. The sidecar copies `version` and `seams` from the engine's report.
+
+    `seams` maps each SGLang function or class that the patch set depends on to `holds` or to a problem.
+    """
 
     active: bool
     version: Any

@@ -35,7 +35,7 @@ def read_rollouts(records: Any) -> list[Rollout]:
 
 
 def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[SampleRequest]:
-    """Return the requests in `wanted`, with `given` as their `resumed_tokens`.
+    """Return the requests `wanted` with `resumed_tokens` set from `given`, the field of the request body.
 
     Args:
         given: the body's `resumed_tokens`: one number for all requests, or a list with one number for each.

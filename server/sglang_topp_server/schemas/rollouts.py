@@ -80,12 +80,12 @@ class RolloutsBody(BaseModel):
 
     @property
     def wanted(self) -> list[SampleRequest]:
-        """The requested samples, one entry per prompt. The list is empty until `parse_rollouts` sets it."""
+        """The requested samples, one entry per prompt. `wanted` is empty until `parse_rollouts` has run."""
         return self._wanted
 
     @property
     def given(self) -> dict[int, Rollout]:
-        """The rollouts to resume, by prompt index. The dict is empty until `parse_rollouts` sets it."""
+        """The rollouts to resume, by prompt index. `given` is empty until `parse_rollouts` has run."""
         return self._given
 
 
@@ -99,7 +99,7 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> RolloutsBody:
     request = read_body(body, RolloutsBody)
     if request.rollouts is not None and request.prompts is not None:
         raise BadRequestError("rollouts: got rollouts and prompts, expected one of them", status=400)
-    # Check the number of samples before `plan` creates them, because `n` may be any number.
+    # Check the number of samples before `plan` builds the requests, because `n` may be any number.
     if (samples := _num_samples(request)) > limits.max_samples:
         raise BadRequestError(
             f"prompts x n: got {describe(samples)} samples, expected at most {limits.max_samples};"

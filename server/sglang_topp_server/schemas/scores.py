@@ -15,7 +15,7 @@ __all__ = ["ScoreRecord", "ScoresAnswer", "ScoresBody", "parse_scores"]
 
 
 class ScoresBody(BaseModel):
-    """The body of `POST /scores`. No sampler drew the tokens, so the body has no `top_logprobs_source`."""
+    """The body of `POST /scores`. Scoring samples no tokens, so the body has no `top_logprobs_source`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,7 @@ class ScoresBody(BaseModel):
 
     @property
     def wanted(self) -> list[ScoreRequest]:
-        """The requested scores, one entry per sequence. The list is empty until `parse_scores` sets it."""
+        """The requested scores, one entry per sequence. `wanted` is empty until `parse_scores` has run."""
         return self._wanted
 
 

@@ -67,6 +67,16 @@ def test_a_directory_becomes_a_file(tmp_path, target, rollouts):
         ({}, "got no column"),
         ({"rewards": [1.0]}, "reward: got 1 values, expected one for each rollout"),
         ({"rewards": [1.0] * 4}, "reward: got more values than the 3 rollouts"),
+        ({"rewards": [1.0, "high", 2.0]}, "reward: rollout 1: got 'high', expected a number"),
+        ({"rewards": [1.0, [2.0], 2.0]}, "reward: rollout 1: got .*expected a number"),
+        (
+            {"trainer_logprobs": [["a"], [], []]},
+            "trainer_logprobs: rollout 0: got .*expected a list or an array",
+        ),
+        (
+            {"trainer_logprobs": [[[0.5], [0.5, 1.0]], [], []]},
+            "trainer_logprobs: rollout 0: got .*expected a list",
+        ),
         ({"trainer_logprobs": [np.zeros(3)] * 3}, r"trainer_logprobs: rollout 1: got shape \[3\], .* \[4\]"),
         ({"trainer_masked_logprobs": [0.0] * 3}, r"rollout 0: got shape \[\], expected \[3\]"),
     ],

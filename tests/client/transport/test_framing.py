@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_topp import errors
 from sglang_topp_client.transport.framing import frame_head, frames
-from sglang_topp_client.transport.long_message_limit import LONG_BYTES, LongMessageLimit
+from sglang_topp_client.transport.long_message_slots import LONG_BYTES, LongMessageSlots
 
 
 async def arriving(chunks):
@@ -17,7 +17,7 @@ async def arriving(chunks):
 
 
 async def read(chunks, max_bytes=1 << 30, limit=None):
-    return [frame async for frame in frames(arriving(chunks), limit or LongMessageLimit(1), max_bytes)]
+    return [frame async for frame in frames(arriving(chunks), limit or LongMessageSlots(1), max_bytes)]
 
 
 def framed(frame):
@@ -56,7 +56,7 @@ async def test_the_limit_applies_to_one_frame():
 
 
 async def test_a_long_frame_takes_a_place_and_gives_it_back():
-    limit = LongMessageLimit(1)
+    limit = LongMessageSlots(1)
     raw = framed(b"x" * (LONG_BYTES + 5)) + framed(b"short")
     for _ in range(3):
         got = await read([raw[: LONG_BYTES + 10], raw[LONG_BYTES + 10 :]], limit=limit)

@@ -1,6 +1,7 @@
 // Entry point of the page: switch between the overview and one rollout, handle keys, and set the theme.
 
-import { count, el } from "./dom.js";
+import { el } from "./dom.js";
+import { count } from "./number_format.js";
 import { overview } from "./page_data.js";
 import { drawCharts } from "./distribution_charts.js";
 import { drawTable, linkTo } from "./rollout_table.js";

@@ -1,13 +1,14 @@
-// Bars for the candidates of one position. Two more bars show the candidates that are not listed, and the
-// mass outside the set.
+// Bars for the candidates of one position. One more bar shows the candidates of the set that are not listed. A
+// last bar shows the probability outside the set.
 
-import { count, el, fixed, whole } from "./dom.js";
+import { el } from "./dom.js";
+import { count, fixed, whole } from "./number_format.js";
 import { candidatesAt } from "./page_data.js";
 import { tokenLabel, tokenNodes } from "./token_names.js";
 
 function bar(kind, name, share, most, note) {
   const filled = el("i");
-  // Set the width as a property, because the page's security policy blocks style attributes.
+  // The width is set as a property, because the page's security policy blocks style attributes.
   filled.style.width = `${(100 * share) / most}%`;
   return el("li", { class: kind, ...note }, el("span", { class: "name" }, name), el("span", { class: "bar" }, filled), el("span", { class: "value" }, fixed(share, share < 0.001 ? 6 : 4)));
 }

@@ -1,6 +1,7 @@
 // Bar charts and percentile bands, drawn as SVG in the available width.
 
-import { compact, el, svg } from "./dom.js";
+import { el, svg } from "./dom.js";
+import { compact } from "./number_format.js";
 
 const MARGIN = { left: 52, right: 12, top: 10, bottom: 34 };
 
@@ -22,12 +23,12 @@ export function figure({ title, note, label, height = 210, draw, legend = [] }) 
   return el("figure", {}, caption, holder);
 }
 
-/** Return a function that maps the numbers from `low` to `high` to `length` pixels, from `start` on. */
+/** Return a linear scale, a function that maps `low` to the pixel `start`, and `high` to `start + length`. */
 export function linear(low, high, start, length) {
   return (value) => start + ((value - low) / (high - low || 1)) * length;
 }
 
-/** Return about `wanted` round numbers from `low` to `high`. */
+/** Return round numbers between `low` and `high` for the ticks of an axis. There are about `wanted` ticks. */
 export function niceTicks(low, high, wanted = 4) {
   const rough = (high - low) / wanted || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -45,7 +46,7 @@ export function yAxis(area, ticks, y, format = compact) {
       svg("text", { x: area.left - 8, y: y(tick) + 4, "text-anchor": "end" }, format(tick))));
 }
 
-/** Draw values under the chart; `ticks` are `[x, text]`. */
+/** Draw the horizontal axis: a line, its title, and the text of each tick. `ticks` is a list of `[x, text]`. */
 export function xAxis(area, ticks, title) {
   const bottom = area.top + area.height;
   const texts = ticks.map(([x, text]) => svg("text", { x, y: bottom + 15, "text-anchor": "middle" }, text));
@@ -56,7 +57,8 @@ export function xAxis(area, ticks, title) {
 
 /**
  * Draw bars of counts on a log axis, so that a rare tail is visible. A count of 0 has no bar.
- * Each slot is `{ text, count, kind }`. A slot with several bars is `{ text, bars: [{ count, kind }, …] }`.
+ * Each entry of `slots` describes one place on the horizontal axis, as `{ text, count, kind }`. An entry with
+ * several bars side by side is `{ text, bars: [{ count, kind }, …] }`.
  */
 export function logBars(area, slots, say) {
   const barsOf = (slot) => slot.bars ?? [slot];
@@ -82,7 +84,7 @@ export function logBars(area, slots, say) {
   return [yAxis(area, ticks, y, (power) => compact(10 ** power)), drawn];
 }
 
-/** Draw a median line in a band from p10 to p90. */
+/** Draw a line of medians over a shaded band that reaches from p10 to p90. */
 export function band(area, points, y, say) {
   const slot = area.width / points.length;
   const x = (i) => area.left + (i + 0.5) * slot;

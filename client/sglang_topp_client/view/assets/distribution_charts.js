@@ -1,7 +1,8 @@
-// The charts of the overview: kept mass, set sizes, importance ratios, and bands over positions.
+// The charts of the overview: kept mass, set sizes, importance ratios, and percentiles by position.
 
-import { compact, count, el, fixed, percent, svg, whole } from "./dom.js";
+import { el, svg } from "./dom.js";
 import { band, figure, linear, logBars, niceTicks, xAxis, yAxis } from "./charts.js";
+import { compact, count, fixed, percent, whole } from "./number_format.js";
 
 const OFF_MASS = 0.9;
 
@@ -88,7 +89,8 @@ function ratioChart({ ratios, verdict }) {
   });
 }
 
-/** Return the indices from the first to the last bar with tokens. Always include the ratios 0.8 to 1.25. */
+/** Return the indices of the bars to draw in the chart of ratios, from the first to the last bar that counts a
+ * token. The bars for the ratios 0.8 to 1.25 are always drawn. */
 function usedRange(histograms) {
   const { length } = histograms[0];
   const middle = (length - 1) / 2;

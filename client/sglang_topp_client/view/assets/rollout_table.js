@@ -1,6 +1,7 @@
 // The table of rollouts: sort by a column, filter by words, and draw 100 rows at a time.
 
-import { count, el, fixed, percent, whole } from "./dom.js";
+import { el } from "./dom.js";
+import { count, fixed, percent, whole } from "./number_format.js";
 import { isDetailed } from "./page_data.js";
 
 const ROWS_AT_ONCE = 100;
@@ -19,7 +20,7 @@ const COLUMNS = [
   { name: "text", label: "text", wide: true, minor: true },
 ];
 
-/** Return the link to a rollout, or to a token in it. */
+/** Return the link to a rollout, or to the token at `position` in the rollout. */
 export function linkTo(row, position = null) {
   return `#/rollout/${row}${position === null ? "" : `/${position}`}`;
 }
@@ -102,7 +103,7 @@ function classOf({ number, minor, wide }) {
 }
 
 /** Return whether the text of a row matches a search word. `prompt:3` and `sample:3` match only the number 3.
- * Any other word matches every text that contains it. */
+ * Any other word matches each text that contains the word. */
 function contains(text, word) {
   return /^(prompt|sample):\d+$/.test(word) ? text.split(" ", 2).includes(word) : text.includes(word);
 }

@@ -1,7 +1,8 @@
 // The view of one rollout: its tokens, the candidates of the selected token, and other samples of its prompt.
 
-import { count, el, fixed, percent, whole } from "./dom.js";
+import { el } from "./dom.js";
 import { drawCandidates } from "./candidate_bars.js";
+import { count, fixed, percent, whole } from "./number_format.js";
 import { isDetailed, openDetail, overview, partingOf } from "./page_data.js";
 import { METRICS, legendOf } from "./token_colors.js";
 import { linkTo } from "./rollout_table.js";
@@ -13,7 +14,8 @@ let shown = null;
 let wanted = null;
 let metric = "mass";
 
-/** Return the rollout on screen: `{ row, detail, position, select, tokenOnAdjacentLine }`, or null. */
+/** Return an object that describes and controls the rollout on screen, or null if no rollout is on screen.
+ * Its fields are `{ row, detail, position, select, tokenOnAdjacentLine }`. */
 export function shownRollout() {
   return shown;
 }
@@ -40,7 +42,7 @@ export async function drawRollout(view, row, position) {
   }
   view.replaceChildren(el("p", { class: "hint" }, "Reading the tokens…"));
   const detail = await openDetail(row);
-  // Stop if the user opened another view while the tokens were decoded.
+  // The user may have opened another view while the tokens were decoded. This view must not replace that view.
   if (wanted !== row) return;
   const columns = el("div", { class: "columns" });
   const panel = el("aside", { class: "candidates", "aria-live": "polite" });
@@ -51,12 +53,12 @@ export async function drawRollout(view, row, position) {
   function select(next, block = "nearest") {
     shown.position = Math.max(0, Math.min(next, detail.ids.length - 1));
     if (!detail.ids.length) return;
-    // Draw the candidate panel before the scroll. On a phone, the panel is below the tokens, and a change of
-    // its height moves the tokens.
+    // The candidate panel is drawn before the scroll, because a change of the panel's height moves the tokens on
+    // a phone, where the panel is below the tokens.
     drawCandidates(panel, detail, shown.position);
     for (const flow of flows) if (shown.position < flow.detail.ids.length) flow.select(shown.position, block);
-    // If the address already names another view, do not replace it. The pending hashchange event opens that
-    // view.
+    // The address may already name another view, which the pending hashchange event opens. The address of that
+    // view must stay.
     if (location.hash.split("/")[2] === String(row)) history.replaceState(null, "", linkTo(row, shown.position));
   }
 

@@ -1,7 +1,8 @@
 // Token colors: the metrics that color tokens, the levels of each metric, and the CSS class of each level.
 
 /** The metrics by name. `level` maps a value to a level from 0 to 6. The CSS classes `c0` to `c6` color the levels.
- * Tokens that were nearly certain have level 0, which has no color. A value equal to a bound gets the lower level. */
+ * Tokens that were nearly certain have level 0, which has no color. If a value equals the bound between two levels,
+ * the lower of the two levels applies. */
 export const METRICS = {
   mass: {
     label: "kept mass",
@@ -33,7 +34,7 @@ export function colorClass(metric, value) {
   return diverging ? `d${DIVERGING_BOUNDS.filter((bound) => value > bound).length}` : `c${level(value)}`;
 }
 
-/** Return the legend: `[class, text]` of each level. */
+/** Return the legend of a metric as a list of `[class, text]`, with the CSS class and the range of each level. */
 export function legendOf(metric) {
   const { diverging, levels } = METRICS[metric];
   return (diverging ? DIVERGING_LEVELS : levels).map((text, i) => [`${diverging ? "d" : "c"}${i}`, text]);

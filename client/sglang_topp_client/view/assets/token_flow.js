@@ -1,6 +1,7 @@
 // The tokens of one rollout as colored text, in blocks of 100. Only tokens in blocks near the screen have elements.
 
-import { el, whole } from "./dom.js";
+import { el } from "./dom.js";
+import { whole } from "./number_format.js";
 import { colorClass } from "./token_colors.js";
 import { hasTexts, tokenNodes } from "./token_names.js";
 
@@ -29,7 +30,7 @@ export class TokenFlow {
     for (const block of this.blocks) this.observer.observe(block);
   }
 
-  /** Stop observing the blocks. The caller then removes the element. */
+  /** Stop the observer that draws the blocks near the screen. The caller then removes `element` from the page. */
   close() {
     this.observer.disconnect();
   }
@@ -47,7 +48,7 @@ export class TokenFlow {
     const block = this.blocks[Math.floor(position / TOKENS_PER_BLOCK)];
     if (!block) return;
     if (!block.firstChild) {
-      // Draw the block's neighbors too, so that their heights are known before the scroll.
+      // The neighboring blocks are drawn too, so that their heights are known before the scroll.
       const at = this.blocks.indexOf(block);
       for (const near of this.blocks.slice(Math.max(0, at - 6), at + 7)) if (!near.firstChild) this.#draw(near);
     }
@@ -61,7 +62,8 @@ export class TokenFlow {
     return position === null ? null : this.element.querySelector(`[data-t="${position}"]`);
   }
 
-  /** Return the position of the token in the line above (-1) or below (1) the selected one. */
+  /** Return the position of the token on an adjacent line that is horizontally closest to the selected token.
+   * For direction -1, the line is the line above. For direction 1, the line is the line below. */
   tokenOnAdjacentLine(direction) {
     const from = startOf(this.tokenAt(this.selected));
     if (!from) return this.selected;
@@ -89,7 +91,7 @@ export class TokenFlow {
   #show({ target, isIntersecting, boundingClientRect }) {
     if (isIntersecting && !target.firstChild) this.#draw(target);
     if (!isIntersecting && target.firstChild) {
-      // Keep the height of the emptied block, so that the text below does not move.
+      // The emptied block keeps its height, so that the text below does not move.
       target.style.minHeight = `${boundingClientRect.height}px`;
       target.replaceChildren();
     }
@@ -115,13 +117,14 @@ export class TokenFlow {
   }
 }
 
-/** Return the rectangle of a token, or of its part on the first line if it spans several lines. */
+/** Return the rectangle of a token on the screen. For a token that spans several lines, return the rectangle of its
+ * part on the first line. */
 function startOf(token) {
   return token?.getClientRects()[0];
 }
 
-/** Return the marks to draw before tokens, by position. A mark shows a change of weights, the start or the end of
- * a tool's tokens, or the first difference from another sample. */
+/** Return a map from a position to the marks before the token there. A mark shows a change of weights, the start or
+ * the end of a tool's tokens, or the first difference from another sample. */
 function ticksOf({ weights, appended }, partsAt) {
   const ticks = new Map();
   const add = (position, kind, text) => ticks.set(position, [...(ticks.get(position) ?? []), [kind, text]]);

@@ -1,4 +1,4 @@
-// Tokens as text, in which whitespace, control characters, and invalid UTF-8 are visible.
+// Show tokens as text in which whitespace, control characters, and invalid UTF-8 are visible.
 
 import { el } from "./dom.js";
 import { overview } from "./page_data.js";
@@ -25,13 +25,14 @@ function visible(run) {
   return `U+${hex(run.codePointAt(0), 4)}`;
 }
 
-/** Return spaces as dots. The last one stays a space, so that a line can break there. CSS draws a dot in it. */
+/** Return `length` spaces as dots. The last space stays a space, so that a line can break there. CSS draws a dot in
+ * the last space. */
 function blank(length) {
   const dots = length > 1 ? [el("span", { class: "space" }, "·".repeat(length - 1))] : [];
   return [...dots, el("span", { class: "blank" }, " ")];
 }
 
-/** Return the nodes of a token's text. If `breaks` is set, line feeds break the line. */
+/** Return the DOM nodes that show a token's text. If `breaks` is set, a line feed in the token breaks the line. */
 export function tokenNodes(id, breaks = false) {
   const text = textOf(id);
   if (text === undefined) return [el("span", { class: hasTexts() ? "raw" : "id" }, hasTexts() ? `#${id}` : String(id))];

@@ -1,6 +1,7 @@
-// The verdict at the top of the page: whether to train on these rollouts, and how much mass top-p cut.
+// The verdict at the top of the page: whether to train on these rollouts, and how much probability top-p removed.
 
-import { count, el, fixed, percent, whole } from "./dom.js";
+import { el } from "./dom.js";
+import { count, fixed, percent, whole } from "./number_format.js";
 
 function tile(name, value, note, kind = "") {
   return el("div", { class: `tile ${kind}` }, el("dt", {}, name), el("dd", {}, value), el("p", {}, note));

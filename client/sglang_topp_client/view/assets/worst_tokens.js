@@ -1,6 +1,8 @@
-// The list of the worst tokens of all rollouts, each with the tokens around it.
+// The list of the worst tokens: those with the largest set, the least kept mass, or the largest absolute log-ratio.
+// Each worst token is shown with the tokens around it.
 
-import { count, el, fixed, whole } from "./dom.js";
+import { el } from "./dom.js";
+import { count, fixed, whole } from "./number_format.js";
 import { isDetailed } from "./page_data.js";
 import { linkTo } from "./rollout_table.js";
 import { tokenNodes } from "./token_names.js";

@@ -13,13 +13,13 @@ __all__ = ["Internals"]
 class Internals(Protocol):
     """The operations on SGLang's internals that the hooks need. The adapter classes implement them."""
 
-    # -- The hooks in the scheduler call these methods.
+    # -- The scheduler's hooks call the methods from `carry` to `align`.
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Replace the forward pass's `top_logprobs_nums` with an equal list that refers to our `ForwardPass`.
+        """Replace a pass's `top_logprobs_nums` with a copy that also records which rows ask for sets.
 
         Args:
-            top_logprobs_nums: the new list, equal to the pass's list.
+            top_logprobs_nums: the copy, a `requested_rows.TopLogprobsNums`.
             batch: the batch from which SGLang made the `ForwardBatch`.
             forward_batch: the pass's `ForwardBatch`.
         """
@@ -32,17 +32,17 @@ class Internals(Protocol):
 
         Args:
             logits_output: SGLang's `LogitsProcessorOutput` of the pass.
-            output: an object that holds the pass's sets. The method `copy_to_host` is called first. Later,
-                the method `consume` is called with the tokens that became visible.
+            output: an object that holds the pass's sets. Its method `copy_to_host` is called first. Its
+                method `consume` is called later, with the tokens that the scheduler added to the requests.
         """
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine two outputs of one forward pass into one. None stands for no output."""
+        """Combine two auxiliary outputs of one forward pass into one. None means that there is no output."""
 
     def answers_requests(self) -> bool:
         """Return whether SGLang sends this rank's results to the client.
 
-        A rank whose results are not sent repeats the work of a rank whose results are sent.
+        If several ranks compute the same results, SGLang sends the results of one of these ranks.
         """
 
     def weight_version(self) -> str:
@@ -58,14 +58,15 @@ class Internals(Protocol):
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
         """Return the (module, attribute name) pairs under which `eagle_sample` looks up its sampling kernels.
 
-        A module that was not imported is None. On a device without the kernel, the module may lack the
-        attribute.
+        The module is None if it was not imported. The module may lack the attribute on a device that has no
+        such kernel.
         """
 
     def sanitizes_logits(self) -> bool:
         """Return whether SGLang sanitizes logits, which is not its default.
 
-        If SGLang sanitizes logits, a row without any possible token fails without failing the other rows.
+        If a grammar forbids every token of a row, that row fails. With sanitized logits, the other rows of
+        the pass succeed.
         """
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
@@ -73,33 +74,33 @@ class Internals(Protocol):
 
         Args:
             metadata: SGLang's `LogitsMetadata`.
-            indices: the same indices on the device, int64.
+            indices: SGLang's tensor of these row indices on the device, int64.
         """
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
         """Compute a prompt's log-probs with the same operations as SGLang, in the same order.
 
         Args:
-            processor: SGLang's object that scores prompts.
+            processor: SGLang's `InputLogprobProcessor`; before 0.5.16, its `LogitsProcessor`.
             logits: float [R, V].
         """
 
     def prompt_rows(self) -> list[Any]:
-        """Return an empty list for `customized_info`. SGLang sends all entries of the list at once.
+        """Return an empty list for a prompt's sets, which SGLang sends to the HTTP process all at once.
 
-        SGLang sends any other list piece by piece, with the tokens.
+        SGLang sends any other list of `customized_info` piece by piece, with the new tokens.
         """
 
     def align(self, reqs: Sequence[Any]) -> None:
         """Prepare the `customized_info` of requests that SGLang sends in one message.
 
-        Without this preparation, some releases deliver a request's values to another request.
+        Some releases would otherwise deliver one request's values to another request.
         """
 
-    # -- The hooks in the HTTP process call these methods.
+    # -- The HTTP process's hooks call the methods from `take_customized_info` to `skips_tokenizer`.
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Return the message's `customized_info`: one list per key, with an entry per request."""
+        """Return a scheduler message's `customized_info`: for each key, a list with one entry per request."""
 
     def streams_increments(self, manager: Any) -> bool:
         """Return whether a streamed chunk holds only new tokens. `manager` is SGLang's `TokenizerManager`."""

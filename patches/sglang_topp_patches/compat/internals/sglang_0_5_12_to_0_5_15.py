@@ -29,8 +29,8 @@ class Sglang0514(Sglang0515):
     def align(self, reqs: Sequence[Any]) -> None:
         """If one request of the batch has one of our `customized_info` keys, add the key to all requests.
 
-        SGLang sends a key's values only for the requests that have the key. But SGLang looks up a value by
-        the request's position among all requests of the batch.
+        SGLang sends a key's values only for the requests that have the key. SGLang then looks up a value by
+        the request's position among all requests of the batch, and so would find another request's value.
         """
         keys = {key for req in reqs for key in (req.customized_info or ()) if key in (KEY, PROMPT_KEY)}
         for req in reqs if keys else ():
@@ -39,15 +39,15 @@ class Sglang0514(Sglang0515):
                 info.setdefault(key, [])
 
     def _arrived(self, recv_obj: Any) -> dict[str, Any]:
-        # In these releases, the message holds `customized_info` itself, not a pickle of it.
+        # Up to 0.5.14, the scheduler's message holds `customized_info` itself, not a pickle of it.
         return getattr(recv_obj, "customized_info", None) or {}
 
 
 class Sglang0513(Sglang0514):
-    """Adapter to SGLang 0.5.13 and 0.5.13.post1, which have no runtime context."""
+    """Adapter to SGLang 0.5.13 and 0.5.13.post1, which lack the module `runtime_context`."""
 
     def answers_requests(self) -> bool:
-        """Return whether the attention ranks (tensor and context parallel) in `dp_attention` are both 0."""
+        """Return whether `dp_attention` gives rank 0 in both attention groups (tensor, context parallel)."""
         from sglang.srt.layers.dp_attention import get_attention_cp_rank, get_attention_tp_rank
 
         return bool(get_attention_tp_rank() == 0 and get_attention_cp_rank() == 0)
@@ -58,7 +58,7 @@ class Sglang0513(Sglang0514):
 
 
 class Sglang0512(Sglang0513):
-    """Adapter to SGLang 0.5.12 and 0.5.12.post1, where a pass that only scores has no `ForwardBatch`."""
+    """Adapter to SGLang 0.5.12 and 0.5.12.post1, whose `compute_logprobs_only` takes a `ModelWorkerBatch`."""
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
         """Set `top_logprobs_nums` on the `ForwardBatch` and on the pass's `ModelWorkerBatch`."""

@@ -1,7 +1,7 @@
-"""Adapters to the internals of SGLang 0.5.16 to 0.5.18, whose processor classes compute the log-probs.
+"""Adapters to the internals of SGLang 0.5.16 to 0.5.18, whose log-prob processors compute the log-probs.
 
-These releases do not copy a plugin's output to the host. Our hooks in
-`scheduler.auxiliary_output_before_0_5_19` copy it.
+These releases have no auxiliary output: they copy no extra results of a plugin to the host. Our hooks in
+`scheduler.auxiliary_output_before_0_5_19` copy the candidate sets instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIELD = "sglang_topp_device_output"
 
 
 def take(logits_output: Any) -> Any:
-    """Remove our sets from a pass's `LogitsProcessorOutput`, and return the sets, or None without sets."""
+    """Remove the candidate sets from a pass's `LogitsProcessorOutput`, and return them, or None."""
     output = getattr(logits_output, _FIELD, None)
     if output is not None:
         setattr(logits_output, _FIELD, None)
@@ -29,11 +29,11 @@ class Sglang0518(Sglang0519):
     """Adapter to SGLang 0.5.18."""
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Remove the sets of an earlier pass, because SGLang reuses `logits_output`."""
+        """Remove the candidate sets of an earlier pass, because SGLang reuses `logits_output`."""
         take(logits_output)
 
     def attach(self, logits_output: Any, output: Any) -> None:
-        """Store the sets in an attribute of our own, because SGLang has no field for them."""
+        """Store the sets in a new attribute of `logits_output`, because SGLang has no field for sets."""
         setattr(logits_output, _FIELD, self.append(take(logits_output), output))
 
     def weight_version(self) -> str:

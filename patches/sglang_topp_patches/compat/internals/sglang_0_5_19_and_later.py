@@ -1,4 +1,4 @@
-"""Adapters to the internals of SGLang 0.5.19 and later, which copies a plugin's outputs to the host."""
+"""Adapters to the internals of SGLang 0.5.19 and later, which copies auxiliary outputs to the host."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ class Sglang0523:
         """Do nothing: since 0.5.19, SGLang itself clears earlier auxiliary outputs when it samples."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
-        """Add the output to SGLang's auxiliary outputs."""
+        """Add the sets to the pass's auxiliary output, which SGLang copies to the host."""
         logits_output.auxiliary_device_output = self.append(logits_output.auxiliary_device_output, output)
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine the outputs with SGLang's own function."""
+        """Combine the two auxiliary outputs with SGLang's own function."""
         from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
         return append_auxiliary_output(current, output)
 
     def answers_requests(self) -> bool:
-        """Return whether the runtime context's attention ranks (tensor and context parallel) are both 0."""
+        """Return whether `get_parallel` gives rank 0 in both attention groups (tensor, context parallel)."""
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
         return bool(parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0)
 
     def weight_version(self) -> str:
-        """Read the weight version from SGLang's serving context.
+        """Read the weight version from SGLang's `get_serving`.
 
         SGLang changes the weights and their version only between passes, in the thread that launches the
-        passes. So each pass runs with one version.
+        passes. So all of a pass runs with one weight version.
         """
         from sglang.srt.runtime_context import get_serving
 
@@ -65,14 +65,14 @@ class Sglang0523:
         return version
 
     def sampling(self) -> tuple[str, bool]:
-        """Read the sampling backend and the on-policy setting from SGLang's execution context."""
+        """Read the sampling backend and the on-policy setting from SGLang's `get_exec`."""
         from sglang.srt.runtime_context import get_exec
 
         settings = get_exec()
         return settings.kernel.sampling_backend, bool(settings.deterministic.rl_on_policy_target)
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return two names in `eagle_sample`'s module. At its top level, the module imports both kernels."""
+        """Return both kernels' names in the module of `eagle_sample`, which imports them at its top level."""
         module = sys.modules.get("sglang.srt.speculative.eagle_utils")
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
 
@@ -83,15 +83,15 @@ class Sglang0523:
         return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Read the row indices on the host, where SGLang keeps a copy since 0.5.21.
+        """Return the row indices from SGLang's copy on the host, which exists since 0.5.21.
 
-        Before 0.5.21, the indices exist only on the device, so the host waits for the device.
+        Before 0.5.21, SGLang has the indices only on the device, so this method waits for the device.
         """
         on_host: Sequence[int] | None = getattr(metadata, "input_logprob_indices_cpu", None)
         return indices.tolist() if on_host is None else on_host
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Use SGLang's row normalizer if SGLang itself uses it, and `log_softmax` otherwise."""
+        """Use `compute_row_log_normalizer` if SGLang scores prompts with it, and `log_softmax` otherwise."""
         if not processor.enable_fast_input_logprobs:
             return torch.nn.functional.log_softmax(logits, dim=-1)
         from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
@@ -103,19 +103,19 @@ class Sglang0523:
     def prompt_rows(self) -> list[Any]:
         """Return a list that becomes empty when SGLang first takes a slice of the list.
 
-        Since 0.5.22, SGLang itself can send entries once per request
-        (`is_request_level_customized_info_key`). For an answer that is not streamed, SGLang sends such
-        entries only when the request finishes. But a request that waits because of a pause never finishes
-        if it is aborted. The answer to such a request still shows tokens, because the scheduler sends new
-        tokens after every 50, even without streaming.
+        Since 0.5.22, SGLang itself can send a list once per request
+        (`is_request_level_customized_info_key`). The patch set does not use this feature of SGLang, because
+        SGLang then sends the list of an unstreamed answer only when the request finishes. A request that is
+        aborted while it waits because of a pause never finishes. The aborted answer still has tokens, because
+        the scheduler sends new tokens to the HTTP process after every 50, even without streaming.
         """
         return SentOnce()
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Do nothing: since 0.5.15, SGLang itself keeps each request's values apart."""
+        """Do nothing: since 0.5.15, SGLang itself delivers each value to the right request."""
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Return the message's `customized_info`, in which each request has a plain list of prompt rows."""
+        """Return a scheduler message's `customized_info`, with a flat list of prompt entries per request."""
         info = self._arrived(recv_obj)
         if PROMPT_KEY in info:
             info[PROMPT_KEY] = [
@@ -125,7 +125,7 @@ class Sglang0523:
         return info
 
     def _arrived(self, recv_obj: Any) -> dict[str, Any]:
-        """Unpickle `customized_info`, which SGLang sends as a pickle within the message."""
+        """Unpickle and return the field `customized_info` of a scheduler message."""
         from sglang.srt.managers.io_struct import unwrap_from_pickle
 
         return unwrap_from_pickle(getattr(recv_obj, "customized_info", None)) or {}
@@ -143,8 +143,8 @@ class SentOnce(list[Any]):
     """A list in `customized_info` whose entries SGLang sends together, and only once.
 
     In each message, SGLang sends a slice of every list in `customized_info`. The positions of the new tokens
-    are the bounds of the slice. This list ignores the bounds, and returns all its entries as one entry. After
-    this first slice, the list is empty.
+    are the bounds of the slice. A `SentOnce` ignores the bounds, and returns all its entries as one entry.
+    After its first slice, a `SentOnce` is empty.
     """
 
     def __getitem__(self, part: Any) -> Any:
@@ -152,8 +152,8 @@ class SentOnce(list[Any]):
             return super().__getitem__(part)
         whole = list(self)
         self.clear()
-        # `take_customized_info` unpacks the rows from this entry. If a request has no rows, SGLang fills
-        # in None for each of the request's tokens.
+        # `take_customized_info` unpacks this single entry. For a request that has no list of this key,
+        # SGLang sends None for each new token.
         return [whole] if whole else []
 
 
@@ -161,7 +161,7 @@ class Sglang0521(Sglang0523):
     """Adapter to SGLang 0.5.21 and 0.5.22, where each call of `eagle_sample` imports the sampling kernel."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import the module with the CUDA kernel. On other devices, import `sgl_kernel` instead."""
+        """Import the module that has the sampling kernel: on CUDA devices SGLang's own, else `sgl_kernel`."""
         from sglang.srt.utils.common import is_cuda
 
         name = "sglang.kernels.ops.speculative.sampling" if is_cuda() else _PACKAGE
@@ -180,7 +180,7 @@ class Sglang0519(Sglang0520):
     """Adapter to SGLang 0.5.19, where a forward pass has at most one auxiliary output."""
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine the outputs as SGLang itself does since 0.5.20."""
+        """Combine the two auxiliary outputs in the way that SGLang itself does since 0.5.20."""
         if current is None or output is None:
             return current or output
         return Outputs((*getattr(current, "outputs", (current,)), *getattr(output, "outputs", (output,))))
@@ -197,10 +197,10 @@ class Outputs:
     outputs: tuple[Any, ...]
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-        """Start copying every output to the host."""
+        """Start copying every auxiliary output to the host."""
         return Outputs(tuple(output.copy_to_host(copy_tensor) for output in self.outputs))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Call `consume` on every output."""
+        """Call `consume` on every auxiliary output."""
         for output in self.outputs:
             output.consume(batch, commits)

@@ -1,4 +1,7 @@
-"""`sglang-topp demo`: run `examples/rollout_loop.py`, which the wheel installs beside this file."""
+"""`sglang-topp demo`: run the example `rollout_loop.py`, which serves a small model and prints ratios.
+
+The wheel installs a copy of `examples/rollout_loop.py` beside this file.
+"""
 
 from __future__ import annotations
 

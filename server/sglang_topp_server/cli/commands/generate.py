@@ -106,8 +106,8 @@ def _run(args: argparse.Namespace) -> int:
                 save_rollouts(args.out, counted)
                 print(f"{args.out}: {counted.num_rollouts:,} rollouts, {counted.num_tokens:,} tokens")
             return 0
-        # Load the tokenizer first. If an extra is missing or the path is wrong, the command then fails before
-        # it generates samples.
+        # Load the tokenizer first. If an extra is missing or the tokenizer's path is wrong, the command then
+        # fails before it generates samples.
         from sglang_topp_server.cli import rollout_table
 
         texts = rollout_table.token_texts(args.tokenizer)

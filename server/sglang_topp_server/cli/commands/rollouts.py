@@ -1,7 +1,7 @@
 """`sglang-topp rollouts PATH`: print statistics of the rollouts in a file or a directory.
 
-The command reads one Parquet row group at a time. It keeps only counters, such as how many candidate sets
-have each size.
+The command reads one Parquet row group at a time. The command keeps only counters in memory, such as the
+number of candidate sets of each size.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _print_summary(path: str) -> None:
-    """Print the summary. If a file is truncated or corrupt, summarize only the rollouts before the damage.
+    """Print the summary of the rollouts at `path`.
+
+    If a file is truncated or corrupt, summarize the rollouts before the damage, then raise the error.
 
     Raises:
         InvalidInputError: a directory has no Parquet files.
@@ -158,7 +160,7 @@ class _Summary:
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """Format the most frequent names with their counts, and the number of other names."""
+    """Return a text with the most frequent names, their counts, and the number of other names."""
     ranked = sorted(counts.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name or repr(name)} {count:,}" for name, count in ranked[:_MAX_NAMES])
     more = len(ranked) - _MAX_NAMES

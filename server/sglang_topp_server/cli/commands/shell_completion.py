@@ -10,7 +10,10 @@ __all__ = ["add_parser"]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command. The script covers all commands, whose parser `main` stores in `args.root`."""
+    """Add the command. The printed script completes all subcommands.
+
+    `main` stores the parser of all subcommands in `args.root`.
+    """
     parser = add_command(
         commands,
         "completion",

@@ -1,4 +1,4 @@
-"""Choose the transport of a weight push: a model folder, HTTP requests, or a torch process group."""
+"""Send the weights of a push by one of three transports: model folder, HTTP requests, or process group."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ async def weight_sender(
         weights: the weights, already checked for this transport.
         version: the name of the weights.
         via: the transport.
-        timeout_s: the time limit of one step.
+        timeout_s: the time limit of each collective operation. Only the process group uses this limit.
 
     Raises:
-        InvalidInputError: there are no tensors, or the first bucket has an invalid one.
+        InvalidInputError: there are no tensors, or the first bucket has an invalid tensor.
     """
     if via == "disk":
         async with model_folder(weights) as folder:
             yield lambda engines: on_each(engines, lambda engine: engine.update_from_disk(folder, version))
         return
     rest = buckets(named_tensors(weights))
-    # Read the first bucket now, so that invalid weights raise before any engine is paused.
+    # The first bucket is read here, so that invalid weights raise an error before any engine is paused.
     parts = chain([await asyncio.to_thread(next, rest)], rest)
     if via == "tensor":
         yield lambda engines: push_tensors(engines, parts, version)

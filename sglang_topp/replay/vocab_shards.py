@@ -1,8 +1,8 @@
-"""Tensor parallelism over the vocabulary: the ids that each rank holds, and reductions over the ranks.
+"""Helpers for an LM head that is split over ranks by vocabulary: each rank's ids, and reductions over ranks.
 
-`group=None` means no tensor parallelism: this process holds the whole vocabulary, and sends nothing. In
-torch.distributed itself, None means all processes. To reduce over all processes with this module, pass the
-group of all processes.
+`group=None` means no tensor parallelism: this process holds the whole vocabulary, and the reductions
+do nothing. In torch.distributed itself, None means all processes. To reduce over all processes with
+this module, pass the group of all processes.
 """
 
 from __future__ import annotations

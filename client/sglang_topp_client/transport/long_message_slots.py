@@ -1,8 +1,8 @@
-"""LongMessageLimit: limit how many long messages are read at the same time, to save memory.
+"""LongMessageSlots: limit how many long messages the client reads at the same time, to save memory.
 
-A message holds all candidate sets of a sample, and can be decoded only once it is complete. Many samples may
-end together. Without a limit, the client would hold all of their incomplete messages in memory. While a
-message waits for a slot, its unread part stays on the server.
+A message holds all candidate sets of a sample, and can be decoded only after its last byte has arrived. Many
+samples may finish at the same time. Without slots, the client would hold all of their incomplete messages in
+memory. While a message waits for a slot, its unread part stays on the server.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 
-__all__ = ["LONG_BYTES", "UNLIMITED", "LongMessageLimit", "MessageReader"]
+__all__ = ["LONG_BYTES", "UNLIMITED", "LongMessageSlots", "MessageReader"]
 
 LONG_BYTES = 1 << 20
 """The length, in bytes, above which a message counts as long."""
@@ -21,8 +21,8 @@ UNLIMITED = 1 << 30
 _STUCK_S = 5.0
 
 
-class LongMessageLimit:
-    """A limit on the long messages that are read at the same time, within one event loop.
+class LongMessageSlots:
+    """A limit on the number of long messages that an event loop reads at the same time.
 
     Args:
         max_long_messages: the number of slots. Each long message takes one slot while it is read. If no
@@ -35,7 +35,7 @@ class LongMessageLimit:
 
     @contextmanager
     def reader(self) -> Generator[MessageReader, None, None]:
-        """Yield a reader for one answer. Free its slot at the end."""
+        """Yield a reader for one answer. On exit, free the slot that the reader holds."""
         reader = MessageReader(self)
         try:
             yield reader
@@ -43,11 +43,11 @@ class LongMessageLimit:
             reader.end_message()
 
     def step(self) -> None:
-        """Record that a long message has made progress."""
+        """Record that more bytes of a long message have arrived, or that a slot was freed."""
         self._num_steps += 1
 
     async def enter(self) -> bool:
-        """Wait for a slot. Return True, or False if the caller may continue without a slot.
+        """Wait for a slot, and return whether the caller got one.
 
         The wait ends without a slot if no long message makes progress for 5 s. A server that hangs in the
         middle of its messages must not block the messages of other servers.
@@ -69,14 +69,14 @@ class LongMessageLimit:
 
 
 class MessageReader:
-    """The reader of one answer. Each of its long messages takes a slot while it is read."""
+    """A reader of one answer. Each long message of the answer takes a slot while the message is read."""
 
-    def __init__(self, limit: LongMessageLimit) -> None:
+    def __init__(self, limit: LongMessageSlots) -> None:
         self._limit = limit
         self._is_long = self._has_place = False
 
     def note_received(self) -> None:
-        """Record that a part of the answer has arrived."""
+        """Record the arrival of a part of the answer, so that long messages count as making progress."""
         if self._is_long:
             self._limit.step()
 

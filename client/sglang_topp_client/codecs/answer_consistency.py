@@ -1,4 +1,4 @@
-"""Check that candidate sets match the tokens, the log-probs, and the threshold of the same answer."""
+"""Check that an answer's candidate sets match its tokens, their log-probs, and the requested top-p."""
 
 from __future__ import annotations
 

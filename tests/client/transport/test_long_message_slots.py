@@ -2,8 +2,8 @@
 
 import asyncio
 
-from sglang_topp_client.transport import framing, long_message_limit
-from sglang_topp_client.transport.long_message_limit import LONG_BYTES, LongMessageLimit
+from sglang_topp_client.transport import framing, long_message_slots
+from sglang_topp_client.transport.long_message_slots import LONG_BYTES, LongMessageSlots
 
 
 class Answer:
@@ -35,7 +35,7 @@ def start(limit):
 
 
 async def test_the_number_of_long_lines_read_at_once_is_limited():
-    shared = LongMessageLimit(2)
+    shared = LongMessageSlots(2)
     reads = [start(shared) for _ in range(4)]
     for answer, _, _ in reads:
         for data in (b"x" * (LONG_BYTES + 1), b"y", b"\n", b"short\n", None):
@@ -49,7 +49,7 @@ async def test_the_number_of_long_lines_read_at_once_is_limited():
 
 
 async def test_the_next_one_waits_and_short_lines_do_not():
-    shared = LongMessageLimit(1)
+    shared = LongMessageSlots(1)
     first, second, short = (start(shared) for _ in range(3))
     for answer, _, _ in (first, second):
         answer.coming.put_nowait(b"x" * (LONG_BYTES + 1))
@@ -68,8 +68,8 @@ async def test_the_next_one_waits_and_short_lines_do_not():
 
 
 async def test_stuck_lines_do_not_block_others(monkeypatch):
-    monkeypatch.setattr(long_message_limit, "_STUCK_S", 0.2)
-    shared = LongMessageLimit(1)
+    monkeypatch.setattr(long_message_slots, "_STUCK_S", 0.2)
+    shared = LongMessageSlots(1)
     stuck, next_one = start(shared), start(shared)
     stuck[0].coming.put_nowait(b"x" * (LONG_BYTES + 1))
     await settle()
@@ -85,8 +85,8 @@ async def test_stuck_lines_do_not_block_others(monkeypatch):
 
 
 async def test_a_line_that_makes_progress_keeps_its_place(monkeypatch):
-    monkeypatch.setattr(long_message_limit, "_STUCK_S", 0.5)
-    shared = LongMessageLimit(1)
+    monkeypatch.setattr(long_message_slots, "_STUCK_S", 0.5)
+    shared = LongMessageSlots(1)
     slow, next_one = start(shared), start(shared)
     slow[0].coming.put_nowait(b"x" * (LONG_BYTES + 1))
     await settle()

@@ -38,7 +38,7 @@ from sglang_topp_client.weight_push.engine_control import (
 from sglang_topp_client.weight_push.fleet_push import push_to_fleet
 from sglang_topp_client.weight_push.model_folder import check_path_or_model
 from sglang_topp_client.weight_push.named_tensors import check_model_or_tensors
-from sglang_topp_client.weight_push.transports import weight_sender
+from sglang_topp_client.weight_push.weight_sender import weight_sender
 
 __all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient"]
 
@@ -51,8 +51,8 @@ class AsyncRolloutClient:
 
     With several servers, the client sends each call to the server with the fewest samples in flight. All
     samples of a prompt go to one server, which computes the prompt once and shares it through its prefix
-    cache. If a server dies, hangs, is full, or fails, its unfinished samples move to the other servers at
-    once. The client tries the failed server again after 0.5 to 8 s.
+    cache. If a server dies, hangs, or answers 429 or 5xx, the server's unfinished samples move to the other
+    servers at once. The client tries the failed server again after 0.5 to 8 s.
 
     One client may be used on several event loops at once. A connection belongs to the event loop that opened
     it, and closes when that loop ends or `close` is called. Pickling a client copies only its configuration.
@@ -211,22 +211,22 @@ class AsyncRolloutClient:
             prompts: one prompt or several. A prompt is text, token ids, or chat messages, such as
                 `[{"role": "user", "content": "Hello"}]`. For chat messages, the engine applies its chat
                 template (`POST /tokenize`) and opens the assistant's turn, as in a chat completion.
-                `Rollout.prompt_ids` holds the resulting ids. If the engine uses a conversation template of
-                SGLang (`--chat-template NAME`), pass the template's stop strings in `sampling_params`. To use
-                tools or template variables, apply the template with the model's tokenizer and pass the token
-                ids. Images, audio, and video are refused.
+                `Rollout.prompt_ids` then holds the templated prompt's ids. If the engine uses a conversation
+                template of SGLang (`--chat-template NAME`), pass the template's stop strings in
+                `sampling_params`. To use tools or template variables, apply the template with the model's
+                tokenizer and pass the token ids. The client refuses images, audio, and video.
             sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n`
                 is the number of samples of each prompt.
             top_logprobs_p: the threshold p of the candidate sets, one for all prompts or one per prompt. None
                 or 0 requests no sets.
             top_logprobs_source: the rule that makes the sets, one for all prompts or one per prompt.
                 `"sampler"` returns the tokens that the engine's sampler could draw under the request's top_k,
-                top_p, and min_p. It does not take `top_logprobs_p`. None or `"distribution"` returns the
-                top-p sets of the threshold `top_logprobs_p`.
+                top_p, and min_p. `"sampler"` does not take `top_logprobs_p`. None or `"distribution"` returns
+                the top-p sets of the threshold `top_logprobs_p`.
             on_abort: how to treat a sample that the engine aborts because of `abort`, a pause, or a weight
                 update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`
                 that holds everything generated so far and can be resumed. `"resume"` continues the sample, as
-                often as needed, once the engine accepts requests again; `max_new_tokens` is then required.
+                often as needed, once the engine accepts requests again. `"resume"` requires `max_new_tokens`.
             timeout_s: the time limit of the whole call, including retries; None for no limit.
             progress: whether to show a progress line, if stderr is a terminal. None shows the line for
                 batches that take over two seconds, unless the program has set up logging.
@@ -371,8 +371,8 @@ class AsyncRolloutClient:
         def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
             return self._stream(requests, parts, on_abort, timeout_s, progress, request_id, on_failure)
 
-        # Several rollouts may have the same indices, so a request's prompt index is its position in the list.
-        # The results get the original indices again.
+        # Several rollouts may have the same indices, so a request's prompt index is the position in
+        # `rollouts`. The statement after the call restores the original indices in the results.
         resumed = await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
         return [
             replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
@@ -425,8 +425,8 @@ class AsyncRolloutClient:
     ) -> list[Any]:
         """Return the log-probs and candidate sets that the engine's model gives existing sequences.
 
-        The engine generates no token. It scores at temperature 1, without penalties, bias, or grammar, even
-        if a sequence was sampled with other settings. Errors are raised as in `generate`.
+        The engine generates no token. The engine scores at temperature 1, without penalties, bias, or
+        grammar, even if a sequence was sampled with other settings. Errors are raised as in `generate`.
 
         Args:
             sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
@@ -484,14 +484,14 @@ class AsyncRolloutClient:
 
         If the request has `on_abort="return"`, the client keeps the request's connections open while the
         engine aborts the samples, and the caller gets everything that was generated. The client stops waiting
-        for an engine that sends nothing for five seconds, or for a sidecar that sends nothing for ten. If
-        nothing has arrived for a sample by then, the sample is returned as a rollout without tokens. If the
-        engine had not yet tokenized the prompt, the caller gets a RolloutError, because the prompt's token
-        ids are unknown.
+        for an engine that sends nothing for five seconds, and for a sidecar that sends nothing for ten
+        seconds. A sample of which nothing has arrived is returned as a rollout without tokens. If the engine
+        had not yet tokenized the prompt, the caller gets a RolloutError, because the prompt's token ids are
+        unknown.
 
         When this method returns, all requests with this name on this event loop have stopped. The method
-        waits up to three seconds for the engine to receive the abort. If the engine does not receive it, the
-        closed connections abort the samples. Cancelling the method does not cancel the aborts.
+        waits up to three seconds for the engine to receive the abort. If the engine does not receive the
+        abort, the closed connections abort the samples. Cancelling the method does not cancel the aborts.
 
         If this client has no request with this name, the client asks every server to abort `request_id`. In
         that case, `request_id` may be an engine's own id, as in `Rollout.request_id`, or a name that another
@@ -503,10 +503,10 @@ class AsyncRolloutClient:
     async def abort_all(self) -> None:
         """Abort every request in the engines, including requests of other clients.
 
-        The `on_abort` of each request decides what happens to its samples. Pause the engines first.
-        Otherwise, clients continue samples with `on_abort="resume"` at once. This client's requests with
-        `on_abort="return"` end and return their partial samples, as after `abort`. Their unsent prompts are
-        never sent.
+        The `on_abort` of each request decides what happens to its samples. Pause the engines before this
+        call. If the engines are not paused, clients continue samples with `on_abort="resume"` at once. This
+        client's requests with `on_abort="return"` send no further prompts, end, and return their partial
+        samples, as after `abort`.
         """
         await self._runner.abort_all()
 
@@ -537,13 +537,14 @@ class AsyncRolloutClient:
                 model to a shared folder and pass the path. `"tensor"`: HTTP requests carry the values to
                 engines on any machine, 128 MiB at a time, and once for each tensor-parallel rank.
                 `"distributed"`: this process broadcasts the values over a new torch process group, which it
-                forms with all engines for this push. The push does not use existing groups. CUDA tensors use
-                NCCL, and other tensors use gloo. If one engine fails, the weights of all engines are unknown.
-                Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
+                forms with all engines for this push. The push does not use existing process groups. CUDA
+                tensors use NCCL, and other tensors use gloo. If one engine fails, the weights of all engines
+                are unknown. Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
-                the engine recomputes their KV cache. On SGLang before 0.5.21, this mode fails if requests are
-                in flight. `"abort"`: requests are aborted, and their `on_abort` decides what follows.
-                `"in_place"`: requests continue with the KV cache of the old weights. No cache is flushed.
+                the engine recomputes their KV cache. On SGLang before 0.5.21, and with `--pp-size` above 1,
+                `"retract"` fails if requests are in flight. `"abort"`: requests are aborted, and their
+                `on_abort` decides what follows. `"in_place"`: requests continue with the KV cache of the old
+                weights, and no cache is flushed.
             timeout_s: the time limit of each step on an engine, such as pausing it or sending it one bucket
                 of tensors.
 
@@ -590,14 +591,14 @@ class AsyncRolloutClient:
         return info
 
     async def check_servers(self) -> None:
-        """Check that no server or gateway drops a field that this client needs. Call this when a run starts.
+        """Check that no server or gateway drops a field that this client needs.
 
-        Some gateways silently drop fields that they do not know. The client therefore asks each engine or
-        gateway for four tokens, and checks in the answers that every request field arrived and that every
-        answer field came back. A field that the engine's release refuses also passes, because the refusal
-        shows that the field arrived. A gateway may send these requests to only some of its engines; the check
-        then covers only these engines. A sidecar checks its own engine, so the client only asks whether the
-        sidecar is ready.
+        Call this method when a training run starts. Some gateways silently drop fields that they do not know.
+        The client therefore asks each engine or gateway for four tokens, and checks in the answers that every
+        request field arrived and that every answer field came back. A field that the engine's release refuses
+        also passes, because the refusal shows that the field arrived. If a gateway sends these requests to
+        only some of its engines, the check covers only those engines. A sidecar checks its own engine, so the
+        client only asks whether the sidecar is ready.
 
         Raises:
             WireError: a field was lost on the way; the error's `field` and message name the field.

@@ -38,7 +38,10 @@ def offsets_of(sizes: Sequence[int] | NDArray[np.integer[Any]]) -> Int64Array:
 
 
 def rows_of(offsets: Int64Array) -> Int32Array:
-    """Return int32 [n]: the position of every entry. This is more than twice as fast as `np.repeat`."""
+    """Return int32 [n]: the position of every entry.
+
+    The function is more than twice as fast as `np.repeat`.
+    """
     rows = np.zeros(offsets[-1], np.int32)
     filled = np.flatnonzero(np.diff(offsets))
     rows[offsets[filled]] = np.diff(filled, prepend=0)

@@ -1,6 +1,8 @@
-"""Encode and decode fixed-k log-probs: SGLang's `top_logprobs_num` most likely tokens of each position.
+"""Encode and decode SGLang's top log-probs: the k most likely tokens of each position (`top_logprobs_num`).
 
-The response's `meta_info` holds the log-probs in one of four forms::
+The response's `meta_info` holds the top log-probs in one of four forms. `decode_top_k` reads all four forms.
+`encode_top_k` writes only the patch set's form.
+`{side}` is `input` for the prompt and `output` for generated tokens::
 
     SGLang, lists         {side}_top_logprobs[t] = [[logprob, token_id, text or null], ...], or null
     SGLang, flat arrays   {side}_top_logprobs_{val_flat,idx_flat,shape,null_prefix}
@@ -8,9 +10,9 @@ The response's `meta_info` holds the log-probs in one of four forms::
                           {side}_top_logprobs_{val_flat_b64,idx_flat_b64}_dtype
     patch set, base64     {side}_top_logprobs_{val_base64,idx_base64,shape,none_positions}
 
-The field `shape` is the shape `[rows, k]` of both arrays. Positions without a distribution have no row.
-SGLang's `null_prefix` is the number of positions without a row, which all come first. The patch set's
-`none_positions` lists the positions without a row.
+The field `shape` is `[rows, k]`, the shape of the log-probs and of the token ids. Positions without a
+distribution have no row. SGLang's `null_prefix` is the number of leading positions without a row. The patch
+set's `none_positions` lists the positions without a row.
 
 Shape legend: T positions, R positions with a row, n listed tokens over all rows.
 """
@@ -26,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import first_true, offsets_of, rows_of, sorted_by_logprob
+from sglang_topp.candidates.csr_arrays import first_true, offsets_of, rows_of, sorted_by_logprob
 from sglang_topp.candidates.validation import LOWEST, as_float32, check_distinct
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
 from sglang_topp.formats import output_token_logprobs
@@ -56,11 +58,11 @@ _SHAPE, _PREFIX, _NONE = f"{_LISTS}_shape", f"{_LISTS}_null_prefix", f"{_LISTS}_
 def encode_top_k(
     side: Side, logprobs: Sequence[Sequence[float] | None], token_ids: Sequence[Sequence[int] | None]
 ) -> dict[str, Any]:
-    """Encode SGLang's fixed-k log-probs in base64, as `meta_info` fields.
+    """Encode SGLang's top-k log-probs in base64, as `meta_info` fields.
 
-    `{side}_top_logprobs_shape` is `[R, k]`, and both arrays hold exactly `R * k` numbers. Positions without a
-    distribution have no row. `{side}_top_logprobs_none_positions` lists the positions without a row in
-    ascending order.
+    `{side}_top_logprobs_shape` is `[R, k]`. The log-probs and the token ids are arrays of exactly `R * k`
+    numbers each. Positions without a distribution have no row. `{side}_top_logprobs_none_positions` lists the
+    positions without a row in ascending order.
 
     Args:
         logprobs: T rows of k log-probs. A position without a distribution has None or an empty row.
@@ -107,19 +109,21 @@ def decode_top_k(
 
     The set keeps all tokens that are as likely as the k-th, if the response lists them. SGLang omits tied
     tokens after the k-th if `top_logprobs_num` equals `k`. To keep the ties, request a few more tokens.
-    Tokens of zero probability are left out. The sampled token's log-prob comes from `output_token_logprobs`.
+    The decoder drops unsampled tokens of zero probability. The sampled token's log-prob comes from
+    `output_token_logprobs`.
 
     Args:
-        meta_info: the response's `meta_info`. SGLang returns lists (`output_top_logprobs`), or flat arrays as
-            JSON or base64 if the request has `return_flat_raw_output_top_logprobs`. The patch set returns
-            base64 arrays if the request has `return_logprobs_in_base64`.
+        meta_info: the response's `meta_info`. By default, SGLang returns lists (`output_top_logprobs`).
+            SGLang returns flat arrays, as JSON or base64, if the request has
+            `return_flat_raw_output_top_logprobs`. The patch set returns base64 arrays if the request has
+            `return_logprobs_in_base64`.
         output_ids: integers [T], the response's `output_ids`.
         k: the number of most likely tokens, 1 or more.
         vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Raises:
         InvalidInputError: `k` is not an integer of 1 or more.
-        MissingCandidateSetsError: the response has no fixed-k log-probs, or a position has none.
+        MissingCandidateSetsError: the response has no top log-probs, or none for a position.
         WireError: a field lists fewer than `k` tokens, or is malformed in any other way. The message names
             the field.
     """
@@ -187,8 +191,9 @@ _Rows: TypeAlias = tuple[NDArray[np.int32], NDArray[np.floating[Any]], NDArray[n
 
 
 def _read(meta_info: Mapping[str, Any], num_tokens: int) -> _Rows:
-    """Parse `meta_info`, in any of the four forms, to `(token_ids [n], logprobs [n], lengths [T], fields)`.
+    """Parse the top log-probs to `(token_ids [n], logprobs [n], lengths [T], fields)`.
 
+    `meta_info` may hold any of the four forms that the module's docstring lists.
     A position without a row gets length -1.
     """
     for kind in ("base64", "flat_b64", "flat"):
@@ -241,7 +246,7 @@ def _lengths(shape: Any, nowhere: str, none: Any, num_tokens: int) -> NDArray[np
         raise WireError(_SHAPE, f"got {str(sizes)[:80]}, expected [rows, k]")
     absent = integers(nowhere, none if nowhere == _NONE else [none])
     prefix = len(absent) if nowhere == _NONE else int(absent[0])
-    # Check the count first, so that a malformed shape cannot cause a huge allocation below.
+    # Check the number of positions before allocating, because a malformed shape may ask for a huge array.
     check_count(_SHAPE, sizes[0] + prefix, num_tokens)
     num_positions = sizes[0] + prefix
     if nowhere == _PREFIX:
