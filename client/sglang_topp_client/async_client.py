@@ -13,8 +13,8 @@ from typing import Any, Literal, overload
 from sglang_topp.errors import InvalidInputError, SglangToppError, describe
 from sglang_topp_client.argument_checks import check_request_id, seconds, whole_number
 from sglang_topp_client.dispatch.dispatcher import ROLLOUTS, SCORES, OnFailure
+from sglang_topp_client.dispatch.method_call_runner import MethodCallRunner
 from sglang_topp_client.dispatch.ordered_results import collect_in_order
-from sglang_topp_client.dispatch.request_runner import RequestRunner
 from sglang_topp_client.requests.generate import (
     SampleRequest,
     SamplingParams,
@@ -126,7 +126,7 @@ class AsyncRolloutClient:
             )
         self._is_pushing = threading.Lock()
         self._kind, self._max_retries = kind, max_retries
-        self._runner = RequestRunner(
+        self._runner = MethodCallRunner(
             self._configs, kind=None if kind == "auto" else kind, max_retries=max_retries
         )
 
@@ -244,7 +244,7 @@ class AsyncRolloutClient:
         Raises:
             InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, penalties,
                 grammars, and custom parameters are also refused, because an interruption would change their
-                effect (`sglang_topp.engine_contract.resume_rules`).
+                effect (`sglang_topp.engine_contract.resumable_sampling_params`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
             TransportError, OverloadedError, ServerError: the call and all of its retries failed. If several
@@ -493,7 +493,7 @@ class AsyncRolloutClient:
         waits up to three seconds for the engine to receive the abort. If the engine does not receive the
         abort, the closed connections abort the samples. Cancelling the method does not cancel the aborts.
 
-        If this client has no request with this name, the client asks every server to abort `request_id`. In
+        If this client runs no request with this `request_id`, the client asks every server to abort it. In
         that case, `request_id` may be an engine's own id, as in `Rollout.request_id`, or a name that another
         client sent to a sidecar.
         """

@@ -6,7 +6,7 @@ function that the patch set wraps or calls.
 
 from __future__ import annotations
 
-from sglang_topp_patches import refused_configurations
+from sglang_topp_patches import refusal_reasons
 from sglang_topp_patches.compat.releases import installed
 from sglang_topp_patches.compat.seam_check import SeamCheck, nearest, status
 from sglang_topp_patches.compat.source_inspection import PackageSource
@@ -33,9 +33,9 @@ def report() -> tuple[bool, list[str]]:
         lines.append(f"         {check.problem or check.seam.purpose}")
         lines += [f"         that name is at {place}" for place in _elsewhere(check)]
     lines += [f"refused: {feature}: {reason}" for feature, reason in installed()[1].refused.items()]
-    problems = [*found.problems, *refused_configurations.environment_problems()]
+    problems = [*found.problems, *refusal_reasons.environment_problems()]
     lines += [f"problem: {problem}" for problem in problems]
-    lines += [f"note: {note}" for note in refused_configurations.environment_notes()]
+    lines += [f"note: {note}" for note in refusal_reasons.environment_notes()]
     lines += [f"{name}: {limit}" for name, limit in budget().to_dict().items()]
     lines.append("the patch set does NOT hold: requests are refused" if problems else "the patch set holds")
     return not problems, lines

@@ -28,7 +28,8 @@ __all__ = ["ProcessState", "register"]
 class ProcessState:
     """The mutable state of one SGLang process.
 
-    `Hook.state` (`compat.seams`) names the field that a hook receives as its first argument.
+    `Hook.state` (`compat.seams`) is the name of one of these attributes. The hook receives the attribute's
+    value as its first argument.
 
     Attributes:
         in_flight: counts the candidates that the process holds. `http.in_flight` and `scheduler.in_flight`

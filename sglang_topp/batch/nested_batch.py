@@ -163,7 +163,7 @@ class NestedBatch:
         )
 
     def jagged(self, name: str) -> torch.Tensor:
-        """Return a compressed field as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
+        """Return a field without its padding, as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
 
         Row i of the result holds the field's values in the columns where the mask is not 0. Unless the field
         is `droppable`, row i also holds the columns that have a value other than `pad` where the mask is 0.

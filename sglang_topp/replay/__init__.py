@@ -8,7 +8,7 @@ from sglang_topp.replay.logprobs_from_logits import dense_mask, full_logprobs, m
 from sglang_topp.replay.metrics import ReplayMetrics, replay_metrics
 from sglang_topp.replay.old_logprobs import replayed_old_logprobs
 from sglang_topp.replay.row_selection import Layout, RowSelection
-from sglang_topp.replay.scores import Scores
+from sglang_topp.replay.scores_from_candidate_logits import Scores
 from sglang_topp.replay.vocab_shards import vocab_range
 
 __all__ = [

@@ -20,10 +20,10 @@ from sglang_topp.replay.kl_divergence import divergence
 from sglang_topp.replay.lm_head_weight_grad import WeightGrad
 from sglang_topp.replay.logit_transform import LogitTransform
 from sglang_topp.replay.row_selection import as_bool_mask
-from sglang_topp.replay.scores import accumulation_dtype
-from sglang_topp.replay.support_index import Shard, SupportIndex
+from sglang_topp.replay.scores_from_candidate_logits import accumulation_dtype
 from sglang_topp.replay.tail_logsumexp import support_and_tail
 from sglang_topp.replay.teacher_distribution import SMALLEST_TAIL, TeacherDistribution
+from sglang_topp.replay.vocab_shard_candidates import Shard, SupportIndex
 from sglang_topp.replay.vocab_shards import reduce_sum
 
 __all__ = ["DistillationLoss", "distillation_loss"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.support_index import SupportIndex
+from sglang_topp.replay.vocab_shard_candidates import SupportIndex
 
 __all__ = ["GradientById", "WeightGrad", "check_weight_grad"]
 

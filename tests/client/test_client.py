@@ -14,7 +14,7 @@ import zstandard
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE
-from sglang_topp_client.dispatch import request_runner, retry_policy
+from sglang_topp_client.dispatch import method_call_runner, retry_policy
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -789,7 +789,7 @@ async def settled(engine):
 
 
 async def test_a_slow_caller_holds_back_what_was_not_sent(engine, monkeypatch, no_leftovers):
-    monkeypatch.setattr(request_runner, "_MAX_WAITING_RESULTS", 100)
+    monkeypatch.setattr(method_call_runner, "_MAX_WAITING_RESULTS", 100)
     async with (
         AsyncRolloutClient(engine.url, kind="sglang", max_connections=16) as client,
         aclosing(client.stream([[i % 90 + 1] for i in range(600)])) as rollouts,
@@ -804,7 +804,7 @@ async def test_a_slow_caller_holds_back_what_was_not_sent(engine, monkeypatch, n
 
 async def test_an_abort_of_a_stream_that_is_not_read_returns(engine, monkeypatch, no_leftovers):
     """The caller aborts between two samples, and reads the rest afterwards."""
-    monkeypatch.setattr(request_runner, "_MAX_WAITING_RESULTS", 20)
+    monkeypatch.setattr(method_call_runner, "_MAX_WAITING_RESULTS", 20)
     async with AsyncRolloutClient(engine.url, kind="sglang", max_connections=16) as client:
         params = {"max_new_tokens": 12}
         stream = client.stream([[i + 1] for i in range(80)], params, on_abort="return", request_id="mine")

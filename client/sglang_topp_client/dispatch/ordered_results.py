@@ -1,4 +1,4 @@
-"""Collect the results of one request in the caller's order, with errors in the places of failed samples."""
+"""Collect one method call's results in the order of its prompts, with errors in place of failed samples."""
 
 from __future__ import annotations
 

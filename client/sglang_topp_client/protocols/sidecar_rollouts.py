@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from sglang_topp.engine_contract.resume_rules import RESUMED
+from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
 from sglang_topp_client.argument_checks import fresh_id
 from sglang_topp_client.codecs.answer_consistency import check_kept_mass

@@ -5,7 +5,7 @@ The field `resumed_tokens` tells the engine how many ids at the prompt's end wer
 interruption. The engine then matches stop strings and returns text as for an uninterrupted sample.
 
 An interruption would change the effect of some sampling parameters. The client refuses these parameters
-(`sglang_topp.engine_contract.resume_rules`).
+(`sglang_topp.engine_contract.resumable_sampling_params`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from sglang_topp import CandidateSets
-from sglang_topp.engine_contract.resume_rules import find_resume_problem
+from sglang_topp.engine_contract.resumable_sampling_params import find_resume_problem
 from sglang_topp.errors import InvalidInputError, describe
 from sglang_topp_client.requests.generate import (
     SampleRequest,

@@ -142,8 +142,8 @@ def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], coun
     """Return the numbers of up to `count` rollouts to show token by token.
 
     The rollouts with the worst tokens of the page come first. Up to half of the remaining places go to other
-    samples of the same prompts. Then come the rollouts with the next worst tokens, which are not in the
-    page's list. The first rollouts of the file fill the places that remain.
+    samples of the same prompts. Next come rollouts whose worst tokens are
+    ranked just below those that the page lists. The first rollouts of the file fill the places that remain.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [

@@ -11,7 +11,7 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
 from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.refused_configurations import server_problems
+from sglang_topp_patches.refusal_reasons import server_problems
 
 __all__ = ["HTTP_SERVER", "HttpProcess", "mark_guarded", "note_model", "note_server_args"]
 

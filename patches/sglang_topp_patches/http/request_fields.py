@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sglang_topp.engine_contract.resume_rules import RESUMED
+from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.http import (
     model_limit_checks,
@@ -25,7 +25,7 @@ from sglang_topp_patches.http import (
 )
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.memory.budget import LIST_FORM_COST
-from sglang_topp_patches.refused_configurations import request_problem, source_problems
+from sglang_topp_patches.refusal_reasons import request_problem, source_problems
 from sglang_topp_patches.scheduler_messages import (
     AT_END,
     BASE64,
@@ -181,8 +181,9 @@ class _RequestedSets:
     def to_scheduler(self, i: int, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
         """Return a prompt's sampling parameters with our fields and the cost of a candidate.
 
-        The scheduler's budget counts each candidate at this cost. The cost also tells the scheduler that the
-        request has passed the HTTP checks (`scheduler.refuse_unchecked_requests`).
+        The scheduler's budget counts each candidate at this cost. Only this method adds the cost, so the
+        scheduler refuses requests without it, because they bypassed the HTTP checks
+        (`scheduler.refuse_unchecked_requests`).
         """
         custom = sampling_params.get("custom_params") or {}
         asked: dict[str, Any] = {NUCLEUS: True} if self.nucleus[i] else {}

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sglang_topp.engine_contract.resume_rules import RESUMED, find_resume_problem
+from sglang_topp.engine_contract.resumable_sampling_params import RESUMED, find_resume_problem
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.compat.releases import Feature, refused
 from sglang_topp_patches.http.process_state import HttpProcess

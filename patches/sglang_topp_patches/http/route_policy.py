@@ -19,11 +19,11 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_topp.engine_contract.resume_rules import RESUMED
+from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess, mark_guarded
 from sglang_topp_patches.memory.budget import Account, InFlight
-from sglang_topp_patches.refused_configurations import server_problems
+from sglang_topp_patches.refusal_reasons import server_problems
 from sglang_topp_patches.scheduler_messages import BASE64, FIELDS, NUCLEUS
 
 __all__ = [
@@ -141,7 +141,7 @@ class Call:
         self._at_end: list[Callable[[], None]] = []
 
     def open_account(self, in_flight: InFlight) -> Account:
-        """Return the counter of the call's candidates. The first sample with sets creates the counter."""
+        """Return the account that counts this HTTP call's candidates. The first call creates it."""
         if self.account is None:
             self.account = in_flight.open(self._end)
         return self.account

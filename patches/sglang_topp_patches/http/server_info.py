@@ -1,11 +1,11 @@
-"""Report the patch set's status in `GET /server_info`, for this process and every scheduler."""
+"""Add the patch set's status to `GET /server_info`: whether it is active, problems, and memory use."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from sglang_topp_patches import refused_configurations
+from sglang_topp_patches import refusal_reasons
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.compat.seam_check import status
 from sglang_topp_patches.http.process_state import HttpProcess
@@ -37,7 +37,7 @@ def add_status(
     against both.
     """
     report = status().to_dict()
-    problems = [*refused_configurations.server_problems(server_args), *process.route_problems()]
+    problems = [*refusal_reasons.server_problems(server_args), *process.route_problems()]
     for rank, state in enumerate(process.scheduler_states):
         if state is None:
             problems.append(f"scheduler {rank} runs without the patch set")
@@ -47,7 +47,7 @@ def add_status(
         **report,
         "active": not problems,
         "problems": problems,
-        "notes": list(refused_configurations.environment_notes()),
+        "notes": list(refusal_reasons.environment_notes()),
         "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
         "staging": _staging(process.scheduler_states),
         "model": None if process.model is None else process.model.to_record(),
@@ -66,7 +66,7 @@ def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int
 def report_state(process: SchedulerProcess, result: Any, self: Any, recv_req: Any) -> Any:
     """AFTER hook on `Scheduler.get_internal_state`: add the scheduler's own status, under `sglang_topp`."""
     report = status().to_dict()
-    problems = list(refused_configurations.server_problems(self.server_args))
+    problems = list(refusal_reasons.server_problems(self.server_args))
     result.internal_state[KEY] = {
         **report,
         "active": not problems,

@@ -7,9 +7,9 @@ little-endian int32::
     top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
     top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries
 
-Each log-prob in `output_token_logprobs` is renormalized over its position's set. For this purpose, slime
-ships a patch of SGLang's sampler (`sglang-top_p.patch`). This module makes that patch unnecessary. The
-module encodes our candidate sets at the threshold `top_p` in slime's arrays.
+Each log-prob in `output_token_logprobs` is renormalized over its position's nucleus. To get these fields,
+slime ships a patch of SGLang's sampler (`sglang-top_p.patch`). This module makes slime's patch unnecessary.
+The module takes the exact candidate sets at the request's `top_p`, and encodes them as slime's two arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from sglang_topp.candidates.csr_arrays import log_sum_exp, offsets_of
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.formats.field_parsing import INT32, b64text
-from sglang_topp_patches.refused_configurations import nucleus_problem
+from sglang_topp_patches.refusal_reasons import nucleus_problem
 from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
 
 __all__ = ["check_request", "nucleus_threshold", "write_nuclei"]

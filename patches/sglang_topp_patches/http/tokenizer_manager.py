@@ -91,7 +91,7 @@ def write_meta_info(
     return_text_in_logprobs: bool,
     **kwargs: Any,
 ) -> None:
-    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: accumulate a request's entries."""
+    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: add candidate sets to the answer."""
     finished = meta_info["finish_reason"] is not None
     get = vars(state.obj).get
     field, base64 = asking_field(get), get(BASE64)

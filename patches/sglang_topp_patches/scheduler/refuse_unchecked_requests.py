@@ -1,8 +1,8 @@
 """Refuse requests that ask for candidate sets but bypassed the HTTP checks (`http.request_fields`).
 
-SGLang's Rust server, a gRPC server, and an HTTP worker without the plugin run without the patch set. These
-servers pass `custom_params` to the scheduler without a check. If the scheduler accepted an unchecked request
-for sets, the server would answer 200 without the sets.
+The patch set is not active in SGLang's Rust server, in a gRPC server, or in an HTTP worker that did not load
+the plugin. These servers pass `custom_params` to the scheduler without a check. If the scheduler accepted an
+unchecked request for sets, the server would answer 200 without the sets.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_topp_patches.refused_configurations import (
+from sglang_topp_patches.refusal_reasons import (
     nucleus_problem,
     request_problem,
     server_problems,

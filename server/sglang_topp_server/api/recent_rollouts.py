@@ -7,7 +7,7 @@ from collections import deque
 
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.view.build_page import page_of_rollouts
-from sglang_topp_server.limits.memory import num_bytes_of
+from sglang_topp_server.limits.unsent_samples_memory import num_bytes_of
 
 __all__ = ["RecentRollouts"]
 

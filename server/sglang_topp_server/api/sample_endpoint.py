@@ -36,8 +36,8 @@ from sglang_topp_server.engine.client import EngineClient, FailedPrompt
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
 from sglang_topp_server.limits.body_reader import BodyReader, DisconnectedError
 from sglang_topp_server.limits.concurrency import ConcurrencyLimit
-from sglang_topp_server.limits.memory import MemoryLimit, MemoryShare, num_bytes_of
 from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.limits.unsent_samples_memory import MemoryLimit, MemoryShare, num_bytes_of
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.schemas.field_types import SampleBody
 

@@ -12,7 +12,7 @@ from sglang_topp_server.cli.environment_keys import ENGINE_KEY, SIDECAR_KEY, rea
 from sglang_topp_server.limits.settings import Limits
 
 if TYPE_CHECKING:
-    from sglang_topp_server.process.uvicorn_server import Settings
+    from sglang_topp_server.process.sidecar_settings import Settings
 
 __all__ = ["KEYS_NOTE", "add_sidecar_options", "raise_file_limit", "settings_of"]
 
@@ -70,7 +70,7 @@ def settings_of(args: argparse.Namespace, engine_url: str, **others: float) -> S
     Raises:
         InvalidInputError: a key is empty, or begins or ends with white space.
     """
-    from sglang_topp_server.process.uvicorn_server import Settings
+    from sglang_topp_server.process.sidecar_settings import Settings
 
     return Settings(
         host=args.host,

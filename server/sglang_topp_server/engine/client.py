@@ -17,13 +17,13 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.dispatch.request_runner import RequestRunner
+from sglang_topp_client.dispatch.method_call_runner import MethodCallRunner
 from sglang_topp_client.requests.generate import SampleRequest, plan
 from sglang_topp_client.requests.score import ScoreRequest
 from sglang_topp_client.transport.http import ServerConfig
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
-from sglang_topp_server.limits.memory import MemoryShare, num_bytes_of
+from sglang_topp_server.limits.unsent_samples_memory import MemoryShare, num_bytes_of
 from sglang_topp_server.schemas.field_types import SampleBody
 from sglang_topp_server.schemas.rollouts import RolloutsBody
 
@@ -66,7 +66,7 @@ class EngineClient:
         # The sidecar retries a call once, because the engine may have closed an idle connection. The
         # sidecar's caller makes any further retries. If the sidecar and its caller both retried often, the
         # numbers of retries would multiply.
-        self._runner = RequestRunner(
+        self._runner = MethodCallRunner(
             [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
             kind="sglang",
             max_retries=1,

@@ -229,7 +229,7 @@ class EngineProbe:
 
 
 def _status_of(info: dict[str, Any]) -> EngineStatus:
-    """Build a status with phase `ready` from the `/server_info` answer. Later checks may change the phase."""
+    """Build a status with the phase `ready` from an engine's `/server_info` answer."""
     patch = info.get("sglang_topp")
     patch = patch if isinstance(patch, dict) else {}
     return EngineStatus(

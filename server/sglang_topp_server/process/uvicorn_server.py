@@ -1,50 +1,22 @@
-"""The sidecar's uvicorn server, and the sidecar's settings: addresses, keys, limits, and timeouts."""
+"""The uvicorn server that runs the sidecar's application."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import uvicorn
 
 from sglang_topp.malloc_trim import return_large_blocks_at_once
 from sglang_topp_server.api.app import create_app
 from sglang_topp_server.engine.client import EngineClient
-from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.process.sidecar_settings import Settings
 
-__all__ = ["Server", "Settings"]
+__all__ = ["Server"]
 
 # This timeout is longer than the keep-alive timeouts of clients and load balancers. So the client or the load
 # balancer closes an idle connection first.
 _KEEP_ALIVE_S = 75
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of one sidecar.
-
-    Attributes:
-        host, port: the sidecar's address; port 0 takes a free port.
-        engine_url: the engine's address.
-        api_key: the key that callers of the sidecar must send, or None if they need no key.
-        engine_api_key: the key that the sidecar sends to the engine, or None if the engine needs no key.
-        limits: the sidecar's limits.
-        ready_timeout_s: the time limit in seconds for an engine that `serve` starts to become ready.
-        grace_s: seconds that requests in flight may continue after a signal. After the sidecar has stopped,
-            the engine has another `grace_s` seconds to end.
-        view: how many recent rollouts `GET /view` shows; 0 turns the route off.
-    """
-
-    host: str
-    port: int
-    engine_url: str
-    api_key: str | None = field(default=None, repr=False)
-    engine_api_key: str | None = field(default=None, repr=False)
-    limits: Limits = field(default_factory=Limits)
-    ready_timeout_s: float = 1800.0
-    grace_s: float = 20.0
-    view: int = 0
 
 
 class Server(uvicorn.Server):

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches import refused_configurations
+from sglang_topp_patches import refusal_reasons
 from sglang_topp_patches.compat import releases
 from sglang_topp_patches.http import route_policy
 from sglang_topp_patches.http.request_fields import check_body
@@ -152,7 +152,7 @@ async def test_however_it_is_written(client: httpx.AsyncClient, path: str, body:
 async def test_openais_routes_refuse_where_the_patch_set_does_not_hold(
     client: httpx.AsyncClient, path: str
 ) -> None:
-    assert refused_configurations.server_problems(None)  # no hook is in place in this process
+    assert refusal_reasons.server_problems(None)  # no hook is in place in this process
     answer = await client.post(path, json={"prompt": "x", **ASKED})
     assert answer.status_code == 400
     assert answer.json()["param"] == "top_logprobs_p"

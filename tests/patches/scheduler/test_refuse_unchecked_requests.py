@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches import refused_configurations
+from sglang_topp_patches import refusal_reasons
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler import refuse_unchecked_requests
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
@@ -38,7 +38,7 @@ SCHEDULER = SimpleNamespace(server_args=SimpleNamespace(), tree_cache=UnifiedRad
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refused_configurations, "status", lambda: SimpleNamespace(problems=()))
+    monkeypatch.setattr(refusal_reasons, "status", lambda: SimpleNamespace(problems=()))
 
 
 @pytest.mark.usefixtures("whole")

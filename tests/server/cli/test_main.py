@@ -13,7 +13,7 @@ from sglang_topp.errors import PatchError
 from sglang_topp_server.cli import main
 from sglang_topp_server.limits.settings import Limits
 from sglang_topp_server.process import launch
-from sglang_topp_server.process.uvicorn_server import Settings
+from sglang_topp_server.process.sidecar_settings import Settings
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "rollout_loop.py"
 

@@ -20,7 +20,7 @@ import pytest
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import RolloutClient
 from sglang_topp_server.process import launch
-from sglang_topp_server.process.uvicorn_server import Settings
+from sglang_topp_server.process.sidecar_settings import Settings
 
 FAKE_ENGINE = Path(__file__).parents[1] / "fake_engine"
 

@@ -1,4 +1,8 @@
-"""Adapters to the internals of SGLang 0.5.12 to 0.5.15.post1, whose sampler attaches the log-probs."""
+"""Adapters to the internals of SGLang 0.5.12 to 0.5.15.post1.
+
+In these releases, the sampler computes the log-probs of the sampled tokens. Later releases have a separate
+log-prob processor.
+"""
 
 from __future__ import annotations
 

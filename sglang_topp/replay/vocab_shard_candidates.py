@@ -1,4 +1,7 @@
-"""An index of the candidates that one vocabulary shard holds at each position, as torch tensors.
+"""Find the candidates whose LM-head rows this rank holds, if the vocabulary is split over ranks.
+
+`SupportIndex` maps each position with two or more candidates to these candidates, as torch tensors. The
+replay functions use the index to gather head rows or logits, and to reduce over them.
 
 Shape legend: T positions, n candidates in all, A positions with two or more candidates, m entries (candidates
 that this shard holds at the A positions).

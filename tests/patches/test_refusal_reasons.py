@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches import refused_configurations
+from sglang_topp_patches import refusal_reasons
 from sglang_topp_patches.compat.releases import Feature, refused
 from sglang_topp_patches.http.process_state import HTTP_SERVER, mark_guarded, note_server_args
 from tests.patches.make_http_process import http_process
@@ -25,7 +25,7 @@ from tests.skip_missing_features import needs
 def test_modes_without_exact_sets_refuse(
     monkeypatch: pytest.MonkeyPatch, field: str, value: Any, words: str
 ) -> None:
-    monkeypatch.setattr(refused_configurations, "status", lambda: SimpleNamespace(problems=()))
+    monkeypatch.setattr(refusal_reasons, "status", lambda: SimpleNamespace(problems=()))
     args = {
         "speculative_algorithm": None,
         "dllm_algorithm": None,
@@ -36,16 +36,14 @@ def test_modes_without_exact_sets_refuse(
     assert process.problems() == ()
     # A scheduler passes its own arguments.
     other = SimpleNamespace(**{**args, field: value})
-    (reason,) = refused_configurations.server_problems(other)
+    (reason,) = refusal_reasons.server_problems(other)
     assert words in reason
     note_server_args(process, None, None, other)
     assert process.problems() == (reason,)
 
 
 def test_every_source_of_reasons_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        refused_configurations, "status", lambda: SimpleNamespace(problems=("a seam is gone",))
-    )
+    monkeypatch.setattr(refusal_reasons, "status", lambda: SimpleNamespace(problems=("a seam is gone",)))
     process = http_process(dllm_algorithm="LowConfidence")
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     app = SimpleNamespace(state=SimpleNamespace())
@@ -67,7 +65,7 @@ def test_speculation_is_served_but_in_some_configurations(
 ) -> None:
     def reasons(**args: Any) -> tuple[str, ...]:
         args = {"speculative_algorithm": algorithm, "disaggregation_mode": "null", **args}
-        return refused_configurations._mode_problems(SimpleNamespace(**args))
+        return refusal_reasons._mode_problems(SimpleNamespace(**args))
 
     assert reasons(speculative_eagle_topk=4, enable_multi_layer_eagle=True, pp_size=1) == ()
     refusals = {
@@ -100,25 +98,25 @@ def test_speculation_is_served_but_in_some_configurations(
     ],
 )
 def test_algorithms_with_another_verification_are_refused(algorithm: str, words: str) -> None:
-    (reason,) = refused_configurations._mode_problems(SimpleNamespace(speculative_algorithm=algorithm))
+    (reason,) = refusal_reasons._mode_problems(SimpleNamespace(speculative_algorithm=algorithm))
     assert reason.startswith(f"--speculative-algorithm {algorithm}: ")
     assert words in reason
 
 
 def test_sampled_requests_are_refused_where_verification_is_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with_drafts = SimpleNamespace(speculative_algorithm="EAGLE")
-    assert refused_configurations.verification_problem(with_drafts, 1 << 30) == ""
+    assert refusal_reasons.verification_problem(with_drafts, 1 << 30) == ""
     monkeypatch.setattr("sglang.srt.utils.is_hip", lambda: True)
-    assert "only greedy requests" in refused_configurations.verification_problem(with_drafts, 50)
-    assert refused_configurations.verification_problem(with_drafts, 1) == ""
-    assert refused_configurations.verification_problem(SimpleNamespace(speculative_algorithm=None), 50) == ""
+    assert "only greedy requests" in refusal_reasons.verification_problem(with_drafts, 50)
+    assert refusal_reasons.verification_problem(with_drafts, 1) == ""
+    assert refusal_reasons.verification_problem(SimpleNamespace(speculative_algorithm=None), 50) == ""
 
 
 @needs(Feature.DISAGGREGATION)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_disaggregated_servers_serve_but_in_some_modes(role: str) -> None:
     def reasons(**args: Any) -> tuple[str, ...]:
-        return refused_configurations._mode_problems(SimpleNamespace(disaggregation_mode=role, **args))
+        return refusal_reasons._mode_problems(SimpleNamespace(disaggregation_mode=role, **args))
 
     assert reasons(disaggregation_transfer_backend="nixl", tokenizer_worker_num=1, pp_size=1) == ()
     assert "--enable-pd-role-switch" in reasons(enable_pd_role_switch=True)[0]
@@ -133,19 +131,19 @@ def test_disaggregated_servers_serve_but_in_some_modes(role: str) -> None:
 def test_settings_of_the_environment_that_refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for value, is_refused in (("1", True), ("true", True), ("Yes", True), ("0", False), ("", False)):
         monkeypatch.setenv(name, value)
-        assert bool(refused_configurations.environment_problems()) is is_refused
-        assert bool(refused_configurations._mode_problems(SimpleNamespace())) is is_refused
+        assert bool(refusal_reasons.environment_problems()) is is_refused
+        assert bool(refusal_reasons._mode_problems(SimpleNamespace())) is is_refused
 
 
 def test_logprobs_before_temperature_refuse_other_temperatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused_configurations.request_problem(0.6) == ""
-    assert refused_configurations.environment_notes() == ()
+    assert refusal_reasons.request_problem(0.6) == ""
+    assert refusal_reasons.environment_notes() == ()
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     for temperature in (None, 0, 0.0, 1, 1.0):
-        assert refused_configurations.request_problem(temperature) == ""
+        assert refusal_reasons.request_problem(temperature) == ""
     for temperature in (0.6, 1.5, "warm"):
-        assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in refused_configurations.request_problem(temperature)
-    (note,) = refused_configurations.environment_notes()
+        assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in refusal_reasons.request_problem(temperature)
+    (note,) = refusal_reasons.environment_notes()
     assert "temperature other than 1" in note
 
 
@@ -167,11 +165,11 @@ def test_what_the_sampler_could_draw_is_known_of_some_backends(
         deterministic=SimpleNamespace(rl_on_policy_target=target),
     )
     monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: settings)
-    found = refused_configurations.source_problems()
+    found = refusal_reasons.source_problems()
     assert len(found) == len(words)
     assert all(word in reason for word, reason in zip(words, found, strict=True))
 
 
 @needs(Feature.SAMPLER_SOURCE)
 def test_a_process_that_does_not_know_the_backend_says_so() -> None:
-    assert "is not known here" in refused_configurations.source_problems()[0]
+    assert "is not known here" in refusal_reasons.source_problems()[0]

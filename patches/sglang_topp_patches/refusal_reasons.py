@@ -1,9 +1,8 @@
-"""Decide whether this server can serve exact candidate sets, and give the reasons if it cannot.
+"""Give the reasons why a server, or a single request, cannot get exact candidate sets.
 
-`compat.seam_check` gives the reasons for which the whole patch set is inactive. This module adds the reasons
-that follow from the server's arguments, the environment variables, and the single request
-(`request_problem`). `http.process_state` adds a reason if SGLang's HTTP routes run without the patch set's
-checks.
+The reasons follow from the server's arguments, from the environment variables, and from the request's
+sampling parameters. Two other modules give further reasons: `compat.seam_check`, if the patch set does not
+fit the SGLang release, and `http.process_state`, if SGLang's HTTP routes run without the patch set's checks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""RequestRunner: run a client's requests, stream their results, and abort them by name.
+"""MethodCallRunner: run one call of `generate`, `resume`, or `score`, stream its results, and abort it by id.
 
-A request is one method call on the client, with many prompts. `Dispatcher` splits a request into many HTTP
-requests.
+Such a call has many prompts, and is called a request in this package. The caller may give it a `request_id`.
+`Dispatcher` splits the request into many HTTP requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sglang_topp_client.transport.long_message_slots import UNLIMITED
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
 
-__all__ = ["RequestRunner"]
+__all__ = ["MethodCallRunner"]
 
 _CALLER_FIRST_S = 0.02
 # Idle timeouts after an abort, in seconds. The timeout for a sidecar is longer, because the sidecar first
@@ -76,7 +76,7 @@ class _WholeResults(Generic[Result]):
         self.deliver(result)
 
 
-class RequestRunner:
+class MethodCallRunner:
     """Runs one client's requests, whose arguments the caller has already checked.
 
     A runner works on several event loops at once. A connection belongs to the loop that opened it.
