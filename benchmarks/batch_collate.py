@@ -41,8 +41,8 @@ def candidate_sets(
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rank = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
     chosen = rng.integers(0, np.maximum(sizes, 1))
-    # The ids of a set are 7919 apart, modulo the vocabulary size. Both numbers are coprime, so no id occurs
-    # twice in a set.
+    # The ids of a set are 7919 apart, modulo the vocabulary size. 7919 and the vocabulary size are coprime,
+    # so no id occurs twice in a set.
     ids = (np.repeat(sampled_ids, sizes) + 7919 * (rank - np.repeat(chosen, sizes))) % 150_000
     logprobs = -0.1 - 0.05 * rank
     sampled = np.where(replayed, sampled_ids, NO_TOKEN)

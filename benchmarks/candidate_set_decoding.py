@@ -68,8 +68,8 @@ def _sets(rng: np.random.Generator, sizes: NDArray[np.int64]) -> CandidateSets:
     offsets = np.concatenate([[0], sizes.cumsum()])
     rows = np.repeat(np.arange(len(sizes)), sizes)
     rank = np.arange(len(rows)) - offsets[rows]
-    # The ids of a set are 60,013 apart, modulo the vocabulary size. Both numbers are coprime, so no id occurs
-    # twice in a set.
+    # The ids of a set are 60,013 apart, modulo the vocabulary size. 60,013 and the vocabulary size are
+    # coprime, so no id occurs twice in a set.
     token_ids = (rng.integers(0, VOCAB, len(sizes))[rows] + rank * 60_013) % VOCAB
     logprobs = (-0.1 - rank / 8).astype(np.float32)
     sampled = token_ids[offsets[:-1] + rng.integers(0, sizes)]

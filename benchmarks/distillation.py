@@ -1,7 +1,7 @@
 """Benchmark of distillation over a teacher's candidate sets, against distillation from full logits.
 
 Each contender runs the forward and backward pass of the forward KL. On the CPU, contenders use float32 and
-one thread. On a GPU, if there is one, contenders use bfloat16 and a real trainer's sizes.
+one thread. On a GPU, if there is one, contenders use bfloat16 and tensors as large as a real trainer's.
 `benchmarks/replay.py` makes the random candidate sets.
 """
 
@@ -103,7 +103,8 @@ def candidate_distillation(
 def dense_tail(t: int, h: int, v: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Work:
     """Compute the loss from full logits, as most trainers do.
 
-    The tail's mass is 1 minus the mass of the gathered candidates.
+    The loss treats all tokens outside the candidate set as one token, the tail. The tail's probability is 1
+    minus the total probability of the candidates.
     """
     hidden, weight, sets = _inputs(t, h, v, dtype, device)
     positions, ids, teacher = _flat(sets, device)

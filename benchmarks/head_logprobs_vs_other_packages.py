@@ -1,8 +1,8 @@
 """Benchmark of full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
 
-The benchmark times every package that is installed and runs on this machine. No other package supports
-candidate sets, so this benchmark uses none. Install `trl`, `cut-cross-entropy`, and `liger-kernel` for the
-whole table.
+The benchmark times every package that is installed and runs on this machine. The last contender,
+`candidate_logprobs`, scores over candidate sets, which no other package supports. Install `trl`,
+`cut-cross-entropy`, and `liger-kernel` for the whole table.
 """
 
 from __future__ import annotations

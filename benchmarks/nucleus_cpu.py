@@ -79,7 +79,8 @@ def _call_overhead() -> None:
 def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
     """Sort every row, and keep tokens until their mass reaches `p`.
 
-    If several tokens tie at the cutoff, the function may keep only some of them. The inputs are not checked.
+    If several tokens tie at the cutoff, the function may keep only some of these tokens. The function does
+    not check its inputs.
     """
     ordered, ids = logprobs.sort(dim=-1, descending=True)
     mass = ordered.exp()

@@ -1,8 +1,8 @@
 """Benchmark of top-p extraction on a GPU: this project's kernels against a sort, `topk`, and plain torch.
 
-Each call is timed between two CUDA events. Before the first event, a sleep kernel keeps the GPU busy. A
-contender that never waits for the GPU queues all of its kernels during the sleep, so its time is GPU time
-alone. If a contender waits for the GPU, its time includes the wait.
+Each call is timed between two CUDA events. Before the first event, a sleep kernel keeps the GPU busy, so that
+the contender queues its kernels while the GPU sleeps. If a contender never waits for the GPU, its measured
+time is therefore GPU time alone. If a contender waits for the GPU, its measured time includes the wait.
 
 Shape legend: B is the number of rows, and V the vocabulary size.
 """
@@ -33,7 +33,8 @@ ROWS = {"realistic": 7.0, "flat": 0.5}
 # The rows, vocabulary, threshold, and kind of logits for which target speedups are set.
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
-# The sleep takes about 10 ms at 2 GHz. A contender queues its kernels in less time than the sleep takes.
+# At a GPU clock of 2 GHz, the sleep kernel takes about 10 ms. Every contender queues its kernels in less than
+# 10 ms.
 SLEEP_CYCLES = 20_000_000
 
 
@@ -161,7 +162,7 @@ def device_s(contender: Callable[[], object]) -> float:
 def host_s(contender: Callable[[], object]) -> float:
     """Return the seconds that the call takes on the host while the device sleeps.
 
-    A contender that waits for the device takes at least as long as the sleep.
+    If a contender waits for the device, the returned time includes the device's sleep.
     """
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)

@@ -1,8 +1,8 @@
 """Benchmark of scoring over candidate sets (replay), against full logits with a dense mask.
 
 Each contender runs a forward and a backward pass. On the CPU, contenders use float32 and one thread. On a
-GPU, if there is one, contenders use bfloat16 and a real trainer's sizes. Random set sizes imitate those at
-top-p 0.97: mean about 8, median 2, 99th percentile about 80, and 46 % singletons.
+GPU, if there is one, contenders use bfloat16 and tensors as large as a real trainer's. Random set sizes
+imitate those at top-p 0.97: mean about 8, median 2, 99th percentile about 80, and 46 % singletons.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def epochs(
 ) -> Callable[[], None]:
     """Return a function that runs one training step.
 
-    The step is one forward pass for the reference, then four forward-backward passes for the policy.
+    The step is one forward pass for the reference policy, then four forward-backward passes for the policy.
     """
     hidden, weight = _head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v)
@@ -282,8 +282,8 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
     rows = torch.tensor(sets.token_ids[entries], dtype=torch.int64, device=device)
 
     def read_once() -> None:
-        # `embedding_bag` reads every row, but writes only one sum per 256 rows. The time is therefore that of
-        # reading.
+        # `embedding_bag` reads every row, but writes only one sum per 256 rows. Nearly all of its time is
+        # therefore spent on reading.
         torch.nn.functional.embedding_bag(
             rows, weight.detach(), torch.arange(0, len(rows), 256, device=device)
         )

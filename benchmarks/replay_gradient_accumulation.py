@@ -5,8 +5,8 @@ dense head gradient, each micro-batch zeroes, fills, and adds the whole matrix, 
 matrix's rows are non-zero.
 
 The benchmark uses torch's default number of threads. torch's threads spin while they wait for each other. If
-other processes compete for the cores, a thread may spin for a whole time slice. In that case, setting
-`OMP_WAIT_POLICY=passive` or using one thread is much faster.
+other processes compete for the cores, a thread may spin for a whole time slice. On such a busy machine,
+`OMP_WAIT_POLICY=passive` or a single thread makes the benchmark much faster.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _busy_process() -> Iterator[Callable[[Callable[[], None]], Callable[[], None
         return together
 
     try:
-        time.sleep(5)  # the process first needs to import this module
+        time.sleep(5)  # wait until the process has imported this module and is busy
         os.kill(pid, signal.SIGSTOP)
         yield beside
     finally:

@@ -29,7 +29,8 @@ __all__ = ["run"]
 POSITIONS, VOCAB, AT_ONCE = 2048, 151_936, 64
 BASE64, LISTS, BINARY = "base64 in JSON", "JSON lists", "binary"
 ZSTD_LEVEL_3, ENTROPY = "binary, Zstandard level 3", "entropy"
-# Each key is an approximate mean set size. Each value is the sharpness and threshold p that give this mean.
+# Each key is an approximate mean set size. Each value holds the arguments of `_rollout` that give this mean
+# size: the sharpness and the threshold p.
 SHAPES = {2: (1.5, 0.9), 8: (1.135, 0.95), 64: (0.9, 0.95)}
 TARGET_SHARE = 0.6
 
@@ -88,8 +89,9 @@ def run() -> None:
 def _entropy(sets: CandidateSets) -> float:
     """Return the sets' entropy in bits, as if sizes, ids, log-probs, and sampled tokens were independent.
 
-    An id is modeled as a power of two and an offset from it, and a log-prob as an exponent and 23 random
-    bits. The order within a set carries no information, because sets are sorted by log-prob, then id.
+    The estimate splits an id into a power of two and a random offset, and a log-prob into an exponent and 23
+    random bits. The estimate counts no bits for the order within a set, because sets are sorted by log-prob,
+    then id.
     """
     power = np.floor(np.log2(sets.token_ids + 1.0))
     exponents = sets.logprobs.view(np.uint32) >> 23

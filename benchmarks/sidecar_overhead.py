@@ -1,8 +1,8 @@
 """Benchmark of the sidecar between a client and a fake engine: throughput and processor time.
 
-The fake engine answers immediately, or takes 20 ms per token, as a GPU might. At 20 ms per token, one table
-has samples that end together, and another table has samples of different lengths. The engine, the sidecars,
-and the client are processes on one machine and share its cores.
+The fake engine answers immediately, or takes 20 ms per token, as a GPU might. At 20 ms per token, there are
+two tables: one with samples of equal length, which end together, and one with samples of different lengths.
+The engine, the sidecars, and the client are processes on one machine and share its cores.
 """
 
 from __future__ import annotations

@@ -5,14 +5,17 @@ form a Markov chain with few states, so dynamic programming computes the exact e
 gradient of this reward. The script compares gradients that are estimated from samples with the exact
 gradients. Candidate sets and scores come from `sglang_topp`.
 
-The script trains the policy with four losses (`WAYS`). The losses differ in the tokens over which the
-log-probs of the importance ratio are normalized:
+The script trains the policy with four losses (`WAYS`). The losses normalize the log-probs of the importance
+ratio in different ways::
 
     replay        new and old log-probs over the candidate sets
     without       new log-probs over the vocabulary, old log-probs over the candidate sets: the ratio starts
                   at the kept mass
     uncorrected   new and old log-probs over the vocabulary: the ratio starts at 1, as if top-p were off
-    truncated IS  like uncorrected, but each token's loss has the weight min(policy / sampler, 2)
+    truncated IS  like uncorrected, but each token's loss has the weight min(policy / sampler, 2), from the
+                  token's probabilities under the policy and the sampler
+
+Run the script in one of these ways::
 
     python examples/bias.py                     # minutes on two cores; prints a table
     python examples/bias.py --short             # seconds
@@ -53,14 +56,14 @@ class Rollouts:
 
 
 class Task:
-    """Rewards in [0, 1] for every pair of a token and the next token. Few of these rewards are high."""
+    """The rewards in [0, 1] for every pair of a token and the next token. Most of the rewards are low."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.reward_VV = torch.rand(VOCAB, VOCAB, generator=generator) ** 4
 
     def exact_reward(self, transitions_VV: Tensor) -> Tensor:
-        """Return the exact expected reward per token of a chain that starts at token 0."""
+        """Return the exact expected reward per token of a Markov chain that starts at token 0."""
         state_V = torch.zeros(VOCAB)
         state_V[0] = 1
         total = torch.zeros(())
@@ -70,7 +73,7 @@ class Task:
         return total / LENGTH
 
     def visits(self, transitions_VV: Tensor) -> Tensor:
-        """Return [V]: for each state, the expected share of tokens that the chain draws in this state."""
+        """Return [V]: for each token, the expected share of a trajectory's steps that start from it."""
         state_V = torch.zeros(VOCAB)
         state_V[0] = 1
         total_V = torch.zeros(VOCAB)
@@ -103,7 +106,7 @@ def nucleus_mask(logits_VV: Tensor, top_p: float) -> Tensor:
 
 
 def sampler(logits_VV: Tensor, mask_VV: Tensor) -> Tensor:
-    """Return the probabilities [V, V] from which the sampler draws, differentiable for a fixed mask."""
+    """Return the probabilities [V, V] from which the sampler draws, differentiable in the logits."""
     return logits_VV.masked_fill(~mask_VV, -torch.inf).softmax(1)
 
 
@@ -148,7 +151,7 @@ def loss(way: str, logits_TV: Tensor, targets_T: Tensor, sets: CandidateSets, ad
 
 
 def gradient(value: Tensor, policy: nn.Module) -> Tensor:
-    """Return the gradient of `value` with respect to all parameters, as one vector."""
+    """Return the gradient of `value` with respect to all parameters of the policy, as one vector."""
     parts = torch.autograd.grad(value, list(policy.parameters()))
     return torch.cat([part.flatten() for part in parts])
 
@@ -158,9 +161,10 @@ def gradient_cosines(
 ) -> dict[str, dict[str, float]]:
     """Return the cosines between the gradient of each loss in `WAYS` and two exact gradients.
 
-    All four losses are computed on the same `num` trajectories. The result maps each way to two cosines.
-    `sampled` is the cosine with the gradient of the sampler's expected reward, with the current candidate
-    sets fixed. `policy` is the cosine with the gradient of the expected reward at top-p 1.
+    All four losses are computed on the same `num` trajectories. The result maps the name of each loss to two
+    cosines. `sampled` compares the loss's gradient with the gradient of the sampler's expected reward, with
+    the current candidate sets fixed. `policy` compares the loss's gradient with the gradient of the expected
+    reward at top-p 1.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)
@@ -186,7 +190,11 @@ def gradient_cosines(
 
 @torch.no_grad()
 def measure(task: Task, policy: nn.Module, first_VV: Tensor, top_p: float) -> dict[str, float]:
-    """Return the exact reward at `top_p` and at top-p 1, KLs in nats per token, and the mean set size."""
+    """Return the exact reward at `top_p` and at top-p 1, two KLs in nats per token, and the mean set size.
+
+    `kl_sampler_to_policy` is KL(sampler || policy). `kl_to_first_policy` is KL(policy || first policy). Both
+    KLs and the set size are averages over the tokens from which the sampler draws the next token.
+    """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)
     transitions_VV, logprobs_VV = sampler(logits_VV, mask_VV), torch.log_softmax(logits_VV, 1)
@@ -205,7 +213,7 @@ def measure(task: Task, policy: nn.Module, first_VV: Tensor, top_p: float) -> di
 def train(
     way: str, top_p: float, seed: int, *, steps: int, trajectories: int
 ) -> Iterator[tuple[nn.Module, dict[str, float]]]:
-    """Yield the policy and its measurements before each training step, and after the last step."""
+    """Yield the policy and the result of `measure` before each training step, and after the last step."""
     task, policy = Task(seed), make_policy(seed)
     first_VV = all_logits(policy).detach()
     generator = torch.Generator().manual_seed(seed)
@@ -232,7 +240,7 @@ def run(
 ) -> dict[str, Any]:
     """Train a policy for each loss, threshold, and seed. Return the training curves and the gradient cosines.
 
-    The cosines are measured at four steps of each training with replay.
+    The cosines are measured at four steps of each training with the loss "replay".
     """
     curves: list[dict[str, Any]] = []
     cosines: list[dict[str, Any]] = []

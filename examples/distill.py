@@ -1,12 +1,15 @@
 """On-policy distillation on two real engines: the student rolls out, the teacher scores, the student learns.
 
 The example creates two small random models. In each step, the student's engine samples rollouts, and the
-teacher's engine returns the teacher's top-p set at every sampled token. The student takes one optimizer step
-towards the teacher's distribution on these sets. The example then pushes the new weights to the student's
-engine.
+teacher's engine returns the teacher's top-p set at every sampled token. The student then takes one optimizer
+step on the distillation loss over the teacher's sets. At the end of each step, the example pushes the new
+weights to the student's engine.
 
-After the last step, the example prints the KL over the whole vocabulary at each step. The KL falls. Computing
-this KL takes a forward pass of the teacher, which the training itself does not need.
+After the last step, the example prints a table. For each step, the table has the KL between student and
+teacher over the whole vocabulary. The KL falls. The KL over the whole vocabulary takes a forward pass of the
+teacher, which the training itself does not need.
+
+Run the example in one of these ways::
 
     python examples/distill.py                          # two minutes to start both engines, seconds per step
     python examples/distill.py --outside renormalized   # compare within the teacher's sets only
@@ -48,12 +51,13 @@ def distill(
     direction: Literal["forward", "reverse"] = "forward",
     outside: Literal["tail", "renormalized"] = "tail",
 ) -> list[dict[str, float]]:
-    """Distill the teacher into the student, and return the loss and the KLs of each step.
+    """Distill the teacher into the student, and return the loss, two KLs, and the set size of each step.
 
-    `loss` is the training loss. `forward_kl` and `reverse_kl` are computed over the whole vocabulary. `loss`,
-    `forward_kl`, and `reverse_kl` are means over the student's rollout tokens, in nats. All values of a step
-    are measured before the step's optimizer update. After the last step, the student's engine has the final
-    weights.
+    `loss` is the training loss. Over the whole vocabulary, `forward_kl` is KL(teacher || student), and
+    `reverse_kl` is KL(student || teacher). `loss`, `forward_kl`, and `reverse_kl` are means over the
+    student's rollout tokens, in nats. `candidates` is the mean size of the teacher's sets. All values of a
+    step are measured before the step's optimizer update. After the last step, the student's engine has the
+    final weights.
     """
     student = AutoModelForCausalLM.from_pretrained(student_path, dtype=torch.float32)
     teacher_model = AutoModelForCausalLM.from_pretrained(teacher_path, dtype=torch.float32).eval()
@@ -103,9 +107,9 @@ def states(model: PreTrainedModel, batch: RLBatch) -> Tensor:
 def distances(
     student: PreTrainedModel, teacher_model: PreTrainedModel, hidden: Tensor, batch: RLBatch
 ) -> dict[str, float]:
-    """Return the forward KL, the reverse KL, and the mean size of the teacher's sets.
+    """Return KL(teacher || student), KL(student || teacher), and the mean size of the teacher's sets.
 
-    The KLs are computed over the whole vocabulary.
+    Both KLs are computed over the whole vocabulary.
     """
     log_p = torch.log_softmax(hidden @ student.lm_head.weight.t(), dim=1)
     log_q = torch.log_softmax(states(teacher_model, batch) @ teacher_model.lm_head.weight.t(), dim=1)
@@ -117,7 +121,7 @@ def distances(
 
 
 def main() -> int:
-    """Run the example. Return 0 if training lowered the KL over the whole vocabulary, or else 1."""
+    """Run the example. Return 0 if training lowered the KL over the whole vocabulary, and 1 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="training steps (%(default)s)")
     parser.add_argument("--top-p", type=float, default=0.95, help="threshold of the sets (%(default)s)")

@@ -62,11 +62,11 @@ def grpo_loss(
 
     The loss of a token is `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`.
 
-    `hidden` holds this rank's final hidden states, and `weight` is the LM head. `attention_mask` is the
-    mask of the forward pass. Only `Layout("bshd")` needs the mask. `advantages` has one number per sample,
-    and `loss_mask` has one entry per response token. If `loss_mask` is None, every token with a candidate
-    set contributes to the loss. Tool tokens have no candidate set, so they do not contribute to the loss. The
-    metrics are computed over this rank's tokens only.
+    `hidden` holds this rank's final hidden states, and `weight` is the LM head's weight. `attention_mask` is
+    the attention mask of the forward pass. Only `Layout("bshd")` needs `attention_mask`. `advantages` has one
+    number per sample, and `loss_mask` has one entry per response token. If `loss_mask` is None, every token
+    with a candidate set contributes to the loss. Tool tokens have no candidate set, so they do not contribute
+    to the loss. The replay metrics are computed over this rank's tokens only.
     """
     lengths = [len(sample.output_ids) for sample in samples]
     recorded = [sample.candidates for sample in samples]
@@ -87,13 +87,13 @@ def grpo_loss(
 
     per_sample = torch.tensor(lengths, device=hidden.device)
     advantage = rows.take(advantages.to(hidden.device).repeat_interleave(per_sample))
-    # A token to which the rollout gave probability 0 has an infinite ratio. Without the first clamp, the
-    # token's gradient would be NaN, even if PPO's clip replaces the ratio.
+    # If the sampler's probability of a token is 0, the token's ratio is infinite. Without `clamp(-20, 20)`,
+    # the token's gradient would be NaN, even if PPO's clip replaces the ratio.
     ratio = (new.logprobs - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     per_token = -gain - entropy_bonus * new.entropy
-    # Every rank divides the sum of the loss over all ranks by the total number of scored tokens, so all ranks
-    # get the same loss.
+    # `scatter` sums over the context-parallel ranks. Every rank then divides by the number of tokens that all
+    # ranks score, so all ranks get the same loss.
     loss = rows.scatter(per_token, cp_group).sum() / max(1, int(rows.scored.sum()))
     return loss, replay_metrics(new.logprobs, old, sets)
 
@@ -125,7 +125,7 @@ def reward(samples: Sequence[Sample]) -> Tensor:
 
 
 def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, float]]:
-    """Train the toy policy's head, and return the mean reward, the loss, and the metrics of each step.
+    """Train the toy policy's head, and return the mean reward, the loss, and the replay metrics of each step.
 
     The values of a step are computed before the step's optimizer update.
     """

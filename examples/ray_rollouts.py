@@ -1,9 +1,9 @@
 """Roll out on a Ray cluster: an engine on every node, and rollout actors that use all engines.
 
 Ray places the actors and moves the rollouts. The client balances the load over the engines, and moves samples
-away from an engine that dies. The driver keeps one result per prompt. If a node dies and a prompt's actor or
-result is lost, the driver rolls out the prompt again, and no prompt counts twice. The trainer receives Ray
-object references, and reads the candidate sets from its node's shared memory without a copy.
+away from an engine that dies. The driver process keeps one result per prompt. If a node dies and a prompt's
+actor or result is lost, the driver rolls out the prompt again, and no prompt counts twice. The trainer
+receives Ray object references, and reads the candidate sets from its node's shared memory without a copy.
 
     python examples/ray_rollouts.py                                  # starts Ray and an engine here
     python examples/ray_rollouts.py --address auto --model-path MODEL --gpus-per-engine 1 -- --tp-size 1
@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG = 1
 
 @ray.remote
 class Engine:
-    """An actor that runs `sglang-topp serve`. If the actor's process ends, Linux kills `serve`."""
+    """An actor that runs `sglang-topp serve`. If the actor's process ends, Linux kills `sglang-topp`."""
 
     def __init__(self, model_path: str, host: str, engine_args: Sequence[str]) -> None:
         command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", model_path]
@@ -64,7 +64,8 @@ class Engine:
     def urls(self) -> tuple[str, str]:
         """Wait until the server is ready, and return the URLs of the sidecar and of the engine."""
         assert self.process.stdout is not None
-        words = self.process.stdout.readline().split()  # the line is "… is ready: sidecar URL engine URL"
+        # The server prints one line to standard output: "… is ready: sidecar URL engine URL".
+        words = self.process.stdout.readline().split()
         if "sidecar" not in words:
             raise RuntimeError(f"{Path(self.log.name).read_text()[-4000:]}\nthe server did not start")
         return words[words.index("sidecar") + 1], words[words.index("engine") + 1]
@@ -72,7 +73,7 @@ class Engine:
 
 @ray.remote(num_cpus=0)
 class RolloutWorker:
-    """An actor that rolls out prompts on all engines. All calls run concurrently on one event loop."""
+    """An actor that rolls out prompts on all engines. Concurrent `roll_out` calls share one event loop."""
 
     def __init__(self, urls: Sequence[str], sampling: dict[str, Any]) -> None:
         self.client = AsyncRolloutClient(urls)
@@ -113,7 +114,7 @@ def roll_out(
 
     Raises:
         RuntimeError: every worker has died.
-        ray.exceptions.RayTaskError: a rollout failed for a reason other than a lost node.
+        RayTaskError: a rollout failed for a reason other than a lost node.
     """
     alive = list(workers)
     waiting = deque(range(len(prompts)))
@@ -131,8 +132,8 @@ def roll_out(
         (reference, *_), _ = ray.wait(list(running))
         index, worker = running.pop(reference)
         try:
-            # `ray.get` copies the rollouts into this node's memory, and their arrays keep the copy alive. The
-            # rollouts therefore survive the loss of the node that generated them.
+            # `ray.get` copies the rollouts into this node's memory, and the rollouts' arrays refer to that
+            # copy. The rollouts therefore survive the loss of the node that generated them.
             rollouts = ray.get(reference)
         except (RayActorError, ObjectLostError) as error:
             print(f"prompt {index} again: {type(error).__name__}", flush=True)

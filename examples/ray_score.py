@@ -1,11 +1,11 @@
 """Score saved rollouts with a teacher on a Ray cluster: one output file for each Parquet file of a directory.
 
-Ray Data gives each Parquet file to an actor. If the actor's node dies, Ray Data gives the file to another
-actor. An actor writes to a temporary file, and gives only a complete file the name of the input file. So a
-restarted run scores only the input files that have no output file. An actor holds in memory one row group of
-its input file and some scored rollouts, however large the input file is. An output file has the rollouts of
-its input file in the same order. Each rollout has the teacher's log-probs and candidate sets instead of the
-student's.
+Ray Data gives each Parquet file to an actor. If the node of an actor dies, Ray Data gives that actor's
+Parquet file to another actor. An actor writes its scores to a temporary file, and gives only a complete file
+the name of the input file. A restarted run therefore scores only the input files that have no output file. An
+actor holds in memory one row group of its input file and some scored rollouts, however large the input file
+is. An output file has the rollouts of its input file in the same order. Each rollout in an output file has
+the teacher's log-probs and candidate sets instead of the student's.
 
     sglang-topp serve --model-path TEACHER                    # on one machine or on several
     python examples/ray_score.py ROLLOUTS SCORES --url http://teacher:30010
@@ -36,7 +36,7 @@ class PartScorer:
     Args:
         output: the directory of the output files.
         urls: the teacher's servers.
-        top_logprobs_p: the threshold of the teacher's sets.
+        top_logprobs_p: the nucleus threshold p of the teacher's candidate sets.
         at_a_time: the number of rollouts that are scored, and held in memory, at a time.
     """
 

@@ -29,12 +29,12 @@ from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
-OFF = 0.1  # a ratio is off if it differs from 1 by more than this value
-TOLERANCE = 1e-3  # allows for float32 rounding, because two implementations compute the model
+OFF = 0.1  # the output calls a ratio "off" if it differs from 1 by more than this value
+TOLERANCE = 1e-3  # SGLang and transformers round float32 values differently
 
 
 def main() -> int:
-    """Run the demo. Returns 0 if all replayed ratios are 1."""
+    """Run the demo. Return 0 if every ratio over the candidate sets is 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--top-p", type=float, default=0.8, help="threshold of the sampler (%(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="per prompt (%(default)s)")
@@ -47,12 +47,12 @@ def main() -> int:
         model_path = make_tiny_model(folder, vocab_size=args.vocab_size, logit_std=7.0)
         with serve(model_path) as (sidecar_url, _), RolloutClient(sidecar_url) as client:
             ready = time.monotonic()
-            # -- a trainer makes such a rollout in every step -----------------------------------------
+            # -- a trainer makes this call in every step -----------------------------------------------
             rollouts = client.generate(
                 PROMPTS,
                 {"top_p": args.top_p, "temperature": 1.0, "n": args.samples, "ignore_eos": True}
                 | {"max_new_tokens": args.max_new_tokens},
-                top_logprobs_source="sampler",  # asks for the sets of tokens that the sampler could draw
+                top_logprobs_source="sampler",  # request the sets that the sampler drew from
             )
         rolled_out = time.monotonic()
         trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
@@ -86,10 +86,10 @@ def serve(model_path: Path) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", str(model_path)]
     command += ["--port", "0", "--engine-port", "0"]
     command += ["--", "--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
-    command.append("--sleep-on-idle")  # an idle engine would otherwise take a core from the trainer
+    command.append("--sleep-on-idle")  # without this option, an idle engine takes a core from the trainer
     env = dict(os.environ)
     if not torch.accelerator.is_available():
-        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # the default platform needs an accelerator
+        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # SGLang otherwise needs an accelerator
     with (model_path / "server.log").open("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
         try:
@@ -115,7 +115,8 @@ def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndar
     logprobs = torch.log_softmax(logits, dim=-1)
     sampled = logprobs.gather(1, ids[len(rollout.prompt_ids) :, None])[:, 0]
 
-    # `positions` holds each candidate's position, and `kept` its log-prob under the trainer's policy.
+    # Candidate i belongs to the set of the output token at `positions[i]`. The log-prob of candidate i under
+    # the trainer's policy is `kept[i]`.
     sets = candidates.to_torch(logprobs.device)
     positions = torch.repeat_interleave(sets.offsets.diff())
     kept = logprobs[positions, sets.token_ids]

@@ -29,7 +29,7 @@ SAMPLING = {"temperature": 1.0, "top_p": 0.9, "n": 2}
 
 
 def main() -> int:
-    """Run the demo. Returns 0 if every generated token has a candidate set and no other token has one."""
+    """Run the demo. Return 0 if the generated tokens, and only these tokens, have candidate sets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="URL of a running server (default: start one)")
     parser.add_argument("--turns", type=int, default=3, help="turns of the model (%(default)s)")
@@ -41,7 +41,7 @@ def main() -> int:
         tokenizer = AutoTokenizer.from_pretrained(info.get("model_path") or info["engine"]["model_path"])
         sampling = {**SAMPLING, "max_new_tokens": args.max_new_tokens}
 
-        # -- the loop: each turn continues from the token ids of all previous turns -------------------
+        # -- each turn of the model continues from the token ids of all previous turns ----------------
         rollouts = client.generate(PROMPTS, sampling, top_logprobs_source="sampler", on_abort="resume")
         for _ in range(args.turns - 1):
             rollouts = [rollout.extend(tool(tokenizer, rollout.text)) for rollout in rollouts]

@@ -50,8 +50,8 @@ def train(
 ) -> list[dict[str, float]]:
     """Train the model that the engine serves, and return the mean reward and metrics of each step.
 
-    The metrics of a step are taken before its update. At the end, the engine has the weights of the last
-    step, with `weight_version` `str(steps)`.
+    The metrics of a step are taken before the step's weight update. At the end, the engine has the weights of
+    the last step, with `weight_version` `str(steps)`.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -79,7 +79,7 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def accumulate(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> ReplayMetrics:
-    """Accumulate the gradient of the batch's loss over its micro-batches."""
+    """Add up the gradients of the micro-batches' losses, and return the metrics of the whole batch."""
     num_tokens = int(batch["response_mask"].sum())
     plan = split_micro_batches(batch["attention_mask"].sum(1), MICRO_BATCH_TOKENS)
     metrics = ReplayMetrics()
@@ -96,8 +96,8 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.model(batch["sequences"], attention_mask, positions).last_hidden_state
 
-    # The hidden state before a token scores that token. The mask selects the response tokens row by row, and
-    # the sets have the same order.
+    # The hidden state before a token scores that token. The mask `scored` selects the response tokens row by
+    # row. The candidate sets have the same order as the selected tokens.
     scored = batch["response_mask"].bool()
     width = scored.shape[1]
     states, targets = hidden[:, -width - 1 : -1][scored], batch["sequences"][:, -width:][scored]
@@ -116,7 +116,7 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
 
 
 def main() -> int:
-    """Run the example. Returns 0 if the reward rose."""
+    """Run the example. Return 0 if the reward rose."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8, help="training steps (%(default)s)")
     parser.add_argument("--top-p", type=float, default=0.8, help="threshold of the sampler (%(default)s)")

@@ -2,7 +2,7 @@
 
 A candidate set holds the tokens that top-p sampling kept at one generated position, with their log-probs. The
 package itself needs only NumPy and pybase64. The subpackages `nucleus`, `replay`, and `batch` need torch, so
-import them by name.
+`import sglang_topp` does not import them.
 """
 
 from sglang_topp.candidates import CandidateSets

@@ -14,15 +14,15 @@
         │   └── RequestTimeoutError            the caller's own time limit passed
         ├── WeightPushError                    engines may have different weights; `.weight_versions`
         └── ResponseError                      the server answered with an error; `.status`, `.body`
-            ├── BadRequestError                400, 404, 405, 409, 413, 415, 422: do not retry
+            ├── BadRequestError                any other 4xx: do not retry
             ├── AuthenticationError            401, 403
             ├── OverloadedError                429; `.retry_after_s`
             ├── ServerError                    5xx
             └── RolloutError                   the engine ended one sample with an error
                 └── AbortedError               an abort, a pause, or a weight update ended the sample
 
-Every message gives the value that was received and the values that are accepted. If the caller can fix the
-problem, the message says how.
+Every error message gives the value that was received and the values that are accepted. If the caller can fix
+the problem, the message says how.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SglangToppError(Exception):
 
 
 class InvalidInputError(SglangToppError, ValueError):
-    """An argument or a request field is wrong. The call had no effect."""
+    """An argument or a request field is wrong. A call that raises this error has no effect."""
 
 
 class InvalidCandidateSetsError(InvalidInputError):
@@ -138,8 +138,8 @@ class ResponseError(RequestError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status of the error. If the error arrives in a stream or in an answer with status
-            200, `status` is the status in the error's body, or None if the body has no status.
+        status: the HTTP status of the error. An error in a stream or in an answer with status 200 has the
+            status that the error's body gives, or None if the body gives no status.
         body: the server's message, truncated to a readable length.
     """
 
@@ -153,7 +153,7 @@ class ResponseError(RequestError):
 
 
 class BadRequestError(ResponseError):
-    """The request itself is wrong (4xx). A retry would fail again."""
+    """The request itself is wrong (a 4xx other than 401, 403, and 429). A retry would fail again."""
 
 
 class AuthenticationError(ResponseError):

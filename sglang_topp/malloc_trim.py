@@ -4,10 +4,10 @@ glibc keeps freed blocks for later allocations, so a process stays large after i
 process that handles large sets needs both parts of this module:
 
 - `return_large_blocks_at_once` sets `M_MMAP_THRESHOLD`, which bounds the peak memory. A sidecar that streamed
-  16 samples of 200,000 candidates grew by 28 MiB with this setting, and by 55 to 75 MiB without.
-- `HeapTrimmer` calls `malloc_trim` in a background thread, to return smaller blocks. After answers of
-  0.4 MB each, a process that started at 33 MiB still held 122 MiB with `M_MMAP_THRESHOLD` alone. With
-  `malloc_trim` too, the process held 34 MiB.
+  16 samples of 200,000 candidates grew by 28 MiB with `M_MMAP_THRESHOLD` set, and by 55 to 75 MiB without.
+- `HeapTrimmer` calls `malloc_trim` in a background thread, to return smaller freed blocks. With only
+  `M_MMAP_THRESHOLD` set, a process that started at 33 MiB still held 122 MiB after answers of 0.4 MB each.
+  With `malloc_trim` as well, the process held 34 MiB.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import time
 __all__ = ["LARGE_BYTES", "HeapTrimmer", "return_large_blocks_at_once"]
 
 LARGE_BYTES = 1 << 24
-"""A trim is worth its cost only after the process has freed at least this many bytes of sets."""
+"""`malloc_trim` is worth its cost only after the process has freed this many bytes of candidate sets."""
 
 _M_MMAP_THRESHOLD = -3
 
-# Trim several times, because SGLang's event loops keep their last message alive until the next message
-# arrives.
+# Trim the heap several times, because SGLang's event loops keep their last message alive until the next
+# message arrives.
 _DELAYS_S = (1.0, 4.0, 25.0)
 
 
@@ -40,17 +40,17 @@ def return_large_blocks_at_once() -> None:
 
 
 class HeapTrimmer:
-    """Heap trimmer that runs `malloc_trim` in a background thread. Create one instance per process."""
+    """Heap trimmer that runs `malloc_trim` in a background thread. One trimmer serves the whole process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests = 0  # calls of `trim_soon` since the thread started; 0 while no thread runs
+        self._requests = 0  # `trim_soon` calls since the trim thread started; 0 while no trim thread runs
 
     def trim_soon(self) -> None:
         """Trim the heap in the background, 1, 5, and 30 seconds from now.
 
-        If the caller calls this method again before the third trim, the thread repeats all three trims.
-        Outside of Linux and glibc, the thread does nothing.
+        If `trim_soon` is called again before the third trim, the background thread repeats all three trims
+        afterwards. Outside of Linux and glibc, the thread does nothing.
         """
         with self._lock:
             self._requests += 1

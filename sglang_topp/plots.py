@@ -1,7 +1,7 @@
 """Plots of candidate sets for notebooks and papers. Needs matplotlib (`sglang-topp[plot]`).
 
-Each function draws into `ax`, or into the current Axes by default, and returns the Axes. The plots omit
-positions without a candidate set.
+Each plot function draws into the matplotlib Axes `ax`, by default the current Axes, and returns the Axes. The
+plots omit positions without a candidate set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kept_mass", "over_positions", "ratios", "set_sizes"]
 
-# These two colors can be told apart by color-blind readers, and in grayscale.
+# Color-blind readers can tell blue and orange apart. The two colors also differ in grayscale.
 _BLUE, _ORANGE = "#0072b2", "#e69f00"
 _MAX_STRETCHES = 128
 _RATIO_TICKS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5)
@@ -46,7 +46,8 @@ def set_sizes(rollouts: Iterable[HasCandidates], ax: Axes | None = None) -> Axes
     sizes = np.concatenate([sets.sizes[sets.sizes > 0] for sets in _sets_of(rollouts)])
     ax = _axes(ax)
     powers = np.arange(int(sizes.max()).bit_length() + 1)
-    # Each bar includes the power of two at its right end. The first bar counts the sets with one candidate.
+    # Each bar counts the set sizes up to and including a power of two. The first bar counts the sets with one
+    # candidate.
     ax.hist(sizes, bins=[0.5, *(2.0**powers + 0.5)], color=_BLUE, edgecolor="white", linewidth=0.5)
     for q, style in ((50, "--"), (99, ":")):
         value = np.percentile(sizes, q, method="inverted_cdf")
@@ -60,7 +61,7 @@ def kept_mass(rollouts: Iterable[HasCandidates], ax: Axes | None = None) -> Axes
     """Draw the histogram of the kept mass, with token counts on a log axis and a line at the mean.
 
     Raises:
-        InvalidInputError: no rollout has a candidate set, or sets have no log-probs.
+        InvalidInputError: no rollout has a candidate set, or the candidate sets have no log-probs.
         ModuleNotFoundError: matplotlib is not installed.
     """
     mass = np.concatenate([_values("mass", sets)[sets.sizes > 0] for sets in _sets_of(rollouts)])
@@ -81,10 +82,12 @@ def over_positions(
 ) -> Axes:
     """Plot the median and the 10th to 90th percentiles of `value` against the position in the output.
 
-    The function groups positions into at most 128 intervals of equal length.
+    The function groups the positions into at most 128 intervals of equal length, and plots one point per
+    interval.
 
     Raises:
-        InvalidInputError: no rollout has a candidate set, sets have no log-probs, or `value` is unknown.
+        InvalidInputError: no rollout has a candidate set, the candidate sets have no log-probs, or `value` is
+            unknown.
         ModuleNotFoundError: matplotlib is not installed.
     """
     if value not in _LABELS:

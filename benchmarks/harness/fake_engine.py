@@ -170,7 +170,7 @@ class _Connection(asyncio.Protocol):
             b"".join([start, a, rid[1], b, num_prompt, c, end]) for start, a, b, c, end in _answer(tokens)
         )
         self._start(b"200 OK", b"text/event-stream", len(first) * (tokens > 1) + len(whole))
-        if tokens > 1:  # a one-token sample has no separate event for its first token
+        if tokens > 1:  # a sample of one token is a single server-sent event
             self._transport.write(first)
         self._pace.run(tokens, lambda: self._transport.write(whole))
 

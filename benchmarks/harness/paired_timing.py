@@ -19,7 +19,7 @@ __all__ = ["compare", "compare_counts", "wall_s"]
 
 def wall_s(contender: Callable[[], object]) -> float:
     """Return the elapsed seconds of one call."""
-    gc.collect()  # so that this call does not spend time on collecting earlier garbage
+    gc.collect()  # so that the timed call does not collect the garbage of earlier calls
     start = time.perf_counter()
     contender()
     return time.perf_counter() - start
@@ -43,7 +43,7 @@ def compare(
         rounds: Number of measured rounds. Every contender runs once per round.
         warmup: Number of unmeasured rounds that run first.
         target: The ratio that the last contender should reach, printed below the table.
-        clock: Runs a contender and returns the seconds that it took.
+        clock: Runs a contender and returns the seconds that the contender took.
         picture: Name of the PNG that shows the table. Tables with the same `picture` share one PNG.
     """
     ms: dict[str, list[float]] = {label: [] for label in contenders}
@@ -67,7 +67,7 @@ def compare_counts(
 ) -> Table:
     """Print how many times smaller each count is than the first count.
 
-    Counts, such as bytes, are the same in every round, so each is measured only once.
+    Counts, such as bytes, are the same in every round, so each count is measured only once.
     """
     values = {label: [float(count)] for label, count in counts.items()}
     return _print_and_record(

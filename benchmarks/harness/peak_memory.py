@@ -50,8 +50,8 @@ def compare_peaks(
 ) -> Table:
     """Measure peak memory, and print how many times less memory each contender needs than the first one.
 
-    A contender is `(prepare, args)`. Peaks below 1 MiB count as 1 MiB, because the kernel's counters are too
-    coarse below that.
+    Each contender is a pair `(prepare, args)`, as for `peak_bytes`. Peaks below 1 MiB count as 1 MiB, because
+    the kernel's memory counters are too coarse for smaller peaks.
     """
     peaks = {
         label: max(1.0, peak_bytes(prepare, *args, warmup=warmup) / 2**20)
@@ -66,9 +66,10 @@ def _measure(
     prepare(*warmup)()
     work = prepare(*args)
     gc.collect()
-    # Return freed memory to the OS. If glibc reused this memory, the resident set would not grow.
+    # Return freed memory to the OS. If glibc reused the freed memory, the resident set would not grow, and
+    # the measured peak would be too low.
     ctypes.CDLL(None).malloc_trim(0)
-    # Reset the peak of the resident set (VmHWM) to its current size. Linux only.
+    # Reset the peak of the resident set (VmHWM) to the current size of the resident set. Linux only.
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS")
     results = work()

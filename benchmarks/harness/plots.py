@@ -1,7 +1,8 @@
 """Draw bar charts of benchmark results; `python -m benchmarks.harness.plots` redraws all charts.
 
 Each bar shows a row's median ratio: how many times faster or smaller the row is than the table's first row.
-The whisker spans the smallest to the largest ratio over all rounds. A dotted line shows the target.
+The whisker spans the smallest to the largest ratio over all rounds. A dotted line shows the ratio that the
+table's last row should reach.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Spread:
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> Spread:
-        # Digits beyond the sixth are noise.
+        # Keep six significant digits, because the digits beyond the sixth are noise.
         return cls(*(float(f"{value:.6g}") for value in (np.median(values), min(values), max(values))))
 
 
@@ -90,7 +90,7 @@ def record(table: Table) -> None:
 
 @contextlib.contextmanager
 def collect_tables() -> Iterator[list[Table]]:
-    """Yield the list that receives every table recorded inside the `with` block."""
+    """Yield the list to which `record` adds tables inside the `with` block."""
     _recorded.clear()
     yield _recorded
 

@@ -1,6 +1,6 @@
 """The client package: sample rollouts with candidate sets, score sequences, and save and load rollouts.
 
-The package also exports every exception class; the module `sglang_topp.errors` documents them.
+The package also exports every exception class. The module `sglang_topp.errors` documents the exceptions.
 """
 
 from sglang_topp.errors import (

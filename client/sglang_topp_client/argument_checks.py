@@ -64,7 +64,7 @@ def is_text(value: str) -> bool:
 
 
 def find_json_problem(value: Any) -> str | None:
-    """Return why `value` cannot be sent to a sidecar or an engine as JSON, or None if it can."""
+    """Return why `value` cannot be sent to a server as JSON, or None if `value` can be sent."""
     level: list[Any] = [value]
     for _ in range(_MAX_NESTING):
         below: list[Any] = []
@@ -136,7 +136,10 @@ def check_request_id(request_id: Any) -> None:
 
 
 def fresh_id(request_id: str) -> str:
-    """Return a unique id for one call: `request_id`, cut to fit `MAX_REQUEST_ID`, and a random suffix."""
+    """Return a unique id for one call: `request_id` and a random suffix.
+
+    `request_id` is cut so that the id has at most `MAX_REQUEST_ID` characters.
+    """
     unique = f"-{uuid.uuid4().hex}"
     return request_id[: MAX_REQUEST_ID - len(unique)] + unique
 

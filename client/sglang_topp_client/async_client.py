@@ -50,9 +50,9 @@ class AsyncRolloutClient:
     """An asyncio client of one or several sidecars, or of one or several patched SGLang servers.
 
     With several servers, the client sends each call to the server with the fewest samples in flight. All
-    samples of a prompt go to one server, which computes the prompt once and shares it through its prefix
-    cache. If a server dies, hangs, or answers 429 or 5xx, the server's unfinished samples move to the other
-    servers at once. The client tries the failed server again after 0.5 to 8 s.
+    samples of a prompt go to one server, which computes the prompt once and shares the result through its
+    prefix cache. If a server dies, hangs, or answers 429 or 5xx, the server's unfinished samples move to the
+    other servers at once. The client tries the failed server again after 0.5 to 8 s.
 
     One client may be used on several event loops at once. A connection belongs to the event loop that opened
     it, and closes when that loop ends or `close` is called. Pickling a client copies only its configuration.
@@ -63,7 +63,8 @@ class AsyncRolloutClient:
         engine_url: the addresses of all engines that `push_weights` updates; `base_url` by default.
             `push_weights` needs this argument if `base_url` names sidecars or gateways, which do not forward
             weights.
-        kind: the kind of server at `base_url`. With `"auto"`, the client asks the server by one `GET /info`.
+        kind: whether the servers at `base_url` are sidecars or patched SGLang servers. With `"auto"`, the
+            client asks the server by one `GET /info`.
         api_key: the key, sent as a bearer token. The client follows no redirects, so no other server gets the
             key.
         engine_api_key: the bearer token for `engine_url`, for example SGLang's `--admin-api-key`. The default
@@ -73,11 +74,11 @@ class AsyncRolloutClient:
             default trusts the CAs of the system, or the CAs in the file that `SSL_CERT_FILE` names. A client
             with an SSLContext cannot be pickled.
         max_connections: how many calls may be in flight at once. If the limit on open files (`ulimit -n`) is
-            low, the client allows fewer calls: the number of free file descriptors at its first call, minus a
-            reserve of at most 64.
-        max_retries: how many times a call is retried. A retry begins once the call has failed on every ready
-            server. A move to another server is not a retry. Only transport errors and the statuses 429 and
-            5xx are retried.
+            low, the client allows fewer calls: the number of file descriptors that are free at the client's
+            first call, minus a reserve of at most 64.
+        max_retries: how many times a call is retried. A retry begins once the call has failed on every
+            available server. A move to another server is not a retry. Only transport errors and the statuses
+            429 and 5xx are retried.
         max_message_bytes: the maximum length in bytes of one message in an answer, before and after
             decompression. A message holds at most one sample. 512 MiB is enough for a sample of 32,000 tokens
             with 1,500 candidates each.
@@ -197,22 +198,22 @@ class AsyncRolloutClient:
         request_id: str | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """Generate samples for every prompt, and return all of them.
+        """Generate samples for every prompt, and return all samples.
 
-        If a sample fails, the client aborts all other samples and raises the error. The client sends these
-        aborts in the background, so that a timeout or a cancellation never waits for an engine that hangs.
-        `close` waits for pending aborts.
+        If a sample fails, the client aborts all other samples and raises the error. The client sends aborts
+        in the background, so that a timeout or a cancellation never waits for an engine that hangs. `close`
+        waits for pending aborts.
 
-        If a server sends nothing for 10 s, the client probes it. After two failed probes of 10 s each, the
-        server's calls move to another server or are retried. A server with a long queue answers probes and
-        keeps its calls.
+        If a server sends nothing for 10 s, the client probes the server. After two failed probes of 10 s
+        each, the server's calls move to another server or are retried. A server with a long queue answers
+        probes and keeps its calls.
 
         Args:
             prompts: one prompt or several. A prompt is text, token ids, or chat messages, such as
                 `[{"role": "user", "content": "Hello"}]`. For chat messages, the engine applies its chat
-                template (`POST /tokenize`) and opens the assistant's turn, as in a chat completion.
-                `Rollout.prompt_ids` then holds the templated prompt's ids. If the engine uses a conversation
-                template of SGLang (`--chat-template NAME`), pass the template's stop strings in
+                template (`POST /tokenize`) and opens the assistant's turn, as in a chat completion. In this
+                case, `Rollout.prompt_ids` holds the ids of the prompt after templating. If the engine uses a
+                conversation template of SGLang (`--chat-template NAME`), pass the template's stop strings in
                 `sampling_params`. To use tools or template variables, apply the template with the model's
                 tokenizer and pass the token ids. The client refuses images, audio, and video.
             sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n`
@@ -221,8 +222,8 @@ class AsyncRolloutClient:
                 or 0 requests no sets.
             top_logprobs_source: the rule that makes the sets, one for all prompts or one per prompt.
                 `"sampler"` returns the tokens that the engine's sampler could draw under the request's top_k,
-                top_p, and min_p. `"sampler"` does not take `top_logprobs_p`. None or `"distribution"` returns
-                the top-p sets of the threshold `top_logprobs_p`.
+                top_p, and min_p. `"sampler"` cannot be combined with `top_logprobs_p`. None or
+                `"distribution"` returns the top-p sets of the threshold `top_logprobs_p`.
             on_abort: how to treat a sample that the engine aborts because of `abort`, a pause, or a weight
                 update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`
                 that holds everything generated so far and can be resumed. `"resume"` continues the sample, as
@@ -231,12 +232,12 @@ class AsyncRolloutClient:
             progress: whether to show a progress line, if stderr is a terminal. None shows the line for
                 batches that take over two seconds, unless the program has set up logging.
             request_id: the name of the request for `abort` and for the server's logs: printable text of at
-                most 512 characters. The default is a random name.
-            return_exceptions: whether the other samples continue if one sample fails. The returned list then
-                holds the error in the place of the failed sample. `isinstance(entry, Rollout)` distinguishes
-                rollouts from errors. If a prompt fails, all of its unfinished samples get the same error.
-                Samples that are ended by `timeout_s` or `abort` also get errors. Wrong arguments still raise
-                before anything is sent.
+                most 512 characters. By default, the client makes up a random name.
+            return_exceptions: whether the other samples continue if one sample fails. If True, the returned
+                list holds an error in the place of each failed sample. `isinstance(entry, Rollout)`
+                distinguishes rollouts from errors. If a prompt fails, the list holds the same error for all
+                unfinished samples of the prompt. The list also holds errors for samples that `timeout_s` or
+                `abort` ended. A wrong argument always raises an error, before anything is sent.
 
         Returns:
             One rollout per sample, in the order of the prompts; the samples of a prompt are adjacent.
@@ -247,8 +248,8 @@ class AsyncRolloutClient:
                 effect (`sglang_topp.engine_contract.resumable_sampling_params`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
-            TransportError, OverloadedError, ServerError: the call and all of its retries failed. If several
-                servers were tried and none answered, the message names all of them.
+            TransportError, OverloadedError, ServerError: the call and all of its retries failed. If the
+                client tried several servers and none answered, the message names all of these servers.
             AbortedError: a sample was ended by `abort`, a pause, or a weight update.
             RolloutError: the engine aborted a sample for another reason, or ended it with an error.
             MissingCandidateSetsError: the answer lacks the requested candidate sets.
@@ -274,13 +275,13 @@ class AsyncRolloutClient:
         progress: bool | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[Rollout, None]:
-        """Generate samples as `generate` does, but yield each one as it finishes, in any order.
+        """Generate samples as `generate` does, but yield each sample as it finishes, in any order.
 
         The client sends nothing before the first iteration. Once 1,024 finished samples wait for the caller,
-        the client sends no more prompts until the caller has taken half of these samples. Prompts in flight
-        still finish. Closing the iterator (`aclose`, or `contextlib.aclosing` around it) aborts the remaining
-        samples in the engine. A sample is never yielded twice: after a lost connection, only unfinished
-        samples are generated again.
+        the client sends no more prompts until the caller has taken half of these samples. Prompts that were
+        already sent still finish. Closing the iterator (`aclose`, or `contextlib.aclosing` around it) aborts
+        the remaining samples in the engine. A sample is never yielded twice: after a lost connection, only
+        unfinished samples are generated again.
 
         There is no time limit by default, because `timeout_s` also counts the time that the caller spends
         between samples.
@@ -333,7 +334,7 @@ class AsyncRolloutClient:
     ) -> list[Any]:
         """Continue rollouts that were aborted, reached `max_new_tokens`, or were extended.
 
-        Each result looks as if it had been generated without interruption: its ids, text, log-probs,
+        Each result looks as if the rollout had been generated without interruption: the ids, text, log-probs,
         candidate sets, and weight versions cover the earlier part and the new part. Another engine or newer
         weights may generate the new part. A stop string may begin in the earlier part and end in the new
         part. `Rollout.extend` begins a new turn: `max_new_tokens`, `min_new_tokens`, and stop strings apply
@@ -348,8 +349,8 @@ class AsyncRolloutClient:
                 one per rollout. `max_new_tokens` is required. `max_new_tokens` and `min_new_tokens` count all
                 tokens of the turn, not only the new tokens. `n` is ignored, because each rollout is one
                 sample.
-            top_logprobs_p: as for `generate`. For rollouts with candidate sets, pass the same rule and
-                threshold again. For rollouts without sets, pass None.
+            top_logprobs_p: as for `generate`. For rollouts with candidate sets, pass the same
+                `top_logprobs_source` and `top_logprobs_p` again. For rollouts without sets, pass None.
             top_logprobs_source: as for `generate`.
             on_abort: as for `generate`.
             timeout_s: as for `generate`.
@@ -371,8 +372,8 @@ class AsyncRolloutClient:
         def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
             return self._stream(requests, parts, on_abort, timeout_s, progress, request_id, on_failure)
 
-        # Several rollouts may have the same indices, so a request's prompt index is the position in
-        # `rollouts`. The statement after the call restores the original indices in the results.
+        # Two of the rollouts may have the same prompt index and sample index. The requests therefore use the
+        # position in `rollouts` as prompt index, and the code below restores the original indices.
         resumed = await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
         return [
             replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
@@ -432,8 +433,8 @@ class AsyncRolloutClient:
             sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
                 output tokens form the sequence.
             top_logprobs_p: the threshold p of the candidate sets, one for all sequences or one per sequence.
-                None or 0 requests no sets. There is no `top_logprobs_source`, because no sampler drew these
-                tokens.
+                None or 0 requests no sets. `score` has no argument `top_logprobs_source`, because no sampler
+                drew these tokens.
             start: the first scored position, at least 1; one for all sequences or one per sequence. The
                 default is 1 or, for a Rollout, the position of its first generated token. Position 0 cannot
                 be scored, because no token precedes it. If `start` is the sequence's length, no position is
@@ -493,9 +494,9 @@ class AsyncRolloutClient:
         waits up to three seconds for the engine to receive the abort. If the engine does not receive the
         abort, the closed connections abort the samples. Cancelling the method does not cancel the aborts.
 
-        If this client runs no request with this `request_id`, the client asks every server to abort it. In
-        that case, `request_id` may be an engine's own id, as in `Rollout.request_id`, or a name that another
-        client sent to a sidecar.
+        If this client runs no request with this `request_id`, the client asks every server to abort the
+        request. `request_id` may therefore also be an id that an engine gave a sample, as in
+        `Rollout.request_id`, or a name that another client sent to a sidecar.
         """
         check_request_id(request_id)
         await self._runner.abort(request_id)
@@ -505,8 +506,8 @@ class AsyncRolloutClient:
 
         The `on_abort` of each request decides what happens to its samples. Pause the engines before this
         call. If the engines are not paused, clients continue samples with `on_abort="resume"` at once. This
-        client's requests with `on_abort="return"` send no further prompts, end, and return their partial
-        samples, as after `abort`.
+        client's requests with `on_abort="return"` end, as after `abort`: the client sends no further prompts
+        of these requests, and returns their partial samples.
         """
         await self._runner.abort_all()
 
@@ -529,8 +530,9 @@ class AsyncRolloutClient:
 
         Args:
             weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
-                can read. The other transports also accept (name, tensor) pairs: the names and unsharded
-                tensors of a checkpoint. A background thread reads the pairs, about 128 MiB at a time.
+                can read. `"tensor"` and `"distributed"` also accept (name, tensor) pairs: the names and
+                unsharded tensors of a checkpoint. A background thread reads these pairs, about 128 MiB at a
+                time.
             version: the name of the weights, such as `"8"`; see `Rollout.weight_versions`.
             via: the transport of the weights. `"disk"`: every engine loads the folder. A model is saved to a
                 temporary folder, which only engines on this machine can read; for other engines, save the
@@ -545,8 +547,8 @@ class AsyncRolloutClient:
                 `"retract"` fails if requests are in flight. `"abort"`: requests are aborted, and their
                 `on_abort` decides what follows. `"in_place"`: requests continue with the KV cache of the old
                 weights, and no cache is flushed.
-            timeout_s: the time limit of each step on an engine, such as pausing it or sending it one bucket
-                of tensors.
+            timeout_s: the time limit of each step on an engine, such as pausing the engine or sending it one
+                bucket of tensors.
 
         Raises:
             InvalidInputError: an argument is wrong, or a URL is not an engine's; nothing was sent.
@@ -596,9 +598,9 @@ class AsyncRolloutClient:
         Call this method when a training run starts. Some gateways silently drop fields that they do not know.
         The client therefore asks each engine or gateway for four tokens, and checks in the answers that every
         request field arrived and that every answer field came back. A field that the engine's release refuses
-        also passes, because the refusal shows that the field arrived. If a gateway sends these requests to
-        only some of its engines, the check covers only those engines. A sidecar checks its own engine, so the
-        client only asks whether the sidecar is ready.
+        also passes, because the refusal shows that the field arrived. A gateway may send the client's
+        requests to only some of its engines, and then only those engines are checked. A sidecar checks its
+        own engine, so the client asks a sidecar only whether the sidecar is ready.
 
         Raises:
             WireError: a field was lost on the way; the error's `field` and message name the field.
@@ -608,9 +610,10 @@ class AsyncRolloutClient:
         await self._runner.check_fields()
 
     async def close(self) -> None:
-        """Stop all requests on this event loop, and close its connections. The client stays usable.
+        """Stop all requests on this event loop, and close the loop's connections.
 
-        This method waits up to three seconds for the engines to receive the aborts.
+        The client stays usable after `close`. `close` waits up to three seconds for the engines to receive
+        the aborts.
         """
         await self._runner.close()
 
@@ -687,7 +690,7 @@ def _server_urls(name: str, urls: Any) -> list[str]:
 
 
 def _check_call(timeout_s: Any, progress: Any, request_id: Any) -> float | None:
-    """Check the arguments that all methods share, and return the time limit as a float."""
+    """Check the arguments that rollouts and scores share, and return `timeout_s` as a float."""
     if progress is not None and not isinstance(progress, bool):
         raise InvalidInputError(f"progress: got {describe(progress)}, expected True, False, or None")
     if request_id is not None:

@@ -58,7 +58,7 @@ class Progress:
             )
             sys.stderr.flush()
         except Exception:
-            # Writing fails if the terminal was closed. The batch must continue without a progress line.
+            # Writing fails if the terminal was closed. The batch continues without a progress line.
             self._is_on = False
         self._has_written = True
 

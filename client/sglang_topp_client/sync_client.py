@@ -1,8 +1,8 @@
 """RolloutClient: the synchronous client, which runs `AsyncRolloutClient` in a background thread.
 
-The thread has its own event loop (`transport/loop_thread.py`). The client therefore works in any number of
-threads and inside a running loop, such as a notebook's. The asynchronous client does the retries, the aborts,
-and the decoding.
+The background thread has its own event loop (`transport/loop_thread.py`). Any number of threads may therefore
+call the client, even a thread that already runs an event loop, such as a notebook's. `AsyncRolloutClient`
+does the retries, the aborts, and the decoding.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class RolloutClient:
         request_id: str | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """Continue rollouts that were cut short or extended; see `AsyncRolloutClient.resume`."""
+        """Continue aborted, truncated, or extended rollouts; see `AsyncRolloutClient.resume`."""
         return self._thread.run(
             self._client.resume(
                 rollouts,
@@ -310,14 +310,14 @@ class RolloutClient:
             while (result := self._thread.run(following())) is not None:
                 yield result
         finally:
-            # Closing the generator aborts the remaining samples. If this thread cannot wait for the event
-            # loop, the loop closes the generator later: when the generator is garbage-collected, or when the
+            # Closing the generator `results` aborts the remaining samples. If this thread cannot wait for the
+            # event loop, the loop closes the generator when the generator is garbage-collected, or when the
             # loop ends.
             if self._thread.can_wait:
                 self._thread.run(results.aclose())
 
     def abort(self, request_id: str) -> None:
-        """Abort a request that another thread waits for; see `AsyncRolloutClient.abort`."""
+        """Abort a request whose results another thread awaits; see `AsyncRolloutClient.abort`."""
         self._thread.run(self._client.abort(request_id))
 
     def abort_all(self) -> None:
@@ -346,9 +346,9 @@ class RolloutClient:
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:
-        """Check that no server or gateway drops a request field that the client needs.
+        """Check that no server or gateway drops a request or answer field that the client needs.
 
-        `AsyncRolloutClient.check_servers` describes the check.
+        `AsyncRolloutClient.check_servers` describes which requests this method sends.
         """
         self._thread.run(self._client.check_servers())
 

@@ -40,8 +40,9 @@ SUPPORTED_TRL = ("1.16.0",)
 """The TRL releases that the tests cover. `ReplayMixin` overrides private methods of `GRPOTrainer`, which may
 change between releases."""
 
-# SGLang's sampling parameters that only end a sample or forbid tokens, so that the candidate sets stay exact.
-# Any parameter outside this list would change log-probs in ways that a rollout does not record.
+# A caller may set only the sampling parameters in `_SAMPLING`. Each of them ends a sample or forbids tokens,
+# so the candidate sets stay exact. Any other sampling parameter would change log-probs, and a rollout does
+# not record the change.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
 
@@ -72,11 +73,11 @@ class SGLangRollouts:
     Args:
         client: a client whose `engine_url` names every engine behind its `base_url`.
         sampling_params: any of SGLang's sampling parameters `ignore_eos`, `min_new_tokens`, `stop`,
-            `stop_regex`, `json_schema`, `regex`, and `ebnf`, of which the last three are grammars. Other
-            parameters are refused.
+            `stop_regex`, `json_schema`, `regex`, and `ebnf`, of which the last three are grammars. The
+            constructor refuses every other parameter.
 
     Raises:
-        InvalidInputError: a sampling parameter belongs to `GRPOConfig`, or cannot be replayed.
+        InvalidInputError: `GRPOConfig` has a sampling parameter, or replay does not support the parameter.
     """
 
     def __init__(self, client: RolloutClient, *, sampling_params: Mapping[str, Any] | None = None) -> None:
@@ -96,7 +97,7 @@ class SGLangRollouts:
         Raises:
             InvalidInputError: a prompt contains an image.
             WireError: an engine sampled with weights other than the last pushed ones.
-            SglangToppError: the push or the client's `generate` failed.
+            SglangToppError: the weight push or the client's `generate` failed.
         """
         version = self._push_weights(trainer)
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
@@ -141,8 +142,9 @@ class SGLangRollouts:
         """Push the weights from the main process, and return their version on every process."""
         accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
         # All batches of an evaluation share one weight push, because the step does not change between the
-        # batches. In training, every generation pushes the weights, even if the step is the same. Each call
-        # of `train` counts steps from 0 again, so one step number can stand for different weights.
+        # batches. In training, every generation pushes the weights, even if the step is the same. TRL counts
+        # steps from 0 again in each call of `train`, so two pushes can have the same step but different
+        # weights.
         if accelerator.is_main_process and (trainer.model.training or step != self._pushed_step):
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
@@ -159,13 +161,14 @@ class SGLangRollouts:
         return self._version
 
 
-_Next: Any = object  # in place of `GRPOTrainer`; `Any` lets the type checker accept every attribute
+# For the type checker, `_Next` stands for `GRPOTrainer`, and the annotation `Any` allows every attribute.
+_Next: Any = object
 
 
 class ReplayMixin(_Next):  # type: ignore[misc]
-    """A mixin that lets GRPO score over candidate sets. List the mixin before `trl.GRPOTrainer`.
+    """Mixin for `trl.GRPOTrainer` that scores over candidate sets. List the mixin before `GRPOTrainer`.
 
-    - The policy's and the reference's log-probs, the entropy, and the KL are taken over the rollout's
+    - The policy's and the reference's log-probs, the entropy, and the KL are computed over the rollout's
       candidate sets.
     - The old log-probs come from the rollout (`Rollout.masked_logprobs`). Importance ratios therefore compare
       the trainer with the engine, even in the first step.
@@ -175,8 +178,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
 
     Raises:
         InvalidInputError: the installed release of TRL is not in `SUPPORTED_TRL`, or replay does not support
-            an option. The error message names the option and the reason. The constructor raises the error
-            before any rollout.
+            an option of the trainer. The constructor checks the release and the options, so training does not
+            start. The error message names the unsupported option and the reason.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -206,8 +209,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         return prompt_ids, completion_ids, env_mask, completions, old_logprobs, extra_fields, *images
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        # TRL scores the reference with `_get_per_token_logps_and_entropies`. While `_rows` is None, that
-        # method scores over `_sets`, which has the sets of all rows.
+        # TRL scores the reference model with `_get_per_token_logps_and_entropies`. While `_rows` is None,
+        # `_get_per_token_logps_and_entropies` scores over `_sets`, which has the candidate sets of all rows.
         self._rows = None
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         # TRL shuffles and splits lists together with tensor rows, so each row keeps its candidate sets.
@@ -235,9 +238,12 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Score completions over their sets. Return (log-probs [B, C], entropies [B, C] or None, None)."""
+        """Score completions over candidate sets.
+
+        Return (log-probs [B, C], entropies [B, C] or None, None).
+        """
         if model is self.model and not compute_entropy:
-            # TRL would compute the old log-probs with this call, but the rollout already supplies them.
+            # TRL asks for no entropy when it wants the old log-probs, which the rollout already supplies.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []
@@ -282,8 +288,8 @@ class _ScoredRows:
         """int64 [T]: the scored token ids."""
         kept = self.is_scored.any(1).tolist()
         self.sets = CandidateSets.concat([each for each, is_kept in zip(sets, kept, strict=True) if is_kept])
-        # `replayed_old_logprobs` raises an error if a position's set belongs to another token than
-        # the target.
+        # `replayed_old_logprobs` raises an error if the set at a position does not belong to the position's
+        # target token.
         self.old_logprobs = replayed_old_logprobs(self.sets, output_ids=self.targets)
         """float32 [T] on the CPU: the rollout's log-probs for the targets, over their candidate sets."""
         self.tensors = self.sets.to_torch(completion_ids.device)
@@ -292,7 +298,7 @@ class _ScoredRows:
 def _add_candidate_head(model: Any, temperature: float) -> None:
     """Let `model(..., candidate_rows=rows)` return log-probs and entropies over the candidate sets.
 
-    The new code is a branch of the model's own `forward`, so that the hooks of DDP and FSDP still run.
+    `candidate_rows` selects a branch in the model's own `forward`, so that the hooks of DDP and FSDP run.
     """
     other_forward = model.forward
     config = model.config.get_text_config()
@@ -354,7 +360,8 @@ def _checked_sets(
 
     Raises:
         MissingCandidateSetsError: the `rollout_func` returned no sets.
-        InvalidInputError: the sets do not belong to the completions, or a token with a loss has an empty set.
+        InvalidInputError: the sets do not belong to the completions, or a token that counts in the loss has
+            an empty set.
     """
     if sets is None or any(each is None for each in sets):
         raise MissingCandidateSetsError(

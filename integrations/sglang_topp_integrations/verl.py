@@ -1,15 +1,16 @@
 """Adapter for verl: train with PPO or GRPO on SGLang's rollouts, and score the policy over their sets.
 
 Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, so that every process that imports verl also
-imports this module. Importing this module installs the adapter. If the import fails, the process stops. The
-sets pass through four functions and classes on their way from SGLang to the trainer::
+imports this module. Importing this module installs the adapter. If that import fails, the verl process stops.
+The sets pass through four functions and classes on their way from SGLang to the trainer::
 
     ReplayHttpServer.generate     asks SGLang, and packs the sets of a request beside its tokens
     LLMServerClient.generate      keeps the sets of a trajectory's requests: its turns and continuations
     AgentLoopOutput.as_dict       joins them into the field `candidate_sets`, which TransferQueue carries
     ReplayEngine                  scores each micro-batch over the sets of its rows
 
-Shape legend: B rows of a micro-batch, T tokens of all rows, V vocabulary.
+Shape legend: B is the number of rows in a micro-batch, T the number of tokens in all rows, and V the
+vocabulary size.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ TransferQueue carries the reason as text instead.
 """
 
 _MODULES = "VERL_USE_EXTERNAL_MODULES"
-# A request whose sampling parameters include one outside `_SAMPLER` and `_OTHERS` gets no sets, because that
-# parameter would change log-probs in ways that a rollout does not record.
+# A request gets no sets if it has a sampling parameter outside `_SAMPLER` and `_OTHERS`. Such a parameter
+# would change log-probs, and a rollout does not record the change.
 _SAMPLER = ("temperature", "top_p", "top_k")
 _OTHERS = (
     "ignore_eos",
@@ -72,10 +73,13 @@ _OTHERS = (
 )
 
 _turns: ContextVar[list[tuple[list[int], bytes | None]] | None] = ContextVar("turns", default=None)
-"""The requests of the running trajectory, in order: each request's generated tokens and their packed sets, or
-None without sets."""
+"""The requests of the running trajectory, in order.
 
-_Next: Any = object  # in place of verl's `SGLangHttpServer`, which only serving processes import
+Each entry has a request's generated token ids, and the request's packed candidate sets, or None in place of
+the sets if the request has none."""
+
+# `_Next` stands for verl's `SGLangHttpServer`, which only serving processes import.
+_Next: Any = object
 
 
 class ReplayHttpServer(_Next):  # type: ignore[misc]
@@ -85,8 +89,8 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
         """Launch SGLang, and send one request to check that SGLang returns sets.
 
         Raises:
-            SglangToppError: SGLang answered the check request without sets. The launch fails with this error,
-                so no rollout starts.
+            SglangToppError: SGLang's answer to that request has no sets. The error ends the launch, so no
+                rollout starts.
         """
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
@@ -98,10 +102,10 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> Any:
-        """Return verl's `TokenOutput`, with log-probs that are renormalized over the sets.
+        """Return verl's `TokenOutput`, with log-probs that are renormalized over the candidate sets.
 
         Raises:
-            SglangToppError: SGLang's answer has no sets, or its sets are invalid.
+            SglangToppError: SGLang's answer has no candidate sets, or the sets are invalid.
         """
         params = {name: value for name, value in sampling_params.items() if value is not None}
         is_rollout = all(params.get(name) == getattr(self.config, name) for name in _SAMPLER)
@@ -112,14 +116,15 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
         ):
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         asked = {"top_logprobs_p": self.config.top_p, "return_logprobs_in_base64": True}
-        # verl drops the `meta_info` of SGLang's answer. So a copy of this server makes the call. The copy has
-        # a recorder in place of the tokenizer manager, and the recorder keeps the answer.
+        # verl drops the `meta_info` of SGLang's answer. `generate` therefore runs on a copy of this
+        # `ReplayHttpServer`. In the copy, an `_AnswerRecorder` replaces the tokenizer manager and keeps the
+        # answer.
         call = copy.copy(self)
         call.tokenizer_manager = answers = _AnswerRecorder(self.tokenizer_manager)
         output = await super(ReplayHttpServer, call).generate(
             prompt_ids, {**params, "logprobs": True, "custom_params": asked}, request_id, **kwargs
         )
-        sets = CandidateSets.empty(0)  # a request that was aborted before its first token has no sets
+        sets = CandidateSets.empty(0)  # an aborted request without tokens has no sets
         if output.token_ids:
             sets = formats.decode_top_p(answers.last["meta_info"], output.token_ids)
             sets.check_kept_mass(self.config.top_p)
@@ -129,7 +134,7 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
 
 
 class _AnswerRecorder:
-    """A tokenizer manager for one request, which keeps the last output of the request."""
+    """Wrapper of SGLang's tokenizer manager that keeps the last output of one request."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -148,7 +153,7 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's FSDP engine for policy and reference, with log-probs and entropies over the sets.
 
     Raises:
-        InvalidInputError: an option of the engine or the model cannot be replayed; the message says why.
+        InvalidInputError: replay does not support an option of the engine or the model. The message says why.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -166,16 +171,16 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def prepare_model_outputs(
         self, output: Any, output_args: Mapping[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """Return the tensor `log_probs`, and `entropy` if the micro-batch asks for it.
+        """Return the tensor `log_probs`, and the tensor `entropy` if the micro-batch asks for entropies.
 
         Both tensors are jagged [B, *], with 0 at prompt positions.
 
         Raises:
-            MissingCandidateSetsError: a row with a loss has no sets.
-            InvalidInputError: the sets of a row belong to other tokens.
+            MissingCandidateSetsError: a row or a token that counts in the loss has no candidate set.
+            InvalidInputError: a row's candidate sets do not belong to the row's response tokens.
         """
         offsets = micro_batch["input_ids"].offsets()
-        # Leave out the tokens that `pad_to_length` appends.
+        # Leave out the padding that verl's `pad_to_length` appends after the packed tokens.
         part = slice(0, len(micro_batch["input_ids"].values()))
         wants_entropy = bool(tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False))
         scores = masked_logprobs(
@@ -194,13 +199,15 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 def packed_sets(micro_batch: Any) -> CandidateSets:
     """Return the candidate sets of a micro-batch's T packed tokens.
 
-    A token's set is one position before the token, where the model computes the logits that score the token.
+    The set of a token is at the position before the token, because the logits at that position score the
+    token.
 
-    A row without a loss gets empty sets, because verl's padding rows hold copies of another row's fields.
+    A row gets empty sets if all of its `response_mask` is 0. verl's padding rows are such rows, and hold
+    copies of another row's fields.
 
     Raises:
-        MissingCandidateSetsError: a row with a loss has no sets, or a token with a loss has no set.
-        InvalidInputError: the sets of a row belong to other tokens.
+        MissingCandidateSetsError: a row or a token that counts in the loss has no candidate set.
+        InvalidInputError: a row's candidate sets do not belong to the row's response tokens.
     """
     packed = tu.get(micro_batch, FIELD)
     if packed is None:
@@ -223,19 +230,22 @@ def packed_sets(micro_batch: Any) -> CandidateSets:
             )
         rows.append(sets)
     ends = micro_batch["input_ids"].offsets()[1:].cpu().numpy()
-    starts = ends - [len(ids) + 1 for ids in responses]  # the logits before a token score that token
+    starts = ends - [len(ids) + 1 for ids in responses]  # the logits at a position score the next token
     batch = BatchCandidateSets.from_rows(rows)
     return batch.place(np.zeros_like(starts), starts, (1, int(ends[-1]))).sets
 
 
 def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> bytes | str:
-    """Join the sets of a trajectory's requests. Tokens that no request generated get empty sets."""
+    """Join the candidate sets of a trajectory's requests, and pack them, or return why sets are missing.
+
+    A token that no request generated gets an empty set.
+    """
     if any(packed is None for _, packed in turns):
         return "a request had none: its sampling parameters were not those of actor_rollout_ref.rollout"
     sets = CandidateSets.concat([formats.unpack(packed) for _, packed in turns if packed is not None])
     is_generated = np.asarray(output.response_mask, bool)
     ids = np.asarray(output.response_ids)[is_generated]
-    # If verl has cut a response that was too long, cut its sets too.
+    # If verl has cut a response that was too long, cut the response's sets too.
     if len(ids) > len(sets) or not np.array_equal(sets.sampled_ids[: len(ids)], ids):
         return "the agent loop returned other tokens than its requests generated, or in another order"
     tokens = BatchCandidateSets(sets[: len(ids)], np.arange(len(ids) + 1, dtype=np.int64))
@@ -243,7 +253,7 @@ def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> 
     return formats.pack(tokens.place(np.zeros_like(places), places, (1, len(is_generated))).sets)
 
 
-# Each function below wraps the verl function that its docstring names. The argument `original` is that
+# Each function below wraps the verl function that its docstring names. The argument `original` is the wrapped
 # verl function.
 
 
@@ -256,7 +266,7 @@ async def _keep_sets(original: Callable[..., Any], client: Any, *args: Any, **kw
 
 
 async def _run_trajectory(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `AgentLoopWorker._run_agent_loop`: collect the sets of one trajectory."""
+    """Wrap `AgentLoopWorker._run_agent_loop`: collect the candidate sets of one trajectory's requests."""
     token = _turns.set([])
     try:
         return await original(worker, *args, **kwargs)
@@ -280,7 +290,7 @@ def _forward_modules(original: Callable[..., dict[str, Any]], *args: Any, **kwar
 
 
 def _check_config(original: Callable[..., None], trainer: Any, config: Any) -> None:
-    """Wrap `PPOTrainer.__init__`: raise InvalidInputError for an option that cannot be replayed."""
+    """Wrap `PPOTrainer.__init__`: raise InvalidInputError for an option that replay does not support."""
     top_p, temperature = (config.actor_rollout_ref.rollout[name] for name in ("top_p", "temperature"))
     if not 0 < top_p < 1:
         raise InvalidInputError(
@@ -335,14 +345,14 @@ def _is_loaded(worker: Any) -> bool:
 
 
 def _refuse_v0(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `RayPPOTrainer.__init__`: refuse this older trainer of verl."""
+    """Wrap `RayPPOTrainer.__init__`: refuse to train with verl's older trainer."""
     raise InvalidInputError("trainer.use_v1: got False, expected True: the sets travel through TransferQueue")
 
 
 def _load_replica() -> type[Any]:
     """Return verl's replica class for SGLang, with servers that return sets.
 
-    The servers of reward models and teachers stay unchanged.
+    Reward models and teachers keep verl's own server class.
     """
     plain: Any = _load_sglang()
     module = importlib.import_module(plain.__module__)
@@ -376,7 +386,7 @@ def _install() -> None:
     for owner, name, around in (
         (LLMServerClient, "generate", _keep_sets),
         (AgentLoopWorker, "_run_agent_loop", _run_trajectory),
-        # Ray's decorator copies inherited methods into an actor's class, so wrap that copy too.
+        # Ray's decorator copied the inherited `_run_agent_loop` into the actor's class, so wrap the copy too.
         (AgentLoopWorkerTQ.__ray_metadata__.modified_class, "_run_agent_loop", _run_trajectory),
         (AgentLoopOutput, "as_dict", _add_sets),
         (PPOTrainer, "__init__", _check_config),
@@ -386,7 +396,7 @@ def _install() -> None:
     ):
         _wrap(owner, name, around)
     RolloutReplicaRegistry.register("sglang", _load_replica)
-    # verl looks up an engine by vendor before it looks by device, so register this engine for the vendor.
+    # verl prefers an engine class that is registered for the device's vendor, so name the vendor here.
     register = EngineRegistry.register("language_model", ["fsdp", "fsdp2"], get_device_name(), get_vendor())
     register(ReplayEngine)
 

@@ -1,7 +1,7 @@
-"""Build the report of `sglang-topp doctor`, which shows whether the patch set fits the installed SGLang.
+"""Build the report of `sglang-topp doctor`: whether the patch set works with the installed SGLang.
 
-`report` loads the plugin in the same way as SGLang. The report has an entry for each seam, which is an SGLang
-function that the patch set wraps or calls.
+Like SGLang, `report` loads the plugin with `load_plugins`. The report has an entry for each seam, which is an
+SGLang function that the patch set wraps or calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["report"]
 
 
 def report() -> tuple[bool, list[str]]:
-    """Return whether candidate sets can be served with the installed SGLang, and the lines of the report."""
+    """Return whether the installed SGLang can serve candidate sets, and the report's lines of text."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

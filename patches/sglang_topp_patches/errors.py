@@ -10,11 +10,11 @@ __all__ = ["CallEndedError"]
 class CallEndedError(ValueError):
     """An error that ends an HTTP call with the given status.
 
-    SGLang answers a ValueError with an error response that has the exception's `status_code`. In a stream,
-    SGLang sends an error event with that code.
+    SGLang turns a `CallEndedError`, which is a ValueError, into an error response with the status
+    `status_code`. In a stream, SGLang sends an error event with the code `status_code`.
 
     Attributes:
-        status_code: the HTTP status.
+        status_code: the HTTP status of the answer.
     """
 
     def __init__(self, problem: str, status_code: int = HTTPStatus.TOO_MANY_REQUESTS) -> None:

@@ -1,8 +1,8 @@
-"""Plugin entry point (group `sglang.srt.plugins`): check the running SGLang and install the hooks into it.
+"""Plugin entry point (group `sglang.srt.plugins`): check the running SGLang, and register the hooks.
 
 SGLang calls `register` in the launcher and in every process that it starts, before the process serves.
-`register` checks every seam: each SGLang function that the patch set wraps or calls. If a seam is missing or
-changed, `register` registers only the hooks that refuse requests and report problems.
+`register` checks every seam: each SGLang function that the patch set wraps or calls. If SGLang lacks or has
+changed one of these functions, `register` registers only the hooks that refuse requests and report problems.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["ProcessState", "register"]
 class ProcessState:
     """The mutable state of one SGLang process.
 
-    `Hook.state` (`compat.seams`) is the name of one of these attributes. The hook receives the attribute's
-    value as its first argument.
+    If `Hook.state` (`compat.seams`) names an attribute of `ProcessState`, the hook receives the value of that
+    attribute as its first argument.
 
     Attributes:
         in_flight: counts the candidates that the process holds. `http.in_flight` and `scheduler.in_flight`
             refer to the same counter.
         http: the state for the hooks of an HTTP process.
-        prefill_server: keeps the candidate sets of first tokens until decode servers fetch the sets; the same
-            object as `http.prefill_server`.
+        prefill_server: on a prefill server, keeps the candidate sets of first tokens until decode servers
+            fetch these sets; the same object as `http.prefill_server`.
         scheduler: the state for the hooks of a scheduler process.
         prefix_cache: tracks which weights computed the KV in the scheduler's prefix cache; the same object as
             `scheduler.prefix_cache`.
@@ -58,7 +58,10 @@ class ProcessState:
 
 
 def register() -> None:
-    """Check every seam and register the hooks. SGLang then installs the registered hooks."""
+    """Check the SGLang functions that the patch set depends on, and register the hooks.
+
+    SGLang installs the registered hooks after this function returns.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     worker_app.install()

@@ -1,8 +1,8 @@
 """Give the reasons why a server, or a single request, cannot get exact candidate sets.
 
-The reasons follow from the server's arguments, from the environment variables, and from the request's
-sampling parameters. Two other modules give further reasons: `compat.seam_check`, if the patch set does not
-fit the SGLang release, and `http.process_state`, if SGLang's HTTP routes run without the patch set's checks.
+The functions in this module derive the reasons from the server's arguments, the environment variables, or a
+request's sampling parameters. `compat.seam_check` gives the reason if the patch set does not fit the SGLang
+release. `http.process_state` gives the reason if SGLang's HTTP routes run without the patch set's checks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = [
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
-# The sampling backends whose token filters are known exactly, from SGLang's source. SGLang records the
-# filtered probabilities of these backends for its own request field `return_sampling_mask`.
+# The sampling backends whose token filters are known exactly, from SGLang's source. For its own request field
+# `return_sampling_mask`, SGLang records the filtered probabilities of the backends flashinfer and pytorch.
 _SAMPLING_BACKENDS = ("flashinfer", "pytorch")
 
 
@@ -35,7 +35,7 @@ def server_problems(server_args: Any) -> tuple[str, ...]:
     """Return every reason why this server refuses candidate sets; empty if it serves them.
 
     Args:
-        server_args: SGLang's `ServerArgs`; None if the process has not parsed its arguments yet.
+        server_args: SGLang's `ServerArgs`; None if this process has not parsed its command line yet.
     """
     return (*status().problems, *_mode_problems(server_args))
 
@@ -44,7 +44,7 @@ def request_problem(temperature: Any) -> str:
     """Return why this server has no exact sets for a request at this temperature, or an empty string.
 
     With `SGLANG_RETURN_ORIGINAL_LOGPROB`, SGLang reports log-probs of the logits before the division by the
-    temperature. Without this variable, no temperature is refused.
+    temperature. Without `SGLANG_RETURN_ORIGINAL_LOGPROB`, the server accepts every temperature.
     """
     if temperature not in (None, 0, 1) and _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return f"temperature: got {temperature!r}, expected 1: {_ORIGINAL_LOGPROB}"
@@ -65,8 +65,8 @@ def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
     return ""
 
 
-_GREEDY_BELOW = 1e-6  # SGLang replaces a temperature below this value with a top_k of 1
-_NO_TOP_K = (-1, 1 << 30)  # both mean that top_k is off: callers write -1, and SGLang stores 1 << 30
+_GREEDY_BELOW = 1e-6  # SGLang samples greedily (top_k = 1) at every temperature below this value
+_NO_TOP_K = (-1, 1 << 30)  # callers turn top_k off with -1, and SGLang then stores 1 << 30
 _NUCLEUS_ONLY = f"{NUCLEUS} returns the nucleus of top_p alone"
 
 
@@ -88,7 +88,7 @@ def source_problems() -> tuple[str, ...]:
         return (reason,)
     try:
         backend, on_policy = internals().sampling()
-    except ValueError as error:  # raised if SGLang has not set its configuration in this process
+    except ValueError as error:  # SGLang's configuration is not set in this process
         return (f"the sampling backend is not known here: {error}",)
     reasons = []
     if backend not in _SAMPLING_BACKENDS:
@@ -110,9 +110,9 @@ def environment_problems() -> tuple[str, ...]:
 
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
-    # `SGLANG_ENABLE_GRAPH_POOL_BORROW` affects prompt logits in SGLang 0.5.21 to 0.5.23, and `eagle_sample`
-    # in 0.5.19. If the flag is on, another CUDA graph may overwrite logits before the hooks extract sets from
-    # them.
+    # If `SGLANG_ENABLE_GRAPH_POOL_BORROW` is on, another CUDA graph may overwrite logits before the hooks
+    # extract sets from these logits. In SGLang 0.5.21 to 0.5.23, the logits of prompts are affected. In
+    # 0.5.19, the logits in `eagle_sample` are affected.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),
@@ -155,7 +155,7 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
 
 
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the possible reasons to refuse speculative decoding. A value is true if its reason applies."""
+    """Map each possible reason to refuse speculative decoding to whether the reason applies."""
     algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
     if not algorithm:
         return {}
@@ -198,9 +198,9 @@ def _has_unknown_kernel() -> bool:
 
 
 def verification_problem(server_args: Any, top_k: int) -> str:
-    """Return why a request with this `top_k` has no exact sets under speculative decoding.
+    """Return why speculative decoding gives no exact sets for a request with this `top_k`.
 
-    The result is empty if the sets are exact. A request with a `top_k` of 1 is greedy.
+    Return an empty string if the request's sets are exact. A request with a `top_k` of 1 is greedy.
     """
     algorithm = getattr(server_args, "speculative_algorithm", None)
     if not algorithm or top_k == 1:
@@ -216,7 +216,7 @@ def verification_problem(server_args: Any, top_k: int) -> str:
 
 
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the possible reasons to refuse a disaggregated server. A value is true if its reason applies."""
+    """Map each possible reason to refuse a disaggregated server to whether the reason applies."""
     role = getattr(server_args, "disaggregation_mode", "null")
     if role in (None, "null"):
         return {}

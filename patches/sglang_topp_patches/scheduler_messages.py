@@ -1,10 +1,10 @@
 """Messages that carry candidate sets from the scheduler to the HTTP process.
 
 SGLang carries the messages in its field `customized_info`. Each generated token has one `Entry`, and each
-scored prompt position has one `Span`. A `Span` holds bytes instead of views of a batch's arrays, because
-bytes pickle fast and do not keep the whole batch in memory. The format may change in any version, because
-both processes run the same version of this package. This module also defines the names of the request fields
-that ask for sets.
+scored prompt position has one `Span`. A `Span` holds bytes, because bytes pickle fast. A view of a batch's
+arrays would keep the whole batch in memory. The format of `Entry` and `Span` may change in any version of
+this package, because both processes run the same version. This module also defines the names of the request
+fields that ask for candidate sets.
 """
 
 from __future__ import annotations
@@ -45,28 +45,29 @@ BASE64 = "return_logprobs_in_base64"
 NUCLEUS = "return_top_p_token_ids"
 """The request field of slime that asks for each token's nucleus at the request's own `top_p`.
 
-The answer to a request with this field holds the sets in slime's two arrays (`http.slime_fields`)."""
+The answer to a request with `return_top_p_token_ids` holds the sets in slime's two arrays
+(`http.slime_fields`)."""
 
 FIELDS = (THRESHOLD, SOURCE, BASE64, NUCLEUS)
 """The request fields that the patch set adds to SGLang's `POST /generate`.
 
-A caller may instead put these fields into `sampling_params.custom_params`."""
+A caller may also put each of these request fields into `sampling_params.custom_params`."""
 
 DISTRIBUTION, SAMPLER = "distribution", "sampler"
 """The values of the request field `top_logprobs_source`.
 
-`DISTRIBUTION`, the default, makes `top_logprobs_p` the threshold of each set. `SAMPLER` asks for the tokens
-that the sampler could draw."""
+With `DISTRIBUTION`, the default, `top_logprobs_p` is the threshold p of each set. With `SAMPLER`, each set
+holds the tokens that the sampler could draw."""
 
 
 def asking_field(get: Callable[[str], Any]) -> str:
-    """Return the name of the field that asks for sets, or an empty string if none does.
+    """Return the name of the field that makes a request ask for sets, or an empty string if no field does.
 
     Args:
-        get: returns a field's value, or None if the request lacks it.
+        get: returns the value of the request field with a given name, or None if the request lacks the field.
     """
     if get(NUCLEUS):
-        return NUCLEUS  # checked before THRESHOLD, because a request with slime's field has both fields
+        return NUCLEUS  # before THRESHOLD, because a request with slime's field has THRESHOLD too
     if get(THRESHOLD):
         return THRESHOLD
     return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""
@@ -84,25 +85,25 @@ def custom_params(req: Any) -> dict[str, Any]:
 
 
 KEY = "sglang_topp"
-"""The `customized_info` key under which each generated token has one `Entry`."""
+"""The key of `customized_info` under which each generated token has one `Entry`."""
 
 PROMPT_KEY = "sglang_topp_prompt"
-"""The `customized_info` key of the list of prompt sets, which SGLang sends once per request.
+"""The key of `customized_info` for the list of prompt sets. SGLang sends this list once per request.
 
-The list begins with an `Entry` that holds the weight version of all prompt sets. One `Span` per scored prompt
-position follows. If the scheduler refused the request, every element of the list is an `Entry` that gives the
-reason."""
+The list of prompt sets begins with an `Entry`, which holds the weight version of all prompt sets. After this
+`Entry`, the list has one `Span` per scored prompt position. If the scheduler refused the request, every
+element of the list is an `Entry` that gives the reason."""
 
 AT_END = "sglang_topp_at_end"
 """The attribute that the HTTP process sets on requests to OpenAI routes.
 
-For a request with this attribute, the HTTP process writes all sets at the end of the answer, even in a
+The HTTP process writes all sets of a request with this attribute at the end of the answer, even in a
 stream."""
 
 SETS = "sglang_topp_sets"
-"""The `meta_info` key of the sets and tokens of a request that has the attribute `AT_END`.
+"""The key of `meta_info` for the sets and tokens of a request that has the attribute `AT_END`.
 
-The value under this key is None if the request did not ask for sets."""
+The value of this `meta_info` key is None if the request did not ask for sets."""
 
 Span: TypeAlias = tuple[bytes, bytes]
 """One position's set: the bytes of its token ids (int32), and the bytes of its log-probs (float32)."""
@@ -113,13 +114,13 @@ class Entry:
     """The set of one generated token, or the reason why the set is missing.
 
     Attributes:
-        candidates: the token's set. None if the set is missing, and None in the entry that begins the list of
-            prompt sets (`PROMPT_KEY`).
+        candidates: the token's set; None if the set is missing. In the `Entry` that begins the list of prompt
+            sets (`PROMPT_KEY`), `candidates` is None too.
         problem: why the set is missing.
-        status: the HTTP status of the error that a missing set causes. A status other than 500 means that the
-            scheduler refused the request and extracts no more sets for the request.
+        status: the HTTP status of the error that a missing set causes. If `status` is not 500, the scheduler
+            refused the request, and extracts no more sets for this request.
         weight_version: the version of the weights that drew the token.
-        handed_over: whether a prefill server generated the token and still holds the token's set
+        handed_over: whether a prefill server generated the token and still keeps the token's set
             (`disaggregation`).
     """
 
@@ -149,7 +150,7 @@ class Positions:
     """The sets of several positions in flat arrays; n is the number of candidates in all sets.
 
     Attributes:
-        token_ids: int32 [n], position after position.
+        token_ids: int32 [n], the candidates of the first position, then those of the next, and so on.
         logprobs: float32 [n], in the order of `token_ids`.
         lengths: the size of each position's set; -1 if the position has no distribution.
     """

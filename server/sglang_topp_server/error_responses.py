@@ -1,7 +1,7 @@
 """Map exceptions to HTTP error responses: a status and the body ``{"error": {"type", "message", ...}}``.
 
-`type` is the exception's class in `sglang_topp.errors`, so that the client can raise the same class. The
-message states the cause. If the engine refused the request, the message quotes the engine.
+`type` names the exception's class in `sglang_topp.errors`, so that the client can raise the same class.
+`message` states the cause of the error. If the engine refused the request, `message` quotes the engine.
 
 =====  ========================================================================================
 400    `InvalidInputError`, `BadRequestError`: the sidecar or the engine refuses the request
@@ -42,8 +42,8 @@ from sglang_topp_client.codecs.error_json import error_to_json
 
 __all__ = ["as_sglang_topp_error", "error_body", "error_headers", "from_engine_error", "http_status"]
 
-# The statuses of engine errors for which the caller's request is at fault. The status is None if the engine
-# reported the error inside a stream.
+# The statuses of engine errors for which the caller's request is at fault. An error that the engine reports
+# inside a stream has the status None.
 _ABOUT_THE_REQUEST = (None, 400, 413, 422)
 
 

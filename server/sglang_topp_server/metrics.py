@@ -23,8 +23,8 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 class SizeHistogram(Collector):
     """A Prometheus histogram that can observe a whole array in one call.
 
-    A rollout has one observation per token. The `Histogram` of prometheus_client would need one call for each
-    of these observations.
+    The sidecar observes one candidate set size per token. The `Histogram` of prometheus_client would need one
+    call per size.
 
     Args:
         name: the metric's name.

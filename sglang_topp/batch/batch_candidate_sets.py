@@ -146,15 +146,15 @@ class BatchCandidateSets:
         """Return the candidate sets arranged like a padded [N, W] tensor, with one position per element.
 
         The positions of row `i` go to row `into[i]` of the tensor, in columns `starts[i]` to
-        `starts[i] + lengths[i] - 1`. All other elements of the tensor have no candidates. The result has N
-        rows of W positions each. Position `row * W + column` of the result's `sets` belongs to element
+        `starts[i] + lengths[i] - 1`. Elements outside these columns have empty candidate sets. The result
+        has N rows of W positions each. Position `row * W + column` of the result's `sets` belongs to element
         `[row, column]` of the tensor. Candidates are neither copied nor changed.
 
         Args:
-            into: integers [B], the tensor row to which each row of this batch goes.
-            starts: integers [B], the tensor column in which each row of this batch starts. In the flattened
-                tensor, row `i + 1` of this batch must start after the end of row `i`. To reorder the rows,
-                call `take` first.
+            into: integers [B]. Row `i` of this batch goes to row `into[i]` of the tensor.
+            starts: integers [B]. Row `i` of this batch starts in column `starts[i]` of the tensor. In the
+                flattened tensor, row `i + 1` of this batch must start after the end of row `i`. If the rows
+                of this batch are in another order, reorder them with `take` before `place`.
             shape: the tensor's shape (N, W).
 
         Raises:
@@ -202,7 +202,7 @@ def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
 
 
 def cut(values: NDArray[Any], offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Concatenate the spans `values[offsets[i]:offsets[i + 1]]` for i in `rows`.
+    """Concatenate the slices `values[offsets[i]:offsets[i + 1]]` for i in `rows`.
 
     The result is a view if the rows are consecutive.
     """

@@ -36,13 +36,13 @@ __all__ = [
     "with_columns",
 ]
 
-# `nested_batch.py` compares and copies elements as bit patterns. So -0.0 differs from 0.0, and a NaN equals
-# itself.
+# `nested_batch.py` compares and copies elements as bit patterns. As bit patterns, -0.0 differs from 0.0, and
+# a NaN equals itself.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def entries_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch's entries by name.
+    """Return the entries of `batch` as a dict that maps names to values.
 
     Non-tensor values of a TensorDict keep their `NonTensorData` wrapper, except for BatchCandidateSets.
     """
@@ -76,9 +76,10 @@ def count_rows(entries: Mapping[str, Any]) -> int:
 
 
 def _rows_come_second(entries: Mapping[str, Any], name: str, num_rows: int) -> str:
-    """Return a hint for the error message: the second dimension of tensor `name` may hold the rows.
+    """Return a hint for the error message that the second dimension of tensor `name` may hold the rows.
 
-    The hint is empty unless the second dimension has size `num_rows`, as in `position_ids` [3, B, W].
+    The hint is for tensors such as `position_ids` [3, B, W]. If the size of the second dimension is not
+    `num_rows`, the hint is empty.
     """
     value = entries[name]
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == num_rows:
@@ -92,7 +93,7 @@ def is_jagged(value: Any) -> bool:
 
 
 def is_padded(name: str, value: Any) -> bool:
-    """Return whether `value` is a padded tensor: strided, with a first dimension of rows, on any device.
+    """Return whether `value` is a padded tensor: strided, with the rows in dimension 0, on any device.
 
     Raises:
         InvalidInputError: `value` is a tensor that cannot be sliced by rows, such as a sparse tensor.
@@ -114,9 +115,9 @@ def is_plain(name: str, value: Any) -> bool:
 
 
 def with_columns(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and value of each padded tensor in an entry, if the tensor has two dimensions or more.
+    """Yield `(name, tensor)` for each padded tensor with two dimensions or more in the batch entry `value`.
 
-    Tensors of an inner TensorDict are named `name.inner`.
+    If `value` is a TensorDict, its tensors are named `name.inner`.
     """
     if isinstance(value, torch.Tensor):
         if value.ndim > 1 and not is_jagged(value):
@@ -127,7 +128,8 @@ def with_columns(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def has_rows(value: Any, num_rows: int) -> bool:
-    if isinstance(value, BatchCandidateSets | list) or type(value) is tuple:  # a named tuple has no rows
+    # `type(value) is tuple` excludes named tuples, which hold fields instead of rows.
+    if isinstance(value, BatchCandidateSets | list) or type(value) is tuple:
         return len(value) == num_rows
     if isinstance(value, torch.Tensor | np.ndarray) or is_tensordict(value):
         return bool(value.ndim > 0 and value.shape[0] == num_rows)
@@ -187,8 +189,8 @@ def mask_of(entries: Mapping[str, Any], name: str) -> NDArray[Any]:
     mask = padded_field(entries, name)
     if mask.ndim != 2:
         raise InvalidInputError(f"{name}: got shape {list(mask.shape)}, expected a mask [rows, columns]")
-    # Test a float's bits, because NumPy has no bfloat16. The left shift drops the sign bit, so -0.0 counts as
-    # 0.
+    # NumPy has no bfloat16, so `mask_of` returns the bit patterns of a float mask. The left shift drops the
+    # sign bit, so -0.0 counts as 0.
     return as_bits(mask) << 1 if mask.dtype.is_floating_point else as_bits(mask)
 
 
@@ -211,7 +213,8 @@ def bits_of(entries: Mapping[str, Any], name: str, layout: CompressedMask, colum
 
 
 def as_bits(tensor: torch.Tensor) -> NDArray[Any]:
-    tensor = tensor.detach().resolve_conj().resolve_neg()  # `view` would ignore a lazy conj or neg
+    # `view` would ignore a conjugation or negation that torch has not yet applied to the tensor's memory.
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     bits: NDArray[Any] = tensor.view(_BITS[tensor.itemsize]).numpy()
     return bits
 

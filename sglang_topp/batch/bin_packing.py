@@ -30,7 +30,8 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
         number of bins that can hold all samples.
 
     Raises:
-        InvalidInputError: a footprint is negative or above `capacity`. The message names the sample.
+        InvalidInputError: a value of `footprints` is negative or above `capacity`. The message names the
+            sample.
     """
     if (wrong := np.flatnonzero((footprints > capacity) | (footprints < 0))).size:
         i = int(wrong[0])
@@ -55,9 +56,10 @@ def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[
     """Pack samples into bins of about equal size, with the same number of bins for every rank.
 
     The function makes as many bins as first-fit decreasing needs, rounded up to a multiple of `ranks`. Each
-    sample, from the largest to the smallest, goes into the emptiest bin. If this would overfill a bin, the
-    function starts from the bins of first-fit decreasing instead. The function then splits the fullest bin
-    until there are enough bins. A bin is empty only if there are fewer samples than bins.
+    sample, from the largest to the smallest, goes into the emptiest bin. If the emptiest bin has no room for
+    a sample, the function packs all samples by first-fit decreasing instead. After first-fit decreasing, the
+    function splits the fullest bin in two until the number of bins is a multiple of `ranks`. A bin is empty
+    only if there are fewer samples than bins.
 
     The bins are assigned to the ranks, the fullest bin first. Each bin goes to the rank with the fewest
     tokens among the ranks that still need a bin.
@@ -67,7 +69,7 @@ def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[
         time.
 
     Raises:
-        InvalidInputError: a footprint is negative or above `capacity`, or `ranks` is below 1.
+        InvalidInputError: a value of `footprints` is negative or above `capacity`, or `ranks` is below 1.
     """
     if ranks < 1:
         raise InvalidInputError(f"ranks: got {ranks}, expected 1 or more")
@@ -92,7 +94,7 @@ def _load(members: list[int], sizes: list[int]) -> int:
 
 
 def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[int]]:
-    """Put each sample in `members`, from the largest to the smallest, into the emptiest of `count` bins."""
+    """Put each sample of `members`, from the largest to the smallest, into the emptiest of `count` bins."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, at) for at in range(count)]
     for i in sorted(members, key=lambda i: (-sizes[i], i)):

@@ -64,7 +64,8 @@ class RLBatch(TypedDict):
     logprobs: NotRequired[torch.Tensor]
     """float32 [B, R], the response tokens' log-probs. Present only if log-probs were passed."""
     candidates: NotRequired[BatchCandidateSets]
-    """One row per sample: the candidate sets of the R_i response tokens. Present only if sets were passed."""
+    """One row per sample: the candidate sets of the R_i response tokens. Present only if candidate sets were
+    passed."""
 
 
 class SFTBatch(TypedDict):
@@ -91,7 +92,7 @@ def collate_rl(
     pad_token_id: int,
     max_seq_len: int | None = None,
 ) -> RLBatch:
-    """Collate rollouts, passed as one row per sample.
+    """Collate RL samples into a padded batch. Each argument has one row per sample.
 
     The result equals that of `reference_layouts.collate_rl` bit for bit.
 
@@ -99,23 +100,24 @@ def collate_rl(
         prompts: B rows of token ids. A prompt may be empty only if its response is empty too. A row of any
             argument is a list, a 1-D array, or a 1-D tensor on any device, with or without grad.
         responses: B rows of token ids.
-        rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32. A number that is
-            too large becomes infinite.
+        rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32. A number beyond the
+            range of float32 becomes infinite.
         loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
-        logprobs: B rows of R_i numbers, rounded like `rewards`, or None.
+        logprobs: B rows of R_i numbers, rounded to float32, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
         fields: further fields by name, such as another model's log-probs. Each field has B rows of R_i
             values. If all rows of a field are integer arrays or integer tensors, the field becomes int64.
-            Otherwise, the field becomes float32. Lists always become float32.
+            All other fields become float32, including fields of integer lists.
         pad_token_id: fills `sequences` before the prompt.
         max_seq_len: warn if a sample is longer. Nothing is truncated.
 
     Raises:
         InvalidInputError: an argument is invalid. The message names the field and the sample. Each row of
             rewards, masks, log-probs, sets, and fields must have the length of its response. The prompt of a
-            response must not be empty, because nothing would predict the first token. A set's sampled token
-            must be the response's token. A token with loss mask 1 must have a candidate set. A name in
-            `fields` must not be a standard field of the batch. `pad_token_id` must be an integer.
+            response must not be empty, because nothing would predict the first token. The sampled token of a
+            candidate set must be the response's token at the same position. A token with loss mask 1 must
+            have a candidate set. A name in `fields` must not be a standard field of the batch. `pad_token_id`
+            must be an integer.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
@@ -145,8 +147,8 @@ def collate_rollouts(
     Args:
         rollouts: B rollouts, for example from `RolloutClient.generate` or `load_rollouts`. Either all
             rollouts or none have candidate sets.
-        rewards: one entry per rollout. An entry is either one number for the whole response (such as an
-            advantage), or one number per token.
+        rewards: for each rollout, either one number for the whole response (such as an advantage), or one
+            number per response token.
         candidates: the sets that replace the rollouts' own sets in the batch, for example a teacher's sets
             (`Score.candidates`).
         fields: as in `collate_rl`.
@@ -221,10 +223,10 @@ def collate_sft(
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.
         num_actions: B integers, the number of tokens at the end of each row to train on.
         loss_masks: B rows of num_actions[i] values, each 0 or 1. None means all 1.
-        normalize_loss_mask: divide the mask by its sum over the batch, as in `PackedBatch`. The sum of
-            `loss * mask` over the batch is then the mean loss of the trained tokens. A mask of all zeros
-            stays 0.
-        pad_token_id: fills `sequences` before the ids.
+        normalize_loss_mask: divide the mask by its sum over the batch, as in `PackedBatch`. With the divided
+            mask, the sum of `loss * mask` over the batch is the mean loss of the trained tokens. A mask of
+            all zeros stays 0.
+        pad_token_id: fills `sequences` before the token ids.
 
     Raises:
         InvalidInputError: lengths do not match, or a value has the wrong type. The message names the field

@@ -1,4 +1,4 @@
-"""`CompressedMask`: store a [B, W] mask as runs or bits, and gather and scatter a field's kept elements.
+"""`CompressedMask`: store a [B, W] mask as runs or bits, and gather or scatter the elements that it keeps.
 
 Shape legend: B rows, W columns, n kept elements in all, and `rest` for a field's further dimensions.
 """
@@ -22,10 +22,10 @@ _BLOCK_BYTES = 1 << 20  # a block of rows of this size fits in a core's cache
 
 @dataclass(frozen=True, eq=False)
 class CompressedMask:
-    """The kept elements of B rows, as runs of columns, or as bits if runs would be larger.
+    """A [B, W] mask of the elements to keep, stored as runs of columns, or as bits if runs would be larger.
 
-    Both forms can represent any mask, including masks with gaps and empty rows. The result of `take` has
-    the `width` of the whole batch.
+    Runs and bits can both represent any mask, including masks with gaps and rows of zeros. The result of
+    `take` has the `width` of the whole batch.
 
     Args:
         width: the number of columns W.
@@ -47,7 +47,7 @@ class CompressedMask:
 
     @classmethod
     def of(cls, mask: NDArray[Any]) -> CompressedMask:
-        """Compress `mask` [B, W], of any dtype. Non-zero elements are kept."""
+        """Compress `mask` [B, W], of any dtype. The result keeps the elements where `mask` is not 0."""
         num_rows, width = mask.shape
         pairs, counts = [], np.zeros(num_rows, np.int64)
         for low, high in blocks(num_rows, width):
@@ -92,8 +92,8 @@ class CompressedMask:
     ) -> NDArray[Any]:
         """Return [n, *rest]: the kept elements of `field` [B, W, *rest], row after row.
 
-        The function passes each block of rows to `on_block` just before gathering the block. So the caller
-        can inspect the whole field, although the field is read from memory only once.
+        The function passes each block of rows to `on_block` just before gathering the block. Through
+        `on_block`, the caller can inspect the whole field without a second read from memory.
         """
         values = np.empty((self.offsets[-1], *field.shape[2:]), field.dtype)
         flat = field.reshape(len(self) * self.width, *field.shape[2:])
@@ -132,7 +132,7 @@ class CompressedMask:
         return CompressedMask(self.width, offsets, cut(self.runs, self.run_offsets, rows), run_offsets, None)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """Yield every run as a span of the flattened [B * W] field.
+        """Yield every run as `(first, stop)`, two indices into the flattened [B * W] field.
 
         There is at most one run per 64 elements, because `CompressedMask.of` stores a mask with more runs
         as bits.
@@ -145,7 +145,7 @@ class CompressedMask:
 
 
 def blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that cover `num_rows`, each about as large as a core's cache."""
+    """Yield ranges `(low, high)` that cover `num_rows` rows, each about as large as a core's cache."""
     step = max(1, _BLOCK_BYTES // max(1, row_bytes))
     return ((low, min(low + step, num_rows)) for low in range(0, num_rows, step))
 

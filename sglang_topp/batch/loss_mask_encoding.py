@@ -92,7 +92,7 @@ class PackedLossMask:
     ) -> torch.Tensor:
         """Return the mask as `dtype` [L] on `device`.
 
-        Only `data` is transferred. The device unpacks the bits.
+        The function sends only `data` to the device, and the device unpacks the bits.
         """
         return unpack_loss_masks([self], device, dtype)[0]
 
@@ -103,10 +103,11 @@ def pack_loss_mask(
     """Pack the loss mask of one sample. The input is copied and not modified.
 
     Args:
-        mask: [L], a list of ints or bools, a 1-D array, or a 1-D tensor on any device. Every value is 0 or 1.
+        mask: a list of L ints or bools, an array [L], or a tensor [L] on any device. Each value in `mask` is
+            0 or 1.
         form: `bits` stores the mask in L / 8 bytes. `int8` stores the mask in L bytes, which the receiving
             process reads without a copy.
-        length: the expected L, such as the response's length. Any other length is an error.
+        length: the expected L, such as the response's length. A mask of another length is an error.
 
     Raises:
         InvalidInputError: the mask has a value other than 0 and 1, is not 1-D, or has the wrong length,
@@ -172,8 +173,8 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
 def _bytes(mask: Any) -> NDArray[np.uint8]:
     """Return the mask as uint8 [L].
 
-    The result may contain numbers above 1, which `mask_rows` rejects. For all other invalid values, the
-    function raises InvalidInputError.
+    The result may contain numbers above 1, which `mask_rows` rejects. The function raises InvalidInputError
+    if the mask is not 1-D, or if a value such as 0.5 does not fit uint8.
     """
     if isinstance(mask, PackedLossMask):
         return mask.to_numpy().view(np.uint8)

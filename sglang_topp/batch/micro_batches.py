@@ -26,9 +26,9 @@ class MicroBatches:
     """The rows of every rank's micro-batches, as returned by `split_micro_batches`.
 
     Attributes:
-        rows: `rows[rank][k]` is int64, the rows of a rank's k-th micro-batch, ascending. Every rank has the
-            same number of micro-batches. A micro-batch is empty only if there are fewer rows than
-            micro-batches.
+        rows: `rows[rank][k]` is int64: the indices of the batch's rows in the rank's k-th micro-batch, in
+            ascending order. Every rank has the same number of micro-batches. A micro-batch is empty only if
+            there are fewer rows than micro-batches.
     """
 
     rows: tuple[tuple[NDArray[np.int64], ...], ...]
@@ -93,8 +93,8 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
 
     Args:
         lengths: integers [B], the number of tokens that the trainer processes in each row. If the trainer
-            removes padding, this number is the row's length without padding. If the trainer keeps padding,
-            this number is the batch's width.
+            removes padding, `lengths[i]` is row i's length without padding. If the trainer keeps padding,
+            `lengths[i]` is the batch's width for every row.
         max_tokens: the most tokens in a micro-batch.
         ranks: the number of data-parallel ranks.
 
@@ -109,9 +109,10 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
 
 
 def take_batch(batch: Any, rows: ArrayLike) -> Any:
-    """Return the given rows of a batch, in the given order. Consecutive rows are returned as views.
+    """Return the given rows of a batch, in the given order.
 
-    The result includes the rows' candidate sets.
+    If the rows are consecutive, padded tensors and candidate sets are returned as views. The result includes
+    the rows' candidate sets.
 
     Args:
         batch: a NestedBatch, or a dict or TensorDict with entries as in `nest_batch` and tensors on any

@@ -1,8 +1,8 @@
 """`NestedBatch`: a batch whose padded fields are stored without padding, for transfers between processes.
 
-Each field has a mask. Elements where the mask is not 0 are always sent. Elements where the mask is 0 are sent
-only if they differ from the field's pad value. So the padded field is restored exactly. In a field that is
-declared `droppable`, elements where the mask is 0 are never sent.
+Each field has a mask and a pad value. Elements where the mask is not 0 are always sent. Elements where the
+mask is 0 are sent only if they differ from the pad value, so that `unnest_batch` restores the padded field
+exactly. In a field that is declared `droppable`, elements where the mask is 0 are never sent.
 
 Shape legend: B rows, W columns, n values of one field over all rows, and `rest` for any further dimensions.
 """
@@ -66,12 +66,12 @@ class _Field:
     values: NDArray[Any]
     dtype: torch.dtype
     layout: int | None
-    """The index of the field's CompressedMask in `NestedBatch._layouts`. None for a tensor that is
-    not compressed: its `values` are [B, *rest]."""
+    """The index of the field's CompressedMask in `NestedBatch._layouts`. None if the tensor is not
+    compressed. An uncompressed tensor's `values` are [B, *rest]."""
     pad: int = 0
     """The pad value's bit pattern."""
     columns: int = 1
-    """The dimension of size W in the padded tensor. The array `values` [n, *rest] has no such dimension."""
+    """The dimension of size W in the padded tensor. `values` [n, *rest] has no dimension of size W."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,17 +80,18 @@ class NestedBatch:
 
     `nest_batch` creates a NestedBatch, and `unnest_batch` restores the padded batch. The batch is immutable
     and picklable. `batch[a:b]`, `take`, and `chunk` select rows. `nest_batch` does not copy tensors that it
-    does not compress. Pickle protocol 5 transfers such tensors without a copy too.
+    does not compress. Pickle protocol 5 also transfers uncompressed tensors without a copy.
 
     `dense` and `outside` always describe the whole batch that `nest_batch` received, even after `take`.
 
     Attributes:
         num_rows: the number of rows B.
-        dense: the tensors with two or more dimensions that were not compressed. Each name maps to a text with
-            shape, dtype, and size in bytes. A tensor in an inner TensorDict has the name `name.inner`.
-        outside: the fields with values other than `pad` where the mask is 0. Each name maps to the number of
-            columns, over all rows, that are sent only because of these values. If you do not need the values,
-            set the field's `droppable`, and the columns are not sent.
+        dense: the tensors with two or more dimensions that were not compressed. Each tensor's name maps to a
+            text with the tensor's shape, dtype, and size in bytes. A tensor in an inner TensorDict has the
+            name `name.inner`.
+        outside: the fields with values other than `pad` where the mask is 0. Each field's name maps to the
+            number of columns, over all rows, that are sent only because of values other than `pad`. To drop
+            the values other than `pad`, set the field's `droppable`.
     """
 
     num_rows: int
@@ -122,7 +123,7 @@ class NestedBatch:
         )
 
     def __getitem__(self, rows: slice) -> NestedBatch:
-        """Return the rows of `batch[a:b]`, which share this batch's arrays."""
+        """Return the rows from a to b - 1 for `batch[a:b]`. The values of padded tensors are not copied."""
         return self.take(np.arange(self.num_rows)[rows])
 
     def chunk(self, parts: int) -> list[NestedBatch]:
@@ -165,9 +166,9 @@ class NestedBatch:
     def jagged(self, name: str) -> torch.Tensor:
         """Return a field without its padding, as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
 
-        Row i of the result holds the field's values in the columns where the mask is not 0. Unless the field
-        is `droppable`, row i also holds the columns that have a value other than `pad` where the mask is 0.
-        To turn jagged values into a padded tensor again, call `padded`.
+        Row i of the result holds the field's values in the columns where the mask is not 0. If the field is
+        not `droppable`, row i also holds the field's values other than `pad` where the mask is 0. To turn
+        jagged values into a padded tensor again, call `padded`.
 
         Raises:
             InvalidInputError: `name` is not a compressed field.
@@ -235,10 +236,11 @@ def nest_batch(
     """Compress the padded fields of a batch. `unnest_batch` restores the batch bit for bit.
 
     Args:
-        batch: a dict or a `tensordict.TensorDict` that maps names to values. These values have one element
-            per row: tensors [B, ...] on any device (padded or jagged), BatchCandidateSets, and lists, tuples,
-            and arrays of B elements. Any other value belongs to the batch as a whole. In a TensorDict,
-            non-tensor data has one element per row only if it is stacked or is a BatchCandidateSets.
+        batch: a dict or a `tensordict.TensorDict` that maps names to values. A value has one element per row
+            if it is a tensor [B, ...] on any device (padded or jagged), a BatchCandidateSets, or a list,
+            tuple, or array of B elements. Values of other types or lengths belong to the batch as a whole. In
+            a TensorDict, non-tensor data has one element per row only if it is stacked or is a
+            BatchCandidateSets.
         fields: the padded CPU tensors `[B, W, *rest]` to compress. Each name maps to a `NestedFieldSpec`, or
             to the name of the field's mask. Entries that are not in `fields` are not changed.
         narrow: send integers and floats in a narrower dtype if it holds every value exactly.
@@ -246,9 +248,9 @@ def nest_batch(
 
     Raises:
         InvalidInputError: a field or its mask is missing, is not a padded CPU tensor, or has the wrong shape.
-            It is also an error if a pad value is not valid in its field's dtype, or if tensors differ in
-            their number of rows. With `strict`, a tensor with two or more dimensions that is not in `fields`
-            is an error, and the message gives the tensor's shape, dtype, and size.
+            `nest_batch` also raises InvalidInputError if a pad value is not valid in its field's dtype, or if
+            tensors differ in their number of rows. With `strict`, a tensor with two or more dimensions that
+            is not in `fields` is an error. The message gives the shape, dtype, and size of each such tensor.
     """
     specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
     entries = entries_of(batch)
@@ -262,8 +264,8 @@ def nest_batch(
         bits = bits_of(entries, name, layouts[index], spec.columns)
         dtype = entries[name].dtype
         pad = pad_bits(name, dtype, spec.pad)
-        # A field may be its own mask. An integer field that is its own mask is 0 wherever the mask is 0. So
-        # with pad value 0, no element where the mask is 0 can differ from the pad value.
+        # A field may be its own mask. An integer field that is its own mask is 0 wherever the mask is 0. If
+        # the pad value of such a field is 0, no element where the mask is 0 can differ from the pad value.
         hides_zeros = name == spec.mask and pad == 0 and not dtype.is_floating_point
         if spec.droppable or hides_zeros:
             values = layouts[index].gather(bits)
@@ -346,7 +348,7 @@ def _padded(field: _Field, layout: CompressedMask | None) -> NDArray[Any]:
 
 
 class _NonPads:
-    """A counter of the elements that differ from the bit pattern `pad`."""
+    """A counter of a field's elements whose bit pattern differs from the pad value's bit pattern `pad`."""
 
     def __init__(self, pad: int) -> None:
         self.pad = pad

@@ -1,9 +1,9 @@
 """`PackedCollator`: pack several samples into each row, for variable-length attention.
 
 A scored field has one value per token: a loss mask, a reward, a log-prob, or a candidate set. The collator
-writes a token's value to the column whose logits predict the token, one column before the token itself. So
-the value at `[row, column]` belongs to the logits at `[row, column]`, without a shift. The last column of
-each sample predicts no token of the sample, so scored fields are 0 or empty there::
+writes a token's value to the column whose logits predict the token, one column before the token itself. The
+value of a scored field at `[row, column]` belongs to the logits at `[row, column]`, without a shift. The last
+column of each sample predicts no token of the sample, so scored fields are 0 or empty there::
 
     sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding
     scored field   .  r0 r1 r2 .  .  |  r0 .  .   .       the value of response token r0, ...
@@ -53,18 +53,18 @@ class PackedBatch(TypedDict):
     attention_mask: torch.Tensor
     """int64 [N, W], 1 on tokens."""
     position_ids: torch.Tensor
-    """int64 [N, W], counted from 0 in every sample; 0 on padding."""
+    """int64 [N, W], each token's position in its sample, counted from 0. Padding has position 0."""
     loss_mask: torch.Tensor
     """float32 [N, W]: each token's loss mask, in the column that predicts the token. An RL mask holds
-    zeros and ones. An SFT mask is divided by its sum over the whole batch, so that the sum of the losses is
-    their mean."""
+    zeros and ones. An SFT mask is divided by its sum over the whole batch, so that the sum of `loss * mask`
+    over the batch is the mean loss of the trained tokens."""
     row_lengths: torch.Tensor
     """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, all rows
     have W columns to compute."""
     cu_seqlens: list[torch.Tensor]
-    """int32 [samples + 1] for each row: the first column of each sample, followed by the row's length. So
-    the columns from one entry to the next include the padding after the sample. A row without samples has
-    one sequence, which consists of padding."""
+    """int32 [samples + 1] for each row: the first column of each sample, followed by the row's length. Each
+    sequence of `cu_seqlens` includes the padding after its sample. A row without samples has one sequence,
+    which consists of padding."""
     seq_lengths: list[torch.Tensor]
     """int32 [samples] for each row: the number of tokens of each sample, without padding."""
     samples: list[torch.Tensor]
@@ -78,7 +78,7 @@ class PackedBatch(TypedDict):
     log-probs were passed."""
     candidates: NotRequired[BatchCandidateSets]
     """RL only: N rows of W positions. A position has a candidate set if its column predicts a sampled token.
-    Present only if sets were passed."""
+    Present only if candidate sets were passed."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class _Packing:
     def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
         """Return `(sample, first, stop)` for every sample, as indices into the flattened [N, W] field.
 
-        The span of sample i starts `skip[i]` columns after the sample's start, and has `lengths[i]` columns.
+        The range `first` to `stop - 1` of sample i starts `skip[i]` columns after the sample's first column,
+        and has `lengths[i]` columns.
         """
         first = self.rows * self.width + self.starts + skip[self.order]
         stop = first + lengths[self.order]
@@ -128,12 +129,13 @@ class PackedCollator:
             are spread evenly over the ranks.
         tp_size: the number of tensor-parallel ranks. Every sample is padded to a multiple of `tp_size`, as
             sequence parallelism requires.
-        cp_size: the number of context-parallel ranks. Above 1, every sample is padded to a multiple of
-            `2 * cp_size * tp_size`, because each rank takes two zigzag chunks.
-        pp_size: the number of pipeline stages. Above 1, all rows are computed at the same width.
-        fp8_multiple: the multiple that an FP8 GEMM requires of its number of rows, on every rank. Pass 16
-            with per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without FP8. For FP8, the
-            collator pads each row of the batch, but not each sample.
+        cp_size: the number of context-parallel ranks. If `cp_size` is above 1, every sample is padded to a
+            multiple of `2 * cp_size * tp_size`, because each rank takes two zigzag chunks.
+        pp_size: the number of pipeline stages. If `pp_size` is above 1, all rows are computed at the same
+            width.
+        fp8_multiple: on every rank, an FP8 GEMM needs a number of rows (tokens) that is a multiple of
+            `fp8_multiple`. Pass 16 with per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1
+            without FP8. For FP8, the collator pads each row of the batch, but not each sample.
 
     Raises:
         InvalidInputError: an argument is not an integer, a size is below 1, or `max_tokens` is below
@@ -293,7 +295,7 @@ class PackedCollator:
         order = np.concatenate([np.array(members, np.int64) for members in bins])
         rows = np.repeat(np.arange(len(bins)), counts)
         ends = np.cumsum(footprints[order])
-        # `before` is the number of columns that samples take in all earlier rows.
+        # `before[row]` is the number of columns that samples take in all rows before `row`.
         before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]
         starts = ends - footprints[order] - before[rows]
         filled = np.bincount(rows, weights=footprints[order], minlength=len(bins)).astype(np.int64)
@@ -311,8 +313,8 @@ class PackedCollator:
         The caller writes the samples' tokens to the flat view.
         """
         shape, gaps = (packing.num_rows, packing.width), packing.gaps()
-        # Samples fill nearly all of a packed field. Writing `pad_token_id` and 0 only to the gaps halves the
-        # memory traffic.
+        # Samples cover nearly all columns of the packed rows. Writing `pad_token_id` and 0 only to columns
+        # without a sample halves the memory traffic.
         sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
         attention_mask = np.ones(shape, np.int64)
         sequences.reshape(-1)[gaps] = self.pad_token_id

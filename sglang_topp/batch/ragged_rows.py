@@ -42,8 +42,8 @@ _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
 # The accepted types of rows. `isinstance` takes this tuple, because a union type would be built again for
 # every row.
 _HELD = (list, tuple, np.ndarray)
-# Maps each dtype of the batch to the accepted dtypes of rows, their description, and the format code for
-# `struct`.
+# Maps each dtype of a batch's field to the dtype codes that the field's rows may have, a description of
+# accepted values for error messages, and the format code for `struct`.
 _TAKES = {
     np.dtype(np.int64): (_INTEGERS, "integers that fit int64", "q"),
     np.dtype(np.float32): (_NUMBERS, "numbers", "f"),
@@ -53,7 +53,7 @@ _TAKES = {
 def as_integer(name: str, value: Any) -> int:
     """Check that `value` is an integer of any type, and return it as int.
 
-    Without the check, NumPy would write 0.5 and "0" into an array of ids as 0.
+    Without `as_integer`, NumPy would write 0.5 and "0" into an array of token ids as 0.
 
     Raises:
         InvalidInputError: `value` is not an integer, or does not fit int64. For example, a tokenizer without
@@ -69,7 +69,8 @@ def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> N
     """Check that `values` are 1-D integers, and return them as int64 [k]. An empty list is valid.
 
     Raises:
-        InvalidInputError: `values` is not a 1-D array of integers. The message contains the text `expected`.
+        InvalidInputError: `values` is not a 1-D array of integers. In the message, `expected` describes the
+            valid values.
     """
     try:
         array = to_numpy(values)
@@ -101,11 +102,13 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 
 
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
-    """Check that every row has its `expected` length: the length of the same sample's row in field `of`.
+    """Check that every row of field `name` is as long as the same sample's row in field `of`.
+
+    `expected` holds the lengths of the rows in field `of`.
 
     Raises:
-        InvalidInputError: the number of samples or the length of a row is not the expected one. The message
-            names the sample.
+        InvalidInputError: the two fields differ in their number of samples or in the length of a sample's
+            row. The message names the sample.
     """
     lengths = row_lengths(name, rows)
     if len(lengths) != len(expected):
@@ -120,8 +123,8 @@ def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: 
 def field_dtype(rows: RaggedRows) -> type[np.int64] | type[np.float32]:
     """Return the dtype of a caller's own field: int64 for arrays and tensors of integers, else float32.
 
-    Lists always become float32, so that the dtype does not depend on the values in a list. Empty rows are
-    ignored. If all rows are empty, the dtype is float32.
+    A field with lists is always float32, so that its dtype does not depend on the values in a list. Empty
+    rows are ignored. If all rows are empty, the dtype is float32.
     """
     dtypes = [getattr(row, "dtype", None) for row in rows if len(row)]
     return np.int64 if dtypes and all(map(_is_integer, dtypes)) else np.float32
@@ -158,13 +161,13 @@ def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
 
 
 def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
-    """Write `line[:] = row`. Only integers convert to int64, and only numbers to float32.
+    """Write `line[:] = row`. An int64 `line` accepts only integers, and a float32 `line` only numbers.
 
     Args:
         line: the destination, contiguous int64 or float32 [L]. L is the row's length, already verified by
             `check_lengths`.
         row: a row that `host_rows` returned.
-        name, sample: the row's name in error messages.
+        name, sample: the field's name and the sample's index, for error messages.
 
     Raises:
         InvalidInputError: a list holds a value of another type, such as a float among token ids.

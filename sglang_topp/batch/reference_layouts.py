@@ -1,8 +1,9 @@
 """Reference layouts: plain loops that define how collation, packing, and nesting arrange a batch.
 
-These functions are slow, but simple enough to verify by reading. The tests compare the fast functions with
-them bit for bit, and the benchmarks use them as the baseline. Inputs are plain lists. Rewards, log-probs, and
-further fields may also be tensors.
+The functions in this module are slow, but simple enough to verify by reading. The tests compare the fast
+functions of `sglang_topp.batch` with these reference functions bit for bit. The benchmarks use the reference
+functions as the baseline. Samples are plain lists. Rewards, log-probs, and further fields may also be
+tensors.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def pack_sft(
     sequence_multiple: int = 1,
     row_multiple: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Return one row per bin.
+    """Pack supervised examples: row k of the result holds the samples of `bins[k]`.
 
     Each token's loss mask is in the column that predicts the token. The loss masks of the batch sum to 1.
     """
@@ -139,7 +140,7 @@ def pack_rl(
     sequence_multiple: int = 1,
     row_multiple: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Return one row per bin.
+    """Pack rollouts: row k of the result holds the samples of `bins[k]`.
 
     Each token's loss mask, response mask, reward, and log-prob are in the column that predicts the token.
     """
@@ -191,7 +192,7 @@ def _pack(
 def _pack_scored(
     bins: Sequence[list[int]], values: Sequence[list[Any]], width: int, sequence_multiple: int
 ) -> torch.Tensor:
-    """Return float32 [bins, width], with each token's value in the column before the token."""
+    """Return `values`, one per token, as float32 [bins, width]. Each is in the column before its token."""
     rows = []
     for members in bins:
         row: list[Any] = []
@@ -202,7 +203,7 @@ def _pack_scored(
 
 
 def nest(field: torch.Tensor, mask: torch.Tensor, pad: float = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the columns to keep in each row of `field` [B, W, ...], and their values.
+    """Return `(columns, values)` for each row of `field` [B, W, ...]: the kept columns, and the values there.
 
     A column is kept if the mask is not 0 there, or if the row holds a value other than `pad` there.
     """

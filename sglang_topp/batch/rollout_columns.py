@@ -40,7 +40,7 @@ class RolloutLike(Protocol):
 
     @property
     def candidates(self) -> CandidateSets | None:
-        """The candidate sets of the R_i positions, or None if no sets were requested."""
+        """The candidate sets of the R_i response tokens, or None if no sets were requested."""
 
 
 class RolloutColumns(TypedDict):

@@ -66,7 +66,7 @@ def read_rollouts(
     """Check RL samples. The arguments and errors are those of `collate_rl`.
 
     Args:
-        own_names: the names of the batch's standard fields. `fields` must not use these names.
+        own_names: the names of the batch's standard fields. A name in `fields` must not be in `own_names`.
     """
     prompt_lengths, lengths = row_lengths("prompts", prompts), row_lengths("responses", responses)
     if len(lengths) != len(prompt_lengths):
@@ -132,7 +132,7 @@ def read_examples(
 def check_sets_match_responses(
     candidates: BatchCandidateSets, ids: NDArray[np.int64], masks: Sequence[NDArray[np.uint8]]
 ) -> None:
-    """Check that sampled tokens are the responses' tokens, and that tokens with loss mask 1 have sets.
+    """Check that sampled tokens equal the responses' tokens, and that tokens with loss mask 1 have sets.
 
     Args:
         candidates: B rows, T positions in all.
@@ -140,8 +140,8 @@ def check_sets_match_responses(
         masks: B loss masks.
 
     Raises:
-        InvalidInputError: a sampled token differs from the response's token, or a token with loss mask 1 has
-            no candidate set. The message names the first invalid position.
+        InvalidInputError: the sampled token of a candidate set differs from the response's token, or a token
+            with loss mask 1 has no candidate set. The message names the first invalid position.
     """
 
     def where(position: int) -> tuple[int, int]:

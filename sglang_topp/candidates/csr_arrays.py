@@ -1,6 +1,6 @@
 """Array operations on CSR data: offsets, row indices, sorting within rows, and log-sum-exp.
 
-Shape legend: T positions, n entries in all.
+Shape legend: T rows, n values in all. In candidate sets, a row is a position with its candidates.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = [
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
 
-# The approximate number of entries in a block of `blocks_of`. The temporary arrays of one block fit in a
-# core's cache.
+# The approximate number of candidates in a block of `blocks_of`. The temporary arrays for so many candidates
+# fit in a core's cache.
 _AT_ONCE = 1 << 16
 
 
 def offsets_of(sizes: Sequence[int] | NDArray[np.integer[Any]]) -> Int64Array:
-    """Return int64 [T + 1]: the start of each of T spans, and the end of the last one."""
+    """Return int64 [T + 1]: the CSR offsets of T rows with these sizes, from 0 to the sum of the sizes."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
 def rows_of(offsets: Int64Array) -> Int32Array:
-    """Return int32 [n]: the position of every entry.
+    """Return int32 [n]: the position of each candidate.
 
     The function is more than twice as fast as `np.repeat`.
     """
@@ -49,15 +49,15 @@ def rows_of(offsets: Int64Array) -> Int32Array:
 
 
 def row_keys(rows: Int32Array, token_ids: Int32Array) -> Int64Array:
-    """Return int64 [n]: one key per entry.
+    """Return int64 [n]: one sort key per candidate.
 
-    The high 32 bits hold the position, and the low 32 bits hold the token id.
+    The high 32 bits of a key hold the candidate's position, and the low 32 bits hold the token id.
     """
     return rows.astype(np.int64) << 32 | token_ids
 
 
 def sorted_by_id(rows: Int32Array, token_ids: Int32Array) -> Int32Array:
-    """Return int32 [n]: the ids of each row, lowest first. `rows` must ascend, and ids must be at least 0."""
+    """Return int32 [n]: the ids, lowest first in each row. `rows` must ascend, and ids must be at least 0."""
     return (np.sort(row_keys(rows, token_ids)) & 0x7FFFFFFF).astype(np.int32)
 
 
@@ -84,10 +84,10 @@ def sorted_by_logprob(
 
 
 def blocks_of(offsets: Int64Array) -> Iterator[slice]:
-    """Yield slices that cover all positions, each with about as many entries as a core's cache holds.
+    """Yield slices that cover all positions, each with about as many candidates as a core's cache holds.
 
     Callers work block by block, so that each block reuses the memory of the previous block's temporary
-    arrays. The first access to new memory would take longer than the computation itself.
+    arrays. The first access to newly allocated memory would take longer than a block's computation.
     """
     start = 0
     while start < len(offsets) - 1:
@@ -98,9 +98,9 @@ def blocks_of(offsets: Int64Array) -> Iterator[slice]:
 
 
 def log_sum_exp(values: NDArray[np.floating[Any]], offsets: Int64Array) -> NDArray[np.float64]:
-    """Return float64 [T]: the log-sum-exp of each span, or 0 if the span is empty.
+    """Return float64 [T]: the log-sum-exp of each row's values, or 0 if the row is empty.
 
-    The first value of a span must be its highest.
+    Row t's values are `values[offsets[t]:offsets[t + 1]]`. The first value of a row must be its highest.
     """
     out = np.zeros(len(offsets) - 1, np.float64)
     for block in blocks_of(offsets):
@@ -117,7 +117,7 @@ def log_sum_exp(values: NDArray[np.floating[Any]], offsets: Int64Array) -> NDArr
 
 
 def first_true(mask: NDArray[np.bool_]) -> int | None:
-    """Return the index of the first True, or None if there is none."""
+    """Return the index of the first True in `mask`, or None if `mask` has no True."""
     if not len(mask):
         return None
     index = int(mask.argmax())

@@ -1,6 +1,7 @@
 """Check with a hash table whether all values in each row are distinct.
 
-The check is exact, and faster than a sort. `validation.py` uses it to check token ids.
+The check is exact, and faster than a sort. `validation.py` calls `all_distinct` to find token ids that occur
+twice in a candidate set.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ _VALUE_FACTOR, _ROW_FACTOR, _ROUND_FACTOR = np.array([0x9E3779B1, 0x85EBCA6B, 0x
 def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
     """Return whether all values within each row are distinct.
 
-    In each round, every entry hashes to a slot of a table, writes its index to the slot, and reads the slot
-    again. If an entry reads another entry's index, the function compares the two entries. The entry whose
-    index was overwritten goes to the next round, with another hash. Equal entries (same value and same row)
-    always hash to the same slot. Once the slot holds the index of one of several equal entries, the function
-    compares the others with that entry. So the check finds every duplicate.
+    A pair is a value and its row. The function hashes each pair to a slot of a hash table, and writes the
+    pair's index to the slot. Among pairs with the same slot, the last written pair keeps the slot. The
+    function compares each of the other pairs with the pair that keeps the slot, and returns False if the two
+    are equal. In the next round, the function gives the pairs that do not keep their slot a new hash. Equal
+    pairs have the same slot in every round, so the function finds every duplicate.
 
     Args:
-        values: int32 [n], the value of every entry.
-        rows: int32 [n], the row of every entry.
+        values: int32 [n], the n values of all rows.
+        rows: int32 [n], the row of each value.
     """
     bits = len(values).bit_length() + 1
     table = np.empty(1 << bits, np.int32)

@@ -52,28 +52,30 @@ _SUM_ERROR = 1e-6
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class CandidateSets:
-    """The candidate sets of one sequence's generated positions, stored as CSR arrays.
+    """The candidate sets of generated positions, stored as CSR arrays.
 
-    The candidates of position `t` are the span `offsets[t]:offsets[t + 1]` of `token_ids` and `logprobs`. A
-    span is ordered by log-prob, highest first, then by token id, lowest first. The ids in a span are distinct
-    and include `sampled_ids[t]`. An empty span marks a position that the policy did not sample, such as a
-    tool's token. Scoring functions ignore a position with an empty span, and its loss mask is 0.
+    The candidates of position `t` are at `offsets[t]:offsets[t + 1]` in `token_ids` and `logprobs`. The
+    candidates of a position are ordered by log-prob, highest first. Candidates with equal log-probs are
+    ordered by token id, lowest first. The ids in a set are distinct. A set that is not empty contains the
+    sampled token `sampled_ids[t]`. An empty set marks a position that the policy did not sample, such as a
+    tool's token. Scoring functions ignore a position with an empty set, and the position's loss mask is 0.
 
-    Sets that were decoded from a sampling mask of SGLang may have no log-probs. Without log-probs,
-    `has_logprobs` is False, spans are ordered by token id, and reading `logprobs` (or a value computed from
-    `logprobs`) raises an error. Methods that need no log-probs still work.
+    Sets that were decoded from a sampling mask of SGLang may have no log-probs. For sets without log-probs,
+    `has_logprobs` is False, and the candidates of a position are ordered by token id. Reading `logprobs` of
+    such sets, or a value computed from `logprobs`, raises InvalidInputError. Methods that need no log-probs
+    work for sets without log-probs too.
 
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
         logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. Only
             a sampled token of zero probability may have `-inf` (or float32's lowest value, which SGLang
-            writes instead). If there are no candidates, None counts as an empty array.
+            writes instead). If `token_ids` is empty, None means an empty array of log-probs.
         offsets: int64 [T + 1], `offsets[0] == 0`, never decreasing, `offsets[T] == n`.
-        sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the span is
-            empty.
+        sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the position's
+            set is empty.
 
     Arrays that already have these dtypes are not copied: `CandidateSets` keeps read-only views. The caller
-    must not write to the arrays afterwards.
+    must not modify arrays that `CandidateSets` keeps views of.
 
     Raises:
         InvalidCandidateSetsError: the arrays break a rule of this docstring. The message names the array and
@@ -110,7 +112,7 @@ class CandidateSets:
 
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
         if logprobs is None and not len(token_ids):
-            logprobs = np.empty(0, np.float32)  # without candidates, no log-prob is missing
+            logprobs = np.empty(0, np.float32)  # `has_logprobs` is True without candidates
         for name, array in (
             ("token_ids", token_ids),
             ("_logprobs", logprobs),
@@ -142,8 +144,8 @@ class CandidateSets:
         """float32 [n]: natural log-probs under the full vocabulary.
 
         Raises:
-            InvalidInputError: the sets have no log-probs (`has_logprobs` is False). `logprob_sum` and
-                `sampled_logprobs` raise this error too.
+            InvalidInputError: the sets have no log-probs (`has_logprobs` is False). For such sets,
+                `logprob_sum` and `sampled_logprobs` raise InvalidInputError too.
         """
         if self._logprobs is None:
             raise InvalidInputError(
@@ -159,7 +161,7 @@ class CandidateSets:
     def __getitem__(self, index: int | slice) -> tuple[Int32Array, Float32Array | None] | CandidateSets:
         """Return `(token_ids int32 [K], logprobs float32 [K])` for `sets[t]`, or the sets `sets[a:b]`.
 
-        The second item of the pair is None if the log-probs are unknown.
+        For `sets[t]`, `logprobs` is None if the log-probs are unknown.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
@@ -183,15 +185,15 @@ class CandidateSets:
 
     @cached_property
     def sizes(self) -> Int64Array:
-        """int64 [T]: the number of candidates at each position, 0 if the span is empty."""
+        """int64 [T]: the number of candidates at each position, 0 for an empty set."""
         return _read_only(np.diff(self.offsets))
 
     @cached_property
     def logprob_sum(self) -> Float32Array:
         """float32 [T]: the natural log of the kept mass, `log Σ_{i in C_t} q[i]`, accumulated in float64.
 
-        For an empty span, the value is 0, as if the whole vocabulary were kept. For a set with one candidate,
-        the value is exactly that candidate's log-prob.
+        For an empty set, `logprob_sum` is 0, as if the whole vocabulary were kept. For a set with one
+        candidate, `logprob_sum` is exactly that candidate's log-prob.
         """
         return _read_only(self._log_mass.astype(np.float32))
 
@@ -204,15 +206,15 @@ class CandidateSets:
     def masked_logprobs(self) -> Float32Array:
         """float32 [T]: the sampled token's log-prob within its set, `sampled_logprobs - logprob_sum`.
 
-        These log-probs are the denominators of importance ratios, if the trainer scores over the same sets.
-        The value is exactly 0 if a position has one candidate or none.
+        If the trainer scores over the same sets, `masked_logprobs` holds the denominators of importance
+        ratios, as logs. At a position with one candidate or none, `masked_logprobs` is exactly 0.
         """
         masked = self.sampled_logprobs - self.logprob_sum
         return _read_only(np.where(self.sizes > 1, masked, np.float32(0)))
 
     @cached_property
     def sampled_logprobs(self) -> Float32Array:
-        """float32 [T]: the sampled token's log-prob under the full vocabulary, 0 if the span is empty."""
+        """float32 [T]: the sampled token's log-prob under the full vocabulary, 0 for an empty set."""
         logprobs = self.logprobs
         out = np.zeros(len(self), np.float32)
         for block in blocks_of(self.offsets):
@@ -226,21 +228,20 @@ class CandidateSets:
         """Check that every set keeps at least the mass that top-p sampling keeps at `p`.
 
         Top-p sampling takes tokens, most likely first, until their total probability (the mass) reaches `p`,
-        or until all tokens are taken. Because the engine rounds, the mass of all tokens differs from 1 by at
-        most `error`. `error` is 2e-3 if the engine computes in float32. `error` is 1/30 if the engine
-        computes in bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can represent
-        all log-probs of a set. The check rejects a set whose mass is below `min(p, 1 - error)` or above
-        `1 + error`.
+        or until all tokens are taken. The engine rounds, so the mass of all tokens differs from 1 by at most
+        `error`. `error` is 2e-3 if the engine computes in float32. `error` is 1/30 if the engine computes in
+        bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can represent all log-probs
+        of a set. The check rejects a set whose mass is below `min(p, 1 - error)` or above `1 + error`.
 
-        The engine and this check sum the same probabilities in float64, but in different orders. So the
-        comparison with the lower bound tolerates a relative difference of 1e-6.
+        The engine and this check sum the same probabilities in float64, but in different orders. To allow for
+        the different orders, the check multiplies the lower bound by 1 - 1e-6.
 
         Args:
             p: the requested threshold, above 0 and at most 1.
 
         Raises:
-            InvalidCandidateSetsError: a set keeps less mass than `p`, or more than 1. The message names the
-                first such position.
+            InvalidCandidateSetsError: a set's mass is below `p` or above 1 by more than rounding explains.
+                The message names the first position with such a set.
         """
         mass = np.exp(self._log_mass)
         for t in np.flatnonzero(_is_wrong_mass(mass, p, MASS_ERROR)).tolist():
@@ -254,7 +255,7 @@ class CandidateSets:
 
     @classmethod
     def empty(cls, num_positions: int) -> CandidateSets:
-        """Return `num_positions` empty spans, with `NO_TOKEN` as each sampled id."""
+        """Return `num_positions` empty sets, with `NO_TOKEN` as the sampled id of each position."""
         if num_positions < 0:
             raise InvalidInputError(f"num_positions: got {num_positions}, expected 0 or more")
         return cls.unchecked(
@@ -270,7 +271,8 @@ class CandidateSets:
 
         Raises:
             InvalidInputError: some parts with candidates have log-probs, and other parts with candidates have
-                none. Before you concatenate such parts, call `without_logprobs` on the parts with log-probs.
+                none. To concatenate parts with and without log-probs, first call `without_logprobs` on the
+                parts with log-probs.
         """
         if not parts:
             return cls.empty(0)
@@ -299,7 +301,7 @@ class CandidateSets:
         return None
 
     def without_logprobs(self) -> CandidateSets:
-        """Return the same candidates without log-probs. Each span is ordered by token id."""
+        """Return the same candidates without log-probs, ordered by token id at each position."""
         token_ids = sorted_by_id(rows_of(self.offsets), self.token_ids)
         return CandidateSets.unchecked(token_ids, None, self.offsets, self.sampled_ids)
 
@@ -332,8 +334,9 @@ class CandidateSets:
         result's `logprob_sum` is the log of the total probability of the shared candidates.
 
         Raises:
-            InvalidInputError: `self` and `other` differ in length, sampled tokens, or empty spans. It is
-                also an error if a position's only shared candidate is a sampled token of zero probability.
+            InvalidInputError: `self` and `other` differ in length, in sampled tokens, or in which sets are
+                empty. The error is also raised if a position's only shared candidate is a sampled token of
+                zero probability.
         """
         if len(self) != len(other):
             raise InvalidInputError(f"other: got {len(other)} positions, expected {len(self)}")
@@ -419,7 +422,7 @@ class CandidateSets:
 
 
 def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
-    """Return whether top-p sampling at `p` cannot produce a set of this mass.
+    """Return whether top-p sampling at `p` cannot produce a candidate set with kept mass `mass`.
 
     `error` is the largest possible difference between 1 and the sum of all tokens' probabilities.
     """
@@ -429,7 +432,8 @@ def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
 def _error_of_mass(logprobs: Float32Array | None) -> float:
     """Return the largest possible difference between 1 and the sum of all tokens' probabilities.
 
-    The difference depends on the precision of the log-probs.
+    If bfloat16 can represent all `logprobs`, the function returns the difference for an engine that computes
+    in bfloat16, and otherwise the difference for float32.
     """
     is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
     return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR

@@ -62,7 +62,7 @@ def to_torch(
 ) -> CandidateTensors:
     """Copy the arrays of candidate sets to `device`; see `CandidateSets.to_torch`."""
     device = torch.empty(0, device=device).device
-    # The int64 offsets come first, so that each array begins at a multiple of its own item size.
+    # In `block`, the int64 offsets come first, so that each array begins at a multiple of its own item size.
     arrays: list[NDArray[Any]] = [offsets, token_ids, sampled_ids]
     if logprobs is not None:
         arrays.append(logprobs)

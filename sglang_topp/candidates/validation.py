@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 NO_TOKEN = -1
-"""The `sampled_ids` value of a position without a sampled token. The position's span must be empty."""
+"""The `sampled_ids` value of a position without a sampled token. The position's set must be empty."""
 
 MAX_LOGPROB = 1e-3
 """The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0."""
@@ -43,20 +43,21 @@ MAX_LOGPROB = 1e-3
 MASS_ERROR = 2e-3
 """The largest difference between 1 and the sum of a row's probabilities, for log-probs of a float32 softmax.
 
-Nearly all of the difference is a rounding error in the softmax's own sum. On a CPU, each of 8 SIMD lanes adds
-V / 8 numbers, where V is the vocabulary size. The relative error is at most V / 8 * 2^-24. For V = 151,936,
-this bound is 1.1e-3, and some rows reach it. For V = 262,144, the bound is 2e-3.
+The difference comes mostly from rounding in the sum that the softmax divides by. On a CPU, each of 8 SIMD
+lanes adds V / 8 numbers, where V is the vocabulary size. The sum's relative error is at most V / 8 * 2^-24.
+For V = 151,936, the bound is 1.1e-3, and the error of some rows is that large. For V = 262,144, the bound is
+2e-3.
 """
 
 BFLOAT16_MASS_ERROR = 1 / 30
 """The largest difference between 1 and the sum of a row's probabilities, for log-probs in bfloat16.
 
-Rounding changes log-probs between -16 and -8 by up to 1/32. Rounding changes lower log-probs by more, but
-their tokens hold at most 2 % of a row's mass.
+Rounding to bfloat16 changes log-probs between -16 and -8 by up to 1/32. Rounding changes log-probs below -16
+by more than 1/32, but tokens with such log-probs hold at most 2 % of a row's total probability.
 """
 
 LOWEST = np.finfo(np.float32).min
-"""A log-prob at or below this value stands for probability 0. SGLang writes this value instead of `-inf`."""
+"""A log-prob at or below this value stands for probability 0. SGLang writes `LOWEST` instead of `-inf`."""
 
 
 def check_arrays(
@@ -93,9 +94,9 @@ def check_arrays(
 
 
 def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
-    """Raise an error if a row contains an id twice.
+    """Raise an error if a row contains a token id twice.
 
-    `first` is the position of row 0. The message names the position of the duplicate id.
+    Row r holds the candidates of position `first + r`. The message names the position of the duplicate id.
     """
     if not all_distinct(ids, rows):
         keys = np.sort(row_keys(rows, ids), kind="stable")
@@ -106,16 +107,16 @@ def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
 
 
 def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | None:
-    """Return the first position whose set is not empty and has probability 0, or None."""
+    """Return the first position whose set is not empty and has a kept mass of 0, or None."""
     filled = np.flatnonzero(np.diff(offsets))
-    # The first log-prob of a span is its highest.
+    # Log-probs descend in a set, so the set's mass is 0 if the first log-prob stands for probability 0.
     t = first_true(logprobs[offsets[filled]] <= LOWEST)
     return None if t is None else int(filled[t])
 
 
 def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
-    # This function and the functions below first run a cheap check of all entries. If the cheap check fails,
-    # the function searches for the invalid position.
+    # `_check_ids` and the check functions below first run a cheap check of all candidates. These functions
+    # search for the invalid position only if the cheap check fails.
     if len(ids) and ids.min() < 0:
         e = int((ids < 0).argmax())
         raise InvalidCandidateSetsError(
@@ -124,7 +125,7 @@ def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
 
 
 def _check_order_by_id(ids: Int32Array, rows: Int32Array, offsets: Int64Array, first: int) -> None:
-    """Check that ids ascend inside each span, which also excludes duplicates."""
+    """Check that the token ids of each candidate set ascend, which also excludes duplicates."""
     if (e := _first_disorder(ids[1:] > ids[:-1], offsets)) is not None:
         raise InvalidCandidateSetsError(
             "token_ids",
@@ -136,7 +137,7 @@ def _check_order_by_id(ids: Int32Array, rows: Int32Array, offsets: Int64Array, f
 def _check_order_by_logprob(
     ids: Int32Array, logprobs: NDArray[np.float32], rows: Int32Array, offsets: Int64Array, first: int
 ) -> None:
-    """Check that log-probs descend inside each span, and that ids ascend within a tie."""
+    """Check that the log-probs of each set descend, and that ids with equal log-probs ascend."""
     if len(ids) and not logprobs.max() <= MAX_LOGPROB:
         e = int((~(logprobs <= MAX_LOGPROB)).argmax())
         raise InvalidCandidateSetsError(
@@ -157,11 +158,11 @@ def _check_order_by_logprob(
 
 
 def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | None:
-    """Return the first entry that is out of order with the next entry of its span, or None.
+    """Return the index of the first candidate that is out of order with the next one of its set, or None.
 
     Args:
-        ordered: bool [n - 1], whether entries i and i + 1 are in order. The function sets elements at span
-            boundaries to True.
+        ordered: bool [n - 1], whether candidates i and i + 1 are in order. If candidates i and i + 1 belong
+            to different positions, the function sets `ordered[i]` to True.
     """
     starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
     ordered[starts - 1] = True
@@ -173,10 +174,10 @@ def _check_sampled(
 ) -> NDArray[np.bool_]:
     """Return bool [n]: whether each candidate is the sampled token of its position.
 
-    A non-empty span without its sampled token is an error.
+    A set that is not empty and lacks its sampled token is an error.
     """
     sizes = np.diff(offsets)
-    # Earlier checks ensure that a span's ids are distinct. So a span contains its sampled token at most once.
+    # Earlier checks ensure that a set's ids are distinct, so a set contains its sampled token at most once.
     is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)
     if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
         lacking = sizes > 0
@@ -234,7 +235,10 @@ def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> N
 
 
 def as_float32(name: str, values: ArrayLike) -> NDArray[np.float32]:
-    """Return `values` as a 1-D float32 array, without a copy if possible. Reject a value that overflows."""
+    """Return `values` as a 1-D float32 array, without a copy if possible.
+
+    Raise InvalidCandidateSetsError if a finite value is too large for float32.
+    """
     array = _as_array(name, values)
     if array.dtype == np.float32:
         return array

@@ -1,9 +1,10 @@
 """Refuse requests that would crash or block SGLang.
 
-SGLang 0.5.23 accepts an id beyond the vocabulary, a number that overflows its tensor, and a bias that leaves
-no finite logit. Each of these values crashes the scheduler, which ends the service for every caller. SGLang
-also tokenizes a long text on its event loop, while all other requests wait. This module does not check values
-that SGLang refuses by itself. A comment at each check says what happens without the check.
+SGLang 0.5.23 accepts some values that crash its scheduler: an id beyond the vocabulary, a number that
+overflows its tensor, and a bias that leaves no finite logit. A scheduler crash ends the service for every
+caller. SGLang also tokenizes a long text on its event loop, while all other requests wait. This module does
+not check values that SGLang refuses by itself. A comment at each check says what SGLang would do without the
+check.
 
 The sidecar checks every request with this module. The patch set checks requests for candidate sets with this
 module. The sidecar may run where SGLang is not installed, so this module does not import SGLang.
@@ -27,10 +28,11 @@ __all__ = ["GRAMMARS", "Model", "check_sampling_params", "check_token_ids", "ove
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
-# The largest absolute bias that stays finite in float32 after division by the smallest temperature (1e-6).
+# The largest accepted absolute value of a logit bias. Divided by the smallest temperature (1e-6), such a bias
+# stays finite in float32.
 _MAX_BIAS = 1e30
-# The smallest repetition penalty. SGLang divides a logit by the penalty and by the temperature. With this
-# penalty and the smallest temperature, the quotient stays finite in float32.
+# The smallest accepted repetition penalty. SGLang divides a logit by the penalty and by the temperature. With
+# this penalty and the smallest temperature, the quotient stays finite in float32.
 _MIN_REPETITION_PENALTY = 1e-6
 
 # The most characters of one stop string or stop pattern. SGLang itself refuses more than 32 stop strings.
@@ -42,8 +44,8 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _MAX_DEPTH = 64
 
 # `Model.max_text_chars` allows at most this many characters per token. A long text has about 4 characters per
-# token. A tokenizer's longest tokens are long runs of blanks or dashes. A limit that assumed the length of
-# these tokens would be too high.
+# token. A tokenizer's longest tokens are long runs of blanks or dashes, so `max_token_chars` characters per
+# token would be too high a limit.
 _MAX_TOKEN_CHARS = 16
 
 
@@ -130,7 +132,8 @@ def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
     """Return an error message if a stop string, pattern, or grammar is too long, and None otherwise.
 
     SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token.
-    SGLang compiles a grammar in a scheduler thread that cannot be stopped. The compilation may take minutes.
+    SGLang compiles a grammar in a scheduler thread that cannot be stopped. The compilation of a long grammar
+    may take minutes.
     """
     for key, kind in (("stop", "stop string"), ("stop_regex", "pattern")):
         for at, stop in enumerate(_texts(params.get(key))):
@@ -150,8 +153,9 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
     """Check one prompt's sampling parameters for values that would crash or block SGLang.
 
     Args:
-        name: the name of the parameters in error messages.
-        params: the parameters by SGLang's names. Unknown names are not checked, because SGLang refuses them.
+        name: the name of `params` in error messages.
+        params: the sampling parameters by SGLang's names. Parameters with unknown names are not checked,
+            because SGLang refuses them.
         model: the sizes of the engine's model.
 
     Raises:
@@ -171,15 +175,16 @@ def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
     if _is_int(top_k) and top_k > _MAX_INT32:
         yield f"top_k: got {top_k}, expected at most {_MAX_INT32}; -1 is no limit"
-    # With a smaller penalty, logits become infinite and probabilities NaN, and the sampler raises an error.
+    # With a repetition penalty below `_MIN_REPETITION_PENALTY`, logits become infinite and probabilities NaN,
+    # and the sampler raises an error.
     if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
         yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
     # SGLang pickles custom_params. Pickle fails beyond some hundred levels of nesting. If pickle fails,
     # SGLang answers with status 500 and gives no reason.
     if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
         yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"
-    # SGLang's HTTP process accepts the field `choice`, but its `SamplingParams` class does not. So SGLang
-    # answers with status 500 and gives no reason.
+    # SGLang's HTTP process accepts the field `choice`, but its `SamplingParams` class does not. SGLang
+    # answers a request that sets `choice` with status 500 and gives no reason.
     if "choice" in params:
         yield "choice: SGLang does not accept it; use regex instead"
     yield from _bias_problems(params.get("logit_bias"), model.vocab_size)
@@ -211,7 +216,8 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
             yield str(error)
     minimum = params.get("min_new_tokens")
     if _is_int(minimum) and minimum > 0:
-        # `min_new_tokens` forbids all stop ids. If only stop ids can be drawn, the probabilities are NaN.
+        # `min_new_tokens` forbids all stop ids. If every token that could be drawn is a stop id, the
+        # probabilities are NaN.
         if isinstance(stop_ids, Sequence) and len(set(stop_ids)) > model.vocab_size // 2:
             yield (
                 f"stop_token_ids: got {len(set(stop_ids))} with min_new_tokens {minimum}, which forbids them,"

@@ -2,9 +2,10 @@
 
 A resuming request sends the earlier tokens as part of its prompt. Parameters that depend only on the logits
 of one position, or on the tokens themselves, work as if the answer had not been interrupted. Parameters that
-keep state over the answer's tokens, such as penalties and grammars, would lose that state. So a resuming
-request must not use parameters that keep state. Every field of SGLang's `SamplingParams` belongs to one of
-the groups in this module. A test compares the groups with the installed SGLang release.
+keep state over the answer's tokens, such as penalties and grammars, would lose that state. A resuming request
+must not use parameters that keep state. Every field of SGLang's `SamplingParams` is in `RESUMABLE_PARAMS`,
+`NON_RESUMABLE_PARAMS`, or `INTERNAL_PARAMS`. A test compares these three constants with the installed SGLang
+release.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from sglang_topp.errors import describe
 __all__ = ["INTERNAL_PARAMS", "NON_RESUMABLE_PARAMS", "RESUMABLE_PARAMS", "RESUMED", "find_resume_problem"]
 
 RESUMED = "resumed_tokens"
-"""The request field for the number of tokens at the prompt's end that belong to the earlier answer."""
+"""The request field that says how many tokens at the end of the prompt belong to the earlier answer."""
 
 RESUMABLE_PARAMS = frozenset(
     {
-        # These parameters shape the distribution of one position, which depends only on the tokens before it.
+        # Parameters that shape the distribution of one position. The distribution depends only on the tokens
+        # before the position.
         "temperature",
         "top_p",
         "top_k",
         "min_p",
         "logit_bias",
-        # The sampler's noise depends on the seed and on the position, counted from the prompt's first token.
+        # The sampler's random noise depends on the seed and on the token's position. Positions count from the
+        # prompt's first token.
         "sampling_seed",
-        # These parameters end an answer because of its last tokens, whichever request generated the tokens.
+        # Parameters that end an answer because of its last tokens, whichever request generated these tokens.
         "stop",
         "stop_token_ids",
         "stop_regex",
@@ -39,7 +42,7 @@ RESUMABLE_PARAMS = frozenset(
         # requests generated.
         "max_new_tokens",
         "min_new_tokens",
-        # These parameters control how SGLang writes and sends an answer.
+        # Parameters that control how SGLang writes and sends an answer.
         "skip_special_tokens",
         "spaces_between_special_tokens",
         "no_stop_trim",
@@ -64,7 +67,7 @@ NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {
 }
 """The fields of `SamplingParams` that would lose their state in a resuming request.
 
-Each name maps to the value that has no effect, and to the reason why other values are refused.
+Each parameter's name maps to the value that has no effect, and to the reason why other values are refused.
 """
 
 INTERNAL_PARAMS = frozenset(
@@ -77,7 +80,7 @@ INTERNAL_PARAMS = frozenset(
         "ebnf_full_assistant",
     }
 )
-"""The fields of `SamplingParams` that SGLang sets by itself. Callers do not pass these fields."""
+"""The fields of `SamplingParams` that SGLang sets by itself, and that callers do not pass."""
 
 
 def find_resume_problem(params: Mapping[str, Any]) -> str | None:

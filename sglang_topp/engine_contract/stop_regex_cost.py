@@ -1,19 +1,21 @@
 r"""Compute an upper bound on the search time of a stop regex, so that slow patterns can be refused.
 
-After each token, SGLang runs `re.search` over the end of the answer. The search runs in the scheduler, and
-all other requests wait. Python's `re` backtracks. So the search time of `(.*)*x` is exponential in the
-answer's length, and that of `.*.*x` is cubic. A stop regex must therefore follow these rules:
+After each token, SGLang runs `re.search` over the end of the answer. The regex search runs in the scheduler,
+while all other requests wait. Python's `re` backtracks: the search time of `(.*)*x` is exponential in the
+answer's length, and the search time of `.*.*x` is cubic. To be accepted, a stop regex must follow four rules:
 
-1. Every repeat has an upper bound: `?`, `{n}`, or `{m,n}`. `*`, `+`, and `{m,}` are refused.
-2. Only a character, a class, or an escape may repeat. A group may be optional, `(...)?`, but must not repeat.
-3. There are no backreferences, and no verbose syntax (`(?x)`).
-4. The searches for all patterns of a request take at most `MAX_STEPS` steps. `search_steps` counts the ways
-   to match the pattern at one start position. It then multiplies the count by the number of start positions
-   in the text. A repeat `{m,n}` has n - m + 1 ways. A group has one way per alternative. For a sequence,
-   `search_steps` multiplies the ways of the parts.
+1. Every quantifier has an upper bound: `?`, `{n}`, or `{m,n}`. The quantifiers `*`, `+`, and `{m,}` are
+   refused.
+2. Only a character, a character class, or an escape may repeat. A group may be optional, `(...)?`, but must
+   not repeat.
+3. The regex has no backreferences, and no verbose syntax (`(?x)`).
+4. The searches for all stop regexes of a request take at most `MAX_STEPS` steps in total. `search_steps`
+   counts the ways to match a regex at one start position, and multiplies the count by the number of start
+   positions in the text. A quantifier `{m,n}` can match in n - m + 1 ways. A group can match in one way per
+   alternative. For a sequence of parts, `search_steps` multiplies the parts' numbers of ways.
 
-The number of steps is an upper bound: it also counts combinations of ways that cannot occur together. So some
-harmless patterns are refused.
+The number of steps is an upper bound, because `search_steps` also counts combinations of matches that cannot
+occur together. Some harmless regexes are refused, because their upper bound is above `MAX_STEPS`.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from functools import lru_cache
 __all__ = ["MAX_STEPS", "search_steps"]
 
 MAX_STEPS = 2e7
-"""The most steps that the searches for all patterns of a request may take after one token. On 4,000 random
-patterns within this limit, Python's `re` took at most 11 ns per step, which is 0.2 s per search."""
+"""The most steps that SGLang may need after one token to search for all stop regexes of a request. On 4,000
+random patterns within this limit, Python's `re` took at most 11 ns per step, which is 0.2 s per search."""
 
 _TOKEN = re.compile(
     r"""
@@ -45,7 +47,7 @@ _TOKEN = re.compile(
 
 @lru_cache(maxsize=256)  # the prompts of a batch often share one pattern
 def search_steps(pattern: str, num_chars: int) -> float:
-    """Return an upper bound on the steps of one search.
+    """Return an upper bound on the steps of one `re.search` for `pattern`.
 
     The bound is infinity if the pattern breaks one of rules 1 to 3 in the module's docstring.
 
@@ -62,8 +64,8 @@ def search_steps(pattern: str, num_chars: int) -> float:
         return math.inf
     if is_verbose:
         return math.inf
-    # `ways` is the number of ways to match the pattern read so far from one start position. `steps` is the
-    # number of steps that trying these ways takes.
+    # `ways` is the number of ways to match the part of the pattern before `token` at one start position.
+    # `steps` is the number of steps that the regex engine needs to try all `ways`.
     ways, steps = 1.0, 1.0
     alternatives, after_group = [1], False
     for token in _TOKEN.finditer(pattern):
@@ -90,7 +92,7 @@ def search_steps(pattern: str, num_chars: int) -> float:
 
 
 def _counts(repeat: re.Match[str]) -> tuple[float, float]:
-    """Return the smallest and the largest count of a repeat."""
+    """Return the smallest and the largest number of repetitions that a quantifier allows."""
     if repeat["low"] is None:
         return 0, 1 if repeat["repeat"][0] == "?" else math.inf
     low = int(repeat["low"] or 0)

@@ -9,8 +9,8 @@ native_masks    decode_sampling_mask                any SGLang (`return_sampling
 packed          unpack, unpack_base64               pack, pack_base64 (one buffer per value)
 ==============  ==================================  ===================================================
 
-Base64 text uses the standard alphabet, with padding. The text encodes little-endian numbers: float32 for
-log-probs and int32 for token ids.
+Base64 text uses the standard alphabet, with padding. The encoded numbers are little-endian: log-probs are
+float32, and token ids are int32.
 """
 
 from sglang_topp.formats.native_masks import decode_sampling_mask

@@ -1,4 +1,4 @@
-"""Parse and check single fields of an engine's answer. A WireError names the invalid field.
+"""Parse and check single fields of an inference engine's answer. Each WireError names the invalid field.
 
 Shape legend: T positions, n candidates in all.
 """
@@ -41,9 +41,9 @@ INT32 = np.dtype("<i4")
 
 
 class Decoded(NamedTuple):
-    """The arguments of `CandidateSets`, decoded from an engine's answer.
+    """The arguments for `CandidateSets(...)`, decoded from an inference engine's answer.
 
-    `fields` maps the name of each argument to the answer's field that held the argument.
+    `fields` maps the name of each argument to the name of the answer's field that held the argument's values.
     """
 
     token_ids: NDArray[np.integer[Any]]
@@ -53,14 +53,20 @@ class Decoded(NamedTuple):
     fields: Mapping[str, str]
 
     def to_sets(self) -> CandidateSets:
-        """Build the sets. Raise a WireError that names the invalid field."""
+        """Build the candidate sets.
+
+        If an argument is invalid, raise a WireError that names the argument's field in the answer.
+        """
         with renaming_errors(self.fields):
             return CandidateSets(self.token_ids, self.logprobs, self.offsets, self.sampled_ids)
 
 
 @contextmanager
 def renaming_errors(fields: Mapping[str, str]) -> Iterator[None]:
-    """Convert an InvalidCandidateSetsError to a WireError that names the field instead of the array."""
+    """Convert an InvalidCandidateSetsError to a WireError that names the answer's field.
+
+    `fields` maps the name of each `CandidateSets` array to the name of the answer's field.
+    """
     try:
         yield
     except InvalidCandidateSetsError as error:
@@ -69,9 +75,11 @@ def renaming_errors(fields: Mapping[str, str]) -> Iterator[None]:
 
 
 def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
-    """Parse rows of `[logprob, token_id, text]` to `(token_ids [n], logprobs [n], lengths [T])`.
+    """Parse each position's list of `[logprob, token_id, text]` entries to three arrays.
 
-    A row that is null gets length -1.
+    Return `(token_ids [n], logprobs [n], lengths [T])`.
+
+    A position that has null instead of a list gets length -1.
     """
     if not isinstance(rows, list) or not all(row is None or isinstance(row, list) for row in rows):
         raise WireError(
@@ -79,7 +87,8 @@ def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.floa
         )
     lengths = np.fromiter((-1 if row is None else len(row) for row in rows), np.int32, len(rows))
     entries = list(chain.from_iterable(row for row in rows if row is not None))
-    # Check only the distinct types and lengths, because a check of each entry takes ten times as long.
+    # Check only the distinct types and lengths of the entries. A check of one entry after the other takes ten
+    # times as long.
     if not set(map(type, entries)) <= {list, tuple} or not set(map(len, entries)) <= {2, 3}:
         raise WireError(name, "expected every candidate as [logprob, token_id, text or null]")
     logprobs = numbers(name, [entry[0] for entry in entries])
@@ -144,7 +153,7 @@ def check_range(field: str, values: NDArray[np.integer[Any]], lowest: int, expec
 
 
 def check_vocab(field: str, token_ids: NDArray[np.integer[Any]], vocab_size: int | None) -> None:
-    """Raise WireError if an id is not below `vocab_size`. If `vocab_size` is None, check nothing."""
+    """Raise WireError if a token id is `vocab_size` or more. If `vocab_size` is None, every id is valid."""
     if vocab_size is not None and len(token_ids) and (highest := int(token_ids.max())) >= vocab_size:
         raise WireError(field, f"got id {highest}, expected less than vocab_size {vocab_size}")
 
@@ -152,14 +161,15 @@ def check_vocab(field: str, token_ids: NDArray[np.integer[Any]], vocab_size: int
 def check_count(field: str, count: int, num_tokens: int) -> None:
     """Raise WireError unless the field has as many positions as the answer has tokens.
 
-    An answer without tokens may have one position, because SGLang reports one if `max_new_tokens` is 0.
+    For an answer without tokens, the field may have one position, because SGLang reports one position if
+    `max_new_tokens` is 0.
     """
     if count != num_tokens and (count, num_tokens) != (1, 0):
         raise WireError(field, f"got {count} positions for {num_tokens} tokens")
 
 
 def b64text(array: NDArray[Any], dtype: np.dtype[Any]) -> str:
-    """Convert `array` to `dtype`, and encode it in base64."""
+    """Convert `array` to `dtype`, and return the converted array as base64 text."""
     return pybase64.b64encode(np.ascontiguousarray(array, dtype).tobytes()).decode("ascii")
 
 

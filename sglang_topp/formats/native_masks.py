@@ -7,11 +7,12 @@ A sampling mask lists the tokens that the engine's sampler could draw::
                                                            the sampled token's logprob in mode "selected"
     vLLM     choices[i].sampling_mask[t] = [token_id, ...], or null if masks are off
 
-SGLang renormalizes its log-probs over the mask. The request's `sampling_logprobs_mode` is `"support"` or
-`"selected"`. The decoder ignores SGLang's `output_token_sampling_mask_length`, because that field also counts
-the rows of earlier chunks in an incremental stream.
+SGLang renormalizes `output_token_sampling_logprobs` over the tokens of the mask. The request's
+`sampling_logprobs_mode` is `"support"` or `"selected"`. The decoder ignores SGLang's field
+`output_token_sampling_mask_length`, because the field also counts the masks of earlier chunks of an
+incremental stream.
 
-Shape legend: T positions, n entries in all.
+Shape legend: T positions, n tokens in all masks together.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _VLLM_MASK = "sampling_mask"
 def decode_sampling_mask(
     meta_info: Mapping[str, Any], output_ids: ArrayLike, *, vocab_size: int | None = None
 ) -> CandidateSets:
-    """Decode a native sampling mask to candidate sets.
+    """Decode the native sampling masks of one answer to candidate sets.
 
     With `return_sampling_mask`, SGLang returns log-probs `r` that are renormalized over the mask. In mode
     `"support"` with `return_logprob`, SGLang also reports the log-prob of the sampled token `s` over the
@@ -73,11 +74,11 @@ def decode_sampling_mask(
 
     Raises:
         MissingCandidateSetsError: the response has no masks, or no mask for a position.
-        SampledTokenMissingError: a mask lacks its sampled token.
+        SampledTokenMissingError: the mask of a position lacks the sampled token of that position.
         WireError: a field is malformed in any other way. A WireError also reports log-probs in
             `output_token_sampling_logprobs` and `output_token_logprobs` that cannot belong to one
             distribution. `SGLANG_RETURN_ORIGINAL_LOGPROB=1` makes the log-probs in these two fields disagree
-            at a temperature other than 1. The message names the field.
+            at a temperature other than 1. The message names the invalid field.
 
     Example:
         >>> choice = {"sampling_mask": [[5, 3], [7]]}  # one of vLLM's choices
@@ -125,10 +126,11 @@ def _under_the_vocabulary(
     sampled: NDArray[np.integer[Any]],
     reported: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Return each entry's log-prob over the whole vocabulary, float32 [n].
+    """Return the log-prob of each mask token over the whole vocabulary, float32 [n].
 
-    The log-prob of entry `i` is `support[i] + (reported - support[s])`, where `s` is the entry of the sampled
-    token in the same row.
+    `support` holds each mask token's log-prob over the mask. `reported` holds each sampled token's log-prob
+    over the whole vocabulary. At one position with sampled token `s`, the result for token `i` is
+    `support[i] + (reported - support[s])`.
     """
     is_sampled = ids == sampled[rows]
     if len(lacking := np.setdiff1d(np.arange(len(sampled)), rows[is_sampled])):
@@ -154,7 +156,7 @@ def _under_the_vocabulary(
 
 
 def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Parse the mask's rows to `(token_ids [n], sizes [T])`."""
+    """Parse the masks of all positions to `(token_ids [n], sizes [T])`."""
     if not isinstance(rows, list) or not all(row is None or isinstance(row, list) for row in rows):
         raise WireError(name, "expected a list with one list of token ids (or null) per position")
     check_count(name, len(rows), num_tokens)
@@ -171,9 +173,9 @@ def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32],
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Return the log-prob of each entry of the mask, float32 [n], or None.
+    """Return the log-prob of each mask token over the mask, float32 [n], or None without these log-probs.
 
-    SGLang reports these log-probs only if `sampling_logprobs_mode` is "support".
+    SGLang reports the log-probs of all mask tokens only if `sampling_logprobs_mode` is "support".
     """
     if rows is None:
         return None

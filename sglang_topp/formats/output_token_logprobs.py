@@ -23,12 +23,12 @@ def sampled_logprobs(
 ) -> NDArray[np.float32]:
     """Return the log-probs in `output_token_logprobs`, float32 [T].
 
-    Raise WireError unless the field lists exactly the tokens `sampled_ids`.
+    Raise WireError unless `output_token_logprobs` lists exactly the tokens `sampled_ids`, in order.
     """
     if meta_info.get(FIELD) is None:
         raise WireError(FIELD, "missing; it holds the sampled tokens' log-probs (`return_logprob`)")
-    # The field holds one [logprob, token_id, text] per token. `entry_rows` expects a list of rows of such
-    # entries, so pass the whole field as a single row.
+    # `output_token_logprobs` holds one [logprob, token_id, text] per token. `entry_rows` expects a list of
+    # such lists, so pass a list with the whole field as its only element.
     token_ids, given, _ = entry_rows(FIELD, [meta_info[FIELD]])
     check_count(FIELD, len(given), len(sampled_ids))
     with renaming_errors({"logprobs": FIELD}):

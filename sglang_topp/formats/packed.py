@@ -37,7 +37,7 @@ _HEADER = struct.Struct("<4sIQQ")
 
 
 def pack(sets: CandidateSets) -> bytes:
-    """Encode the sets in one buffer. The module's docstring gives the layout.
+    """Encode candidate sets in one binary buffer. This module's docstring gives the buffer's layout.
 
     The buffer has `24 + 8 T + 8 n` bytes, or `24 + 8 T + 4 n` without log-probs.
     """
@@ -45,9 +45,9 @@ def pack(sets: CandidateSets) -> bytes:
 
 
 def pack_parts(sets: CandidateSets) -> list[bytes | memoryview]:
-    """Return the parts of the buffer that `pack` returns, in order.
+    """Return the parts that `pack` joins into one buffer, in order.
 
-    The parts with ids and log-probs are views of the sets' arrays, not copies.
+    The parts with token ids and log-probs are views of the arrays in `sets`, not copies.
     """
     parts: list[NDArray[Any]] = [
         sets.sizes.astype(INT32),
@@ -62,11 +62,13 @@ def pack_parts(sets: CandidateSets) -> list[bytes | memoryview]:
 
 
 def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates") -> CandidateSets:
-    """Decode a buffer that `pack` returned. On little-endian machines, the arrays are views of `buffer`.
+    """Decode a buffer that `pack` returned.
+
+    On little-endian machines, the sets' arrays are views of `buffer`.
 
     Args:
         buffer: exactly the bytes that `pack` returned. Any additional byte is an error.
-        field: the payload's name in error messages.
+        field: the name of the buffer in error messages.
 
     Raises:
         WireError: the buffer has the wrong magic bytes, version, or length, or it holds invalid sets.
@@ -87,8 +89,8 @@ def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates")
             field, f"got {size} bytes, expected {expected} for {positions} positions, {candidates} candidates"
         )
     if version == _WITHOUT_LOGPROBS and not candidates:
-        # If there are no candidates, `pack` always writes version 1. Reject version 2, so that equal sets
-        # have only one encoding.
+        # `pack` always writes format version 1 for sets without any candidate. Reject version 2 for such
+        # sets, so that equal sets have only one encoding.
         raise WireError(field, f"got version {version} without a candidate, expected {_WITH_LOGPROBS}")
 
     def part(dtype: np.dtype[Any], count: int, start: int) -> NDArray[Any]:

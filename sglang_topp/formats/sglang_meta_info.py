@@ -40,7 +40,7 @@ __all__ = ["NO_DISTRIBUTION", "Side", "decode_prompt_top_p", "decode_top_p", "en
 Side: TypeAlias = Literal["output", "input"]
 
 NO_DISTRIBUTION = -1
-"""In `lengths`, this value marks a position without a distribution, such as the prompt's first token."""
+"""The number in `lengths` for a position without a distribution, such as the prompt's first token."""
 
 
 def has_top_p(meta_info: Mapping[str, Any]) -> bool:
@@ -51,13 +51,13 @@ def has_top_p(meta_info: Mapping[str, Any]) -> bool:
 def encode_top_p(
     side: Side, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """Encode sets as the three `meta_info` fields of the base64 form.
+    """Encode candidate sets as the three `meta_info` fields of the base64 form.
 
     Args:
         side: `"output"` for generated positions, `"input"` for prompt positions.
-        token_ids: int32 [n], position after position.
-        logprobs: float32 [n], in the same order.
-        lengths: one set size per position, or `NO_DISTRIBUTION`.
+        token_ids: int32 [n], the candidates' token ids, position after position.
+        logprobs: float32 [n], the candidates' log-probs, in the order of `token_ids`.
+        lengths: for each position, the set size, or `NO_DISTRIBUTION`.
     """
     name = f"{side}_top_p_logprobs"
     return {
@@ -79,8 +79,8 @@ def decode_top_p(
 
     Raises:
         MissingCandidateSetsError: the response has no sets, or no set for a position.
-        SampledTokenMissingError: a set lacks its sampled token.
-        WireError: a field is malformed in any other way. The message names the field.
+        SampledTokenMissingError: the set of a position lacks the sampled token of that position.
+        WireError: a field is malformed in any other way. The message names the invalid field.
     """
     decoded = _decode("output", meta_info, output_ids, vocab_size)
     missing = np.flatnonzero(np.diff(decoded.offsets) == 0)
@@ -106,8 +106,8 @@ def decode_prompt_top_p(
         vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Returns:
-        The sets of T positions. The prompt's first token has an empty set, because SGLang has no distribution
-        for that token.
+        One candidate set for each of the T prompt tokens. The prompt's first token has an empty set, because
+        SGLang has no distribution for that token.
 
     Raises:
         MissingCandidateSetsError, SampledTokenMissingError, WireError: as for `decode_top_p`.

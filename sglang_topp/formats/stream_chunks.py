@@ -18,12 +18,13 @@ def merge_stream_chunks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the output fields of consecutive stream chunks into the fields of one chunk.
 
     Args:
-        parts: the `meta_info` of each chunk. A chunk holds only the positions since the previous chunk.
+        parts: the `meta_info` of each chunk, in stream order. Each chunk's `meta_info` holds only the
+            positions since the previous chunk.
 
     Returns:
         The joined `meta_info` fields: candidate sets in base64 or list form, and top-k log-probs as
-        `encode_top_k` writes them. The function leaves out a field that any chunk lacks, so that the decoder
-        reports an incomplete answer.
+        `encode_top_k` writes them. If any chunk lacks a field, the result lacks that field too, and the
+        decoder then reports an incomplete answer.
     """
     sets = "output_top_p_logprobs"
     shared = {key for key in parts[0] if all(key in part for part in parts)}

@@ -1,8 +1,8 @@
 """Encode and decode SGLang's top log-probs: the k most likely tokens of each position (`top_logprobs_num`).
 
 The response's `meta_info` holds the top log-probs in one of four forms. `decode_top_k` reads all four forms.
-`encode_top_k` writes only the patch set's form.
-`{side}` is `input` for the prompt and `output` for generated tokens::
+`encode_top_k` writes only the patch set's form. In the field names below, `{side}` is `input` for the prompt
+and `output` for generated tokens::
 
     SGLang, lists         {side}_top_logprobs[t] = [[logprob, token_id, text or null], ...], or null
     SGLang, flat arrays   {side}_top_logprobs_{val_flat,idx_flat,shape,null_prefix}
@@ -10,11 +10,12 @@ The response's `meta_info` holds the top log-probs in one of four forms. `decode
                           {side}_top_logprobs_{val_flat_b64,idx_flat_b64}_dtype
     patch set, base64     {side}_top_logprobs_{val_base64,idx_base64,shape,none_positions}
 
-The field `shape` is `[rows, k]`, the shape of the log-probs and of the token ids. Positions without a
-distribution have no row. SGLang's `null_prefix` is the number of leading positions without a row. The patch
-set's `none_positions` lists the positions without a row.
+The field `shape` is `[R, k]`: the log-probs and the token ids are two arrays of R rows of k numbers. A
+position without a distribution, such as the prompt's first token, has no row in these arrays. SGLang's field
+`null_prefix` is the number of leading positions without a row. The patch set's field `none_positions` lists
+the positions without a row.
 
-Shape legend: T positions, R positions with a row, n listed tokens over all rows.
+Shape legend: T positions, R positions with a distribution, n tokens listed for all positions together.
 """
 
 from __future__ import annotations
@@ -58,15 +59,16 @@ _SHAPE, _PREFIX, _NONE = f"{_LISTS}_shape", f"{_LISTS}_null_prefix", f"{_LISTS}_
 def encode_top_k(
     side: Side, logprobs: Sequence[Sequence[float] | None], token_ids: Sequence[Sequence[int] | None]
 ) -> dict[str, Any]:
-    """Encode SGLang's top-k log-probs in base64, as `meta_info` fields.
+    """Encode top-k log-probs as the `meta_info` fields of the patch set's base64 form.
 
-    `{side}_top_logprobs_shape` is `[R, k]`. The log-probs and the token ids are arrays of exactly `R * k`
-    numbers each. Positions without a distribution have no row. `{side}_top_logprobs_none_positions` lists the
-    positions without a row in ascending order.
+    The base64 fields encode an array of log-probs [R, k] and an array of token ids [R, k]. A position without
+    a distribution has no row in the arrays. `{side}_top_logprobs_shape` is `[R, k]`.
+    `{side}_top_logprobs_none_positions` lists the positions without a row, in ascending order.
 
     Args:
-        logprobs: T rows of k log-probs. A position without a distribution has None or an empty row.
-        token_ids: T rows of k token ids.
+        logprobs: a list of k log-probs for each of T positions, or None or an empty list for a position
+            without a distribution.
+        token_ids: a list of k token ids for each of T positions, in the order of `logprobs`.
     """
     name = f"{side}_top_logprobs"
     there = [t for t, row in enumerate(logprobs) if row and token_ids[t]]
@@ -81,7 +83,10 @@ def encode_top_k(
 
 
 def merge_top_k(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the fields of `encode_top_k` in consecutive stream chunks. Every chunk must have all fields."""
+    """Join the fields that `encode_top_k` writes, over consecutive stream chunks.
+
+    The `meta_info` of every chunk must have all four fields.
+    """
     shapes = [part[_SHAPE] for part in parts]
     sizes = [shape[0] + len(part[_NONE]) for shape, part in zip(shapes, parts, strict=True)]
     merged: dict[str, Any] = {
@@ -100,17 +105,19 @@ def merge_top_k(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def decode_top_k(
     meta_info: Mapping[str, Any], output_ids: ArrayLike, k: int, *, vocab_size: int | None = None
 ) -> CandidateSets:
-    """Decode sets of the k most likely tokens. The request must have `top_logprobs_num` >= `k`.
+    """Decode each position's k most likely tokens as a candidate set.
 
-    The response may come from SGLang with or without the patch set. The following set holds the candidates of
-    position `t`::
+    The request must have `top_logprobs_num` >= `k`.
+
+    The response may come from SGLang with or without the patch set. Let `q` be the probabilities at position
+    `t`. The candidate set of position `t` is::
 
         C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
 
     The set keeps all tokens that are as likely as the k-th, if the response lists them. SGLang omits tied
-    tokens after the k-th if `top_logprobs_num` equals `k`. To keep the ties, request a few more tokens.
-    The decoder drops unsampled tokens of zero probability. The sampled token's log-prob comes from
-    `output_token_logprobs`.
+    tokens after the k-th if `top_logprobs_num` equals `k`. To get the tied tokens too, request a
+    `top_logprobs_num` a few above `k`. The decoder drops unsampled tokens of zero probability. The sampled
+    token's log-prob comes from `output_token_logprobs`.
 
     Args:
         meta_info: the response's `meta_info`. By default, SGLang returns lists (`output_top_logprobs`).
@@ -118,14 +125,14 @@ def decode_top_k(
             `return_flat_raw_output_top_logprobs`. The patch set returns base64 arrays if the request has
             `return_logprobs_in_base64`.
         output_ids: integers [T], the response's `output_ids`.
-        k: the number of most likely tokens, 1 or more.
+        k: how many of the most likely tokens to keep at each position, 1 or more.
         vocab_size: if given, ids of `vocab_size` or more are errors.
 
     Raises:
         InvalidInputError: `k` is not an integer of 1 or more.
         MissingCandidateSetsError: the response has no top log-probs, or none for a position.
-        WireError: a field lists fewer than `k` tokens, or is malformed in any other way. The message names
-            the field.
+        WireError: a field lists fewer than `k` tokens for a position, or is malformed in any other way. The
+            message names the invalid field.
     """
     try:
         least = index(k)
@@ -158,7 +165,7 @@ def _cut(
     reported: NDArray[np.float32],
     fields: Mapping[str, str],
 ) -> Decoded:
-    """Keep the k most likely tokens of each row, all ties with the k-th, and the sampled token."""
+    """Keep the k most likely tokens of each position, all ties with the k-th, and the sampled token."""
     rows = rows_of(offsets)
     ids, logprobs = sorted_by_logprob(rows, ids, logprobs)
     kth, lowest = logprobs[offsets[:-1] + (k - 1)], logprobs[offsets[1:] - 1]
@@ -193,8 +200,9 @@ _Rows: TypeAlias = tuple[NDArray[np.int32], NDArray[np.floating[Any]], NDArray[n
 def _read(meta_info: Mapping[str, Any], num_tokens: int) -> _Rows:
     """Parse the top log-probs to `(token_ids [n], logprobs [n], lengths [T], fields)`.
 
-    `meta_info` may hold any of the four forms that the module's docstring lists.
-    A position without a row gets length -1.
+    `meta_info` may hold any of the four forms that this module's docstring lists. A position without a
+    distribution gets length -1. `fields` maps the name of each `CandidateSets` argument to the name of the
+    field with the argument's values.
     """
     for kind in ("base64", "flat_b64", "flat"):
         values, ids = f"{_LISTS}_val_{kind}", f"{_LISTS}_idx_{kind}"
@@ -240,7 +248,7 @@ def _flat_numbers(name: str, values: Any) -> NDArray[np.float64]:
 
 
 def _lengths(shape: Any, nowhere: str, none: Any, num_tokens: int) -> NDArray[np.int32]:
-    """Return int32 [T]: k for a position with a row, and -1 for a position without a row."""
+    """Return int32 [T]: k for a position with k listed tokens, -1 for a position without a distribution."""
     sizes = integers(_SHAPE, shape).tolist()
     if len(sizes) != 2 or min(sizes) < 0:
         raise WireError(_SHAPE, f"got {str(sizes)[:80]}, expected [rows, k]")

@@ -1,9 +1,9 @@
 """Extract exact candidate sets from log-probs, on a CPU or an accelerator.
 
 `top_p_candidates` returns each row's nucleus for a threshold `p`. `support_candidates` returns the tokens
-that a sampler could draw. `reference` defines both functions in plain loops. `top_p_torch` and
-`sampler_support_torch` run on any device. `top_p_triton` and `sampler_support_triton` are the kernels for
-GPUs. `gpu_extraction` runs the kernels, with or without waiting for the device.
+that a sampler could draw in each row. `reference` defines both functions in plain loops. `top_p_torch` and
+`sampler_support_torch` run on any device. `top_p_triton` and `sampler_support_triton` hold the Triton kernels
+for GPUs. `gpu_extraction` launches the Triton kernels, with or without waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ def top_p_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the candidate set of every row for the threshold `p`, as flat arrays.
 
-    Let `q = exp(logprobs[b])`, without renormalization. The following set holds the candidates of row `b`::
+    Let `q = exp(logprobs[b])`, without renormalization. The candidate set of row `b` is::
 
         { i : q[i] > 0  and  sum of q[j] over all j with q[j] > q[i]  <  p[b] }  ∪  { sampled_ids[b] }
 
-    The set keeps all tokens tied at the cutoff, and `p = 1` keeps every token of non-zero probability. A row
-    with `p = 0` has no candidates, and the function ignores the row's log-probs and sampled id. A token has
-    zero probability if its log-prob is `-inf` or the dtype's lowest value, which SGLang writes in place of
-    `-inf`. Probabilities are summed in float64. If a sum is within 1e-6 of `p`, rounding may decide whether
-    the next token is kept, and both results are correct.
+    The set keeps all tokens tied at the cutoff. With `p = 1`, the set keeps every token of non-zero
+    probability. A row with `p = 0` has no candidates. The function does not read the log-probs and the
+    sampled id of such a row. A token has zero probability if its log-prob is `-inf` or the dtype's lowest
+    value, which SGLang writes in place of `-inf`. Probabilities are summed in float64. If the probabilities
+    of all tokens more likely than token `i` have a sum within 1e-6 of `p`, rounding may decide whether token
+    `i` is kept. Both results are correct.
 
     Args:
         logprobs: floats [B, V] on any device, natural log-probs in float16, bfloat16, float32, or float64.
-            float64 is rounded to float32 first. Any strides are accepted. The tensor is not modified.
+            float64 log-probs are rounded to float32 first. The function accepts any strides, and does not
+            modify `logprobs`.
         p: one float in [0, 1] for all rows, or B floats. Reading `p` makes the host wait for the device if
             `p` is a tensor on an accelerator.
-        sampled_ids: integers [B], which are added to the sets of their rows.
+        sampled_ids: integers [B], the sampled token of each row, or None. The function adds each sampled
+            token to the set of its row.
 
     Returns:
         `(token_ids int32 [n], logprobs float32 [n], offsets int64 [B + 1])` on the device of `logprobs`. The
@@ -75,7 +78,7 @@ def support_candidates(
     *,
     sampled_ids: Sequence[int] | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens that a sampler could draw in every row, as flat arrays.
+    """Return the tokens that a sampler could draw in each row, as flat arrays.
 
     The candidates of row `r` are the tokens with a positive weight, and the sampled token::
 
@@ -83,14 +86,14 @@ def support_candidates(
 
     Args:
         logprobs: floats [R, V], natural log-probs of the whole vocabulary, as for `top_p_candidates`.
-        weights: numbers [R, W] on the same device, the weights that the sampler draws with, after all
-            filters. The sampler never draws a token with a weight of 0, below 0, or NaN.
+        weights: numbers [R, W] on the device of `logprobs`, the weights that the sampler draws with, after
+            all sampling filters. The sampler never draws a token with a weight of 0, below 0, or NaN.
         token_ids: integers [R, W], the token id of each weight, without duplicates in a row. None means that
-            the weights cover all V tokens in order.
+            W is V, and that column `i` of `weights` belongs to token id `i`.
         sampled_ids: integers [R], the sampled token of each row.
 
     Returns:
-        `(token_ids, logprobs, offsets)`, as from `top_p_candidates`.
+        `(token_ids, logprobs, offsets)`, in the format that `top_p_candidates` returns.
 
     Raises:
         InvalidInputError: a shape or dtype is wrong, an id is outside [0, V), a candidate's log-prob is NaN

@@ -1,4 +1,4 @@
-"""Check the arguments of `top_p_candidates` and `support_candidates`, before an implementation runs."""
+"""Check the arguments of `top_p_candidates` and `support_candidates` before the extraction starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def check_top_p_arguments(
 ) -> tuple[Tensor, NDArray[np.float64], Tensor | None]:
     """Check the shapes, the dtypes, and `p` of `top_p_candidates`.
 
-    The implementations check the values of `logprobs` and `sampled_ids` while they read the tensors.
+    The torch and Triton implementations check the values of `logprobs` and `sampled_ids` while they read the
+    two tensors.
 
     Returns:
         `(logprobs, p, sampled_ids)`. `logprobs` is [B, V], with float64 converted to float32. `p` is float64
@@ -39,13 +40,13 @@ def check_support_arguments(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Check the arguments of `support_candidates`.
 
-    This function also checks the values of `token_ids`, because the implementations use these ids as
-    indices into the rows of `logprobs`.
+    The function also checks the values of `token_ids`, because the torch and Triton implementations use these
+    ids as indices into the rows of `logprobs`.
 
     Returns:
         `(logprobs, weights, token_ids, sampled_ids)`. `logprobs` is [R, V], with float64 converted to
-        float32. `weights` is [R, W], and `token_ids` is [R, W] or None. `sampled_ids` is int64 [R] on the
-        device of `logprobs`.
+        float32. `weights` has shape [R, W]. `token_ids` has shape [R, W], or is None. `sampled_ids` is int64
+        [R] on the device of `logprobs`.
     """
     logprobs = _checked_logprobs(logprobs)
     rows, vocab = logprobs.shape
@@ -86,7 +87,7 @@ def _checked_sampled(sampled_ids: Sequence[int] | Tensor, logprobs: Tensor) -> T
 
 
 def _thresholds(p: float | Sequence[float] | Tensor, rows: int) -> NDArray[np.float64]:
-    """Return `p` as float64 [B] on the host."""
+    """Return the checked thresholds `p` as float64 [B] on the host."""
     if isinstance(p, float):
         if not 0 <= p <= 1:
             raise InvalidInputError(f"p: got {p}, expected 0 to 1")
@@ -107,7 +108,7 @@ def _thresholds(p: float | Sequence[float] | Tensor, rows: int) -> NDArray[np.fl
 
 
 def not_logprobs(row: int, highest: float) -> InvalidInputError:
-    """Return the error for a row whose maximum is NaN or above `MAX_LOGPROB`."""
+    """Return the error for a row of `logprobs` whose maximum is NaN or above `MAX_LOGPROB`."""
     problem = "NaN" if np.isnan(highest) else f"{highest:g}, which is above 0"
     return InvalidInputError(f"logprobs: row {row} holds {problem}; expected natural log-probs, at most 0")
 

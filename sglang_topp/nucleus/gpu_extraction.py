@@ -1,12 +1,13 @@
 """Extract candidate sets on a GPU with the Triton kernels, with or without waiting for the device.
 
-The host can learn the sets' sizes only by waiting for the device. `stage_top_p` and `stage_support` write the
-sets to a staging area of fixed size without waiting, and leave out sets that do not fit. The caller copies
-the staging area to the host, reads which rows were left out, and extracts those rows again.
-`top_p_candidates` and `support_candidates` wait for the sizes, and allocate memory of exactly the right size.
+The host can learn the sizes of the candidate sets only by waiting for the GPU. `stage_top_p` and
+`stage_support` do not wait. The two functions write the sets to a staging area of fixed size, and leave out
+sets that do not fit. The caller copies the staging area to the host, reads which rows' sets were left out,
+and extracts those sets again. `top_p_candidates` and `support_candidates` wait for the set sizes, and
+allocate memory of exactly the right size.
 
 Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W weights per
-row, C entries that the staging area can hold, n entries in all.
+row, C candidates that fit in the staging area, n candidates in all.
 """
 
 from __future__ import annotations
@@ -43,37 +44,39 @@ class StagingArea:
     """Candidate sets in tensors of fixed size, on the device or on the host.
 
     Attributes:
-        entries: int32 [2, C], token ids and the bits of their float32 log-probs.
-        rows: int32 [4, B], four numbers for each row of log-probs. The numbers are the set size, the index
-            of the set's first entry, an error code, and the error's detail. The index is -1 if the set did
-            not fit in the staging area. `kernel_error_codes` lists the codes and details.
+        entries: int32 [2, C]. `entries[0]` holds the candidates' token ids, and `entries[1]` the bits of
+            their float32 log-probs.
+        rows: int32 [4, B] (from `stage_support` [4, R]), four numbers for each row of log-probs: the set
+            size, the index of the set's first candidate in `entries`, an error code, and the error's detail.
+            An index of -1 means that the set did not fit in the staging area. `kernel_error_codes` lists the
+            error codes and their details.
     """
 
     entries: Tensor
     rows: Tensor
 
     def map(self, copy_tensor: Callable[[Tensor], Tensor]) -> StagingArea:
-        """Copy `entries` and `rows` with `copy_tensor`.
+        """Return a staging area with `copy_tensor(entries)` and `copy_tensor(rows)`.
 
-        If `copy_tensor` is asynchronous, the copies may still run when this method returns.
+        If `copy_tensor` is asynchronous, the two copies may still run when this method returns.
         """
         return StagingArea(copy_tensor(self.entries), copy_tensor(self.rows))
 
     def read(self) -> StagedRows:
-        """Return `entries` and `rows` as NumPy arrays.
+        """Return the tensors `entries` and `rows` as NumPy arrays.
 
-        Both tensors must be on the host, and all copies into the tensors must be finished.
+        `entries` and `rows` must be on the host, and all copies into these two tensors must be finished.
         """
         return StagedRows(self.entries.numpy(), self.rows.numpy())
 
 
 @dataclass(frozen=True)
 class StagedRows:
-    """A `StagingArea` on the host, as NumPy arrays.
+    """The candidate sets of a `StagingArea` on the host, as NumPy arrays.
 
     Attributes:
         entries: int32 [2, C], as in `StagingArea`.
-        rows: int32 [4, B], as in `StagingArea`.
+        rows: int32 [4, B] or [4, R], as in `StagingArea`.
     """
 
     entries: NDArray[np.int32]
@@ -85,16 +88,20 @@ class StagedRows:
         return np.flatnonzero((self.rows[_SIZE] > 0) & (self.rows[_START] < 0))
 
     def problems(self, sampled_B: Tensor | None, vocab: int) -> dict[int, InvalidInputError]:
-        """Return the error of each invalid row, by row number. Invalid rows have no set."""
+        """Return the errors of the invalid rows, in a dict by row number. An invalid row has no set."""
         codes, details = self.rows[_ERROR_CODE].tolist(), self.rows[_ERROR_DETAIL].tolist()
         wrong = np.flatnonzero(self.rows[_ERROR_CODE]).tolist()
         return {row: row_error(row, codes[row], details[row], sampled_B, vocab) for row in wrong}
 
     def sets(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int64]]:
-        """Return `(token_ids [n], logprobs [n], offsets [B + 1])` of the rows that fit, each row sorted."""
+        """Return `(token_ids [n], logprobs [n], offsets [B + 1])` of the sets that fit in the staging area.
+
+        Each set is ordered by log-prob, highest first, then by token id. A row whose set did not fit has an
+        empty set.
+        """
         sizes = np.where(self.rows[_START] >= 0, self.rows[_SIZE], 0)
         offsets = offsets_of(sizes)
-        # The staging area holds the rows in ascending order, without gaps.
+        # The staging area holds the sets in the order of their rows, without gaps.
         token_ids = self.entries[0, : offsets[-1]]
         logprobs = self.entries[1, : offsets[-1]].view(np.float32)
         keys = sort_key_descending(torch.from_numpy(logprobs)).numpy()
@@ -111,19 +118,18 @@ def stage_top_p(
     lowest: float | None = None,
     is_taken_B: Tensor | None = None,
 ) -> StagingArea:
-    """Write the sets of `top_p_candidates` to a staging area, without waiting for the device.
+    """Extract top-p candidate sets into a staging area, without waiting for the GPU.
 
-    The size of every allocation depends only on `capacity` and the arguments' shapes.
+    The sizes of all tensors that the function allocates depend only on `capacity` and the arguments' shapes.
 
     Args:
         logprobs_BV: floats on a GPU, contiguous along a row.
-        p_B: float64, the thresholds, on the host.
-        sampled_B: int64, the sampled token ids, on the GPU.
-        capacity: C, the largest number of entries that fit in the staging area.
-        lowest: log-probs at or below this value stand for probability 0. The default is the lowest value of
-            the dtype of `logprobs_BV`.
-        is_taken_B: bool, on the GPU, False for rows to skip. A skipped row gets an empty set, like a row with
-            a threshold of 0.
+        p_B: float64, the top-p threshold of each row, on the host.
+        sampled_B: int64, the sampled token id of each row, on the GPU.
+        capacity: C, the number of candidates for which the staging area has room.
+        lowest: log-probs at or below this value stand for probability 0. The default of `lowest` is the
+            lowest value of the dtype of `logprobs_BV`.
+        is_taken_B: bool, on the GPU. A row with False gets an empty set, like a row with a threshold of 0.
     """
     limits_B = _limits(p_B, logprobs_BV)
     if is_taken_B is not None:
@@ -147,19 +153,20 @@ def stage_support(
     capacity: int,
     lowest: float | None = None,
 ) -> StagingArea:
-    """Write the sets of `support_candidates` to a staging area, without waiting for the device.
+    """Extract the tokens that a sampler could draw into a staging area, without waiting for the GPU.
 
-    The size of every allocation depends only on `capacity` and the arguments' shapes.
+    The sizes of all tensors that the function allocates depend only on `capacity` and the arguments' shapes.
 
     Args:
         logprobs_BV: floats on a GPU, contiguous along a row.
-        rows_R: int64 on the GPU, the rows of `logprobs_BV` that the weights belong to.
-        is_drawn_RW: bool, True where the weight is above 0.
-        token_ids_RW: int32, the token id of each weight. None means that the weights cover all V tokens in
-            order.
-        sampled_R: int64, the sampled token ids.
-        capacity: C, the largest number of entries that fit in the staging area.
-        lowest: as for `stage_top_p`.
+        rows_R: int64 on the GPU. The log-probs for row `r` of `is_drawn_RW` are in row `rows_R[r]` of
+            `logprobs_BV`.
+        is_drawn_RW: bool, True where the sampler's weight of a token is above 0.
+        token_ids_RW: int32, the token id of each element of `is_drawn_RW`. None means that W is V, and that
+            column `i` belongs to token id `i`.
+        sampled_R: int64, the sampled token id of each row of `is_drawn_RW`.
+        capacity: C, the number of candidates for which the staging area has room.
+        lowest: as in `stage_top_p`.
     """
     drawn = (logprobs_BV, rows_R, is_drawn_RW, token_ids_RW, sampled_R)
     found_3R = sampler_support_triton.count(*drawn, _lowest(lowest, logprobs_BV))
@@ -174,7 +181,7 @@ def top_p_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `sglang_topp.nucleus.top_p_candidates` on a GPU, for checked arguments.
 
-    The host waits for the device once, to read the sizes. `lowest` is as for `stage_top_p`.
+    The host waits for the GPU once, to read the set sizes. `lowest` is as in `stage_top_p`.
     """
     logprobs_BV = _with_contiguous_rows(logprobs_BV)
     cuts = top_p_triton.find_cuts(
@@ -196,7 +203,7 @@ def support_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `sglang_topp.nucleus.support_candidates` on a GPU, for checked arguments.
 
-    The host waits for the device once, to read the sizes. `lowest` is as for `stage_top_p`.
+    The host waits for the GPU once, to read the set sizes. `lowest` is as in `stage_top_p`.
     """
     logprobs_RV = _with_contiguous_rows(logprobs_RV)
     rows_R = torch.arange(len(logprobs_RV), device=logprobs_RV.device)
@@ -212,9 +219,9 @@ def support_candidates(
 def _allocate_entries(
     found_4R: Tensor, sampled_R: Tensor | None, logprobs_RV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the offsets [R + 1], and an uninitialized tensor for the entries of all rows.
+    """Return the sets' offsets [R + 1], and an uninitialized tensor for the candidates of all rows.
 
-    Raise the error of the first invalid row.
+    If any row is invalid, raise the error of the first invalid row.
     """
     found = StagedRows(np.empty((2, 0), np.int32), found_4R.cpu().numpy())
     for first in found.problems(sampled_R, logprobs_RV.shape[1]).values():
@@ -236,8 +243,9 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 
 
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
-    """Return float64 [B], the sum of probabilities at which each row's nucleus ends."""
-    # p = 1 keeps the whole row. Use an infinite limit, because rounding may make a part of the row sum to 1.
+    """Return float64 [B] on the GPU: the total probability at which each row's nucleus ends."""
+    # With p = 1, the nucleus is the whole row. Use an infinite limit, because the rounded probabilities of
+    # only a part of the row may sum to 1.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 
 

@@ -12,6 +12,9 @@ __all__ = ["to_device"]
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy `values` to `device`. If `device` is a GPU, the copy is asynchronous and uses pinned memory."""
+    """Copy a NumPy array to `device`.
+
+    If `device` is a GPU, the copy is asynchronous and uses pinned memory.
+    """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

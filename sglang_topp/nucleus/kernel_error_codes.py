@@ -11,19 +11,26 @@ from sglang_topp.nucleus.argument_checks import not_logprobs, sampled_out_of_ran
 __all__ = ["NOT_LOGPROBS", "SAMPLED_OUT_OF_RANGE", "TOKEN_OUT_OF_RANGE", "ZERO_PROBABILITY", "row_error"]
 
 SAMPLED_OUT_OF_RANGE = 1
-"""The sampled id is outside the vocabulary."""
+"""Error code: the sampled token id of the row is outside the vocabulary."""
 NOT_LOGPROBS = 2
-"""The row holds NaN or a value above 0. The error detail is NaN or the highest value, as float32 bits."""
+"""Error code: the row of log-probs holds NaN or a value above 0.
+
+The error detail is NaN or the row's highest value, as float32 bits.
+"""
 TOKEN_OUT_OF_RANGE = 3
-"""The token id of a weight is outside the vocabulary. The error detail is the token id."""
+"""Error code: a token id with a positive weight is outside the vocabulary. The error detail is that id."""
 ZERO_PROBABILITY = 4
-"""A token of probability 0 has a positive weight and was not sampled. The error detail is the token's id."""
+"""Error code: a token that was not sampled has probability 0, but a positive weight.
+
+The error detail is the id of that token.
+"""
 
 
 def row_error(row: int, code: int, detail: int, sampled_B: Tensor | None, vocab: int) -> InvalidInputError:
-    """Return the exception for a row's error code and detail.
+    """Return the exception for the error code and the error detail that a kernel wrote for a row.
 
-    The function reads `sampled_B` only for an invalid sampled id, because the read waits for the device.
+    The function reads `sampled_B` only for the code `SAMPLED_OUT_OF_RANGE`, because the read waits for the
+    GPU.
     """
     if code == NOT_LOGPROBS:
         return not_logprobs(row, float(np.int32(detail).view(np.float32)))

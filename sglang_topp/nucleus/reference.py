@@ -1,6 +1,7 @@
 """Reference implementations that define candidate sets: plain loops with a full sort, in float64.
 
-The implementations in this module are slow. The tests compare all other implementations with them.
+The functions in this module are slow. The tests compare the torch and Triton implementations with these
+functions.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ __all__ = ["nucleus", "support_candidates", "top_p_candidates"]
 
 
 def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[int]:
-    """Return the nucleus `{ i : q[i] > 0 and sum of q[j] over all j with q[j] > q[i] < p }`, unordered.
+    """Return the token ids in the nucleus of one row, in no guaranteed order.
+
+    Token `i` is in the nucleus if `q[i] > 0`, and if the probabilities `q[j]` of all tokens `j` with
+    `q[j] > q[i]` sum to less than `p`.
 
     Args:
-        logprobs: natural log-probs of one row, `q = exp(logprobs)`.
-        p: the threshold. A threshold of 1 keeps every token of non-zero probability, even if the
+        logprobs: the natural log-probs of one row. The probabilities are `q = exp(logprobs)`.
+        p: the top-p threshold. A threshold of 1 keeps every token of non-zero probability, even if the
             probabilities do not sum to 1.
         lowest: log-probs at or below this value stand for probability 0.
     """

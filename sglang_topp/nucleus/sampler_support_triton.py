@@ -1,7 +1,7 @@
 """Triton kernels that find the tokens that a sampler could draw in each row, and their log-probs.
 
 Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W weights per
-row, C entries that the output can hold.
+row, C candidates that the output has room for.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ def count(
     sampled_R: Tensor,
     lowest: float,
 ) -> Tensor:
-    """Return int32 [3, R]: each row's set size, error code, and error detail.
+    """Return int32 [3, R]: the set size, the error code, and the error detail of each row.
 
-    `kernel_error_codes` lists the codes.
+    `kernel_error_codes` lists the error codes and their details.
 
     Args:
-        logprobs_BV: contiguous along a row.
-        rows_R: int64, the rows of `logprobs_BV` that the weights belong to.
-        is_drawn_RW: bool, contiguous.
-        token_ids_RW: int32, contiguous. None means that the weights cover all V tokens in order.
-        sampled_R: int64, the sampled token ids.
+        logprobs_BV: floats on a GPU, contiguous along a row.
+        rows_R: int64. The log-probs for row `r` of `is_drawn_RW` are in row `rows_R[r]` of `logprobs_BV`.
+        is_drawn_RW: bool, contiguous, True where the sampler's weight of a token is above 0.
+        token_ids_RW: int32, contiguous, the token id of each element of `is_drawn_RW`. None means that W is
+            V, and that column `i` belongs to token id `i`.
+        sampled_R: int64, the sampled token id of each row of `is_drawn_RW`.
         lowest: log-probs at or below this value stand for probability 0.
     """
     found_3R = torch.empty((3, len(rows_R)), dtype=torch.int32, device=logprobs_BV.device)
@@ -81,15 +82,17 @@ def compact(
     starts_R: Tensor,
     entries_2C: Tensor,
 ) -> None:
-    """Write each row's set to `entries_2C`, in the order of the row's weights.
+    """Write each row's candidate set to `entries_2C`, in the order of the row's columns in `is_drawn_RW`.
 
-    A sampled token without a weight comes last.
+    A sampled token without a positive weight comes last in its set.
 
     Args:
         logprobs_BV, rows_R, is_drawn_RW, token_ids_RW, sampled_R: as passed to `count`.
-        sizes_R: the sizes that `count` returned.
-        starts_R: integers, the index of each set's first entry, or -1 to skip the set.
-        entries_2C: int32, the output: token ids, and then the bits of their float32 log-probs.
+        sizes_R: the set sizes that `count` returned.
+        starts_R: integers, the column of `entries_2C` for the first candidate of each set, or -1 to skip the
+            set.
+        entries_2C: int32, the output. Row 0 gets the candidates' token ids, and row 1 the bits of their
+            float32 log-probs.
     """
     if not len(rows_R):
         return
@@ -116,7 +119,7 @@ def compact(
 def _tile(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
     is_drawn_ptr, ids_ptr, row, start, width, HAS_IDS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the ids of a row's next TILE tokens, and whether the sampler can draw each token."""
+    """Load the token ids of a row's next TILE columns, and whether the sampler can draw each token."""
     at = start + tl.arange(0, TILE)
     is_drawn = tl.load(is_drawn_ptr + row * width + at, mask=at < width, other=0) != 0
     token_ids = at

@@ -1,16 +1,18 @@
 """Extract top-p candidate sets in plain torch, on any device, without sorting the vocabulary.
 
-A nucleus is usually tens of tokens out of a hundred thousand. So the code cuts each row into blocks of
-neighboring ids, and reads only the blocks with the highest maxima. Let `bound` be the lowest maximum among
-the blocks read. Every token above `bound` lies in a block that is read. If the tokens above `bound` have a
-mass of at least `p`, the blocks read contain the whole nucleus. The code checks the mass above `bound` for
-every row. If the mass is too small, the code reads more blocks of the row, and finally the whole row. So
-every result is exact.
+A nucleus usually has tens of tokens out of a hundred thousand. The code therefore cuts each row of log-probs
+into blocks of neighboring token ids, and reads only the blocks with the highest maxima. Let `bound` be the
+lowest maximum among the blocks that are read. Every token with a log-prob above `bound` lies in a block that
+is read. If the tokens above `bound` have a total probability of at least `p`, the blocks that are read
+contain the whole nucleus. The code computes the total probability above `bound` for every row. If this total
+is below `p`, the code reads more blocks of the row, and finally the whole row. Every result is therefore
+exact.
 
-The cost is one pass for the block maxima, and then work on a few thousand values per row.
+One pass over each row computes the maxima of the row's blocks. After this pass, the code usually works on a
+few thousand log-probs per row.
 
 Shape legend: B rows, R requested rows, V ids in the vocabulary, N full blocks of S tokens, K blocks read per
-row, M values read per row, n entries in all.
+row, M log-probs read per row, n candidates in all.
 """
 
 from __future__ import annotations
@@ -29,22 +31,23 @@ from sglang_topp.nucleus.argument_checks import not_logprobs, sampled_out_of_ran
 __all__ = ["sort_key_descending", "top_p_candidates"]
 
 _BLOCK = 64
-# The number of blocks read in each attempt. At p = 0.95, 128 blocks suffice for nearly all rows of a language
-# model. Reading 1024 blocks takes a fraction of the time of sorting a whole row of a large vocabulary.
+# The number of blocks that each attempt reads of a row. At p = 0.95, 128 blocks contain the whole nucleus for
+# nearly all rows of a language model. Reading 1024 blocks takes a fraction of the time of sorting a whole row
+# of a large vocabulary.
 _ATTEMPTS = (128, 1024)
-# The largest number of values that one call sorts when it sorts whole rows. The values must fit in a CPU's
-# cache, or in an accelerator's memory.
+# The largest number of log-probs that one call of `_cut` gets if it sorts whole rows. The log-probs of one
+# call must fit in a CPU's cache, or in an accelerator's memory.
 _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25
 
 
 class _RequestedRows(NamedTuple):
-    """The rows to extract, one entry per row in every field."""
+    """The rows for which to extract candidate sets. Every field has one element per row."""
 
-    rows_R: Tensor  # int64, the row's number in the batch
-    limit_R: Tensor  # float64, the sum of probabilities at which the nucleus ends
-    sampled_R: Tensor  # int64, the sampled token ids
-    sampled_logprobs_R: Tensor  # float32; for NaN, no sampled token is added, because `NaN < x` is false
+    rows_R: Tensor  # int64, the row's index in the batch
+    limit_R: Tensor  # float64, the total probability at which the row's nucleus ends
+    sampled_R: Tensor  # int64, the row's sampled token id
+    sampled_logprobs_R: Tensor  # float32; NaN adds no sampled token to the set, because `NaN < x` is false
 
     def take(self, which: Tensor) -> _RequestedRows:
         return _RequestedRows(*(field[which] for field in self))
@@ -79,10 +82,14 @@ def top_p_candidates(
 def _select_requested_rows(
     logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, row_numbers: NDArray[np.intp]
 ) -> _RequestedRows:
-    """Return the rows with `p > 0`. Raise if a row's sampled id is outside the vocabulary."""
+    """Return the rows with `p > 0`.
+
+    Raise InvalidInputError if the sampled id of such a row is outside the vocabulary.
+    """
     device = logprobs_BV.device
     rows_R = torch.from_numpy(row_numbers).to(device)
-    # p = 1 keeps the whole row. Use an infinite limit, because rounding may make a part of the row sum to 1.
+    # With p = 1, the nucleus is the whole row. Use an infinite limit, because the rounded probabilities of
+    # only a part of the row may sum to 1.
     limit_R = torch.from_numpy(np.where(p_B == 1, np.inf, p_B)[row_numbers]).to(device)
     if sampled_B is None:
         return _RequestedRows(
@@ -98,23 +105,24 @@ def _select_requested_rows(
 
 
 def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
-    """Yield the sets found in each row's highest blocks, and then the sets of rows that need more blocks.
+    """Yield sets from the blocks with each row's highest maxima, then the sets that need more blocks.
 
-    A row may occur in several of the yielded parts. Only the last of these parts holds the row's correct set.
+    If several of the yielded parts hold a set for the same row, only the set in the last of these parts is
+    correct.
     """
     num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
     if attempts:
         blocks_BNS = logprobs_BV[:, : num_blocks * _BLOCK].view(-1, num_blocks, _BLOCK)
-        # Call `amax` once per run of adjacent requested rows, so that no row is copied and no other row is
-        # read.
+        # Call `amax` once per run of adjacent requested rows. These `amax` calls copy no row, and read only
+        # requested rows.
         breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
         runs = zip([0, *breaks], [*breaks, len(row_numbers)], strict=True)
         maxima = [blocks_BNS[row_numbers[a] : row_numbers[b - 1] + 1].amax(2) for a, b in runs]
         maxima_RN = torch.cat(maxima) if len(maxima) > 1 else maxima[0]
     for num_chosen in attempts:
         highest_RK, chosen_RK = maxima_RN.topk(num_chosen, sorted=False)
-        chosen_RK = chosen_RK.sort(1).values  # the ids in each row of `values_RM` must ascend
+        chosen_RK = chosen_RK.sort(1).values  # token ids must ascend along each row of `values_RM`
         values_RM = blocks_BNS[requested.rows_R[:, None], chosen_RK].flatten(1)
         if tail:
             values_RM = torch.cat([values_RM, logprobs_BV[requested.rows_R, -tail:]], 1)
@@ -138,18 +146,20 @@ def _cut(
     bound_R: Tensor | None = None,
     blocks_RK: Tensor | None = None,
 ) -> tuple[_Part, Tensor]:
-    """Sort each row's values above its bound, and cut each row where its nucleus ends.
+    """Sort each row's log-probs above the row's bound, and cut the sorted log-probs where the nucleus ends.
 
     Args:
-        values_RM: log-probs, with ids that ascend along a row.
-        requested: the rows to extract.
-        bound_R: an upper bound for the values that are not in `values_RM`, or None if `values_RM` holds
-            whole rows.
-        blocks_RK: the blocks that the M values come from, or None if `values_RM` holds whole rows.
+        values_RM: log-probs, whose token ids ascend along a row.
+        requested: the R rows that the log-probs in `values_RM` come from.
+        bound_R: an upper bound for each row's log-probs that are not in `values_RM`, or None if `values_RM`
+            holds whole rows.
+        blocks_RK: the numbers of the K blocks that each row's log-probs in `values_RM` come from, or None if
+            `values_RM` holds whole rows.
 
     Returns:
-        The sets, and bool [R], which is True for each row whose nucleus may contain tokens that were not
-        read. In such a row, the values above the bound have a mass below `p`.
+        `(part, short_R)`. `part` holds the candidate sets. `short_R`, bool [R], is True for each row whose
+        nucleus may contain tokens that are not in `values_RM`. In a row with True, the tokens above the bound
+        have a total probability below `p`.
     """
     # If a row holds NaN, `topk` chooses the block with NaN, and `amax` returns NaN. `not NaN <= x` is true.
     if not float(values_RM.amax()) <= MAX_LOGPROB:
@@ -172,20 +182,21 @@ def _cut(
     key_n, order_n = key_n.sort(stable=True)
     entry_n, logprobs_n = entry_n[order_n], logprobs_n[order_n]
 
-    # On an accelerator, rounding may make a running sum decrease, by far less than 1e-6.
+    # On an accelerator, rounding may make the cumulative sum `mass_before` decrease from one element to the
+    # next, but by far less than 1e-6.
     mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
     torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
     stop_R = torch.searchsorted(mass_before, mass_before[start_R] + requested.limit_R)
-    # Keep each row's highest value, even if p is smaller than the rounding error of the sums.
+    # Keep each row's most likely token, even if p is smaller than the rounding error of the sums.
     stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
-        short_R &= bound_R > lowest  # at bound `lowest`, all tokens that were not read have probability 0
+        short_R &= bound_R > lowest  # with bound `lowest`, all tokens not in `values_RM` have probability 0
     stop_R = torch.minimum(stop_R, end_R)
     least_R = torch.full_like(requested.sampled_logprobs_R, torch.inf)
     if len(key_n):
         some_R = stop_R > start_R
-        # Extend each nucleus by the tokens that are as likely as its last token.
+        # Extend each nucleus by the tokens that are as likely as the last token of the nucleus.
         tied_R = torch.searchsorted(key_n, key_n[stop_R - 1], right=True)
         stop_R = torch.where(some_R, tied_R, stop_R)
         least_R = torch.where(some_R, logprobs_n[stop_R - 1], least_R)
@@ -218,7 +229,7 @@ def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
 
 
 def _with_sampled(part: _Part, requested: _RequestedRows, outside_R: Tensor) -> _Part:
-    """Append each sampled token that is outside its row's nucleus, as the last entry of the row."""
+    """Append each sampled token that is outside its row's nucleus, as the last candidate of the row's set."""
     if not bool(outside_R.any()):
         return part
     row_n = torch.repeat_interleave(part.sizes_R)
@@ -232,7 +243,7 @@ def _with_sampled(part: _Part, requested: _RequestedRows, outside_R: Tensor) -> 
 
 
 def _in_row_order(parts: list[_Part]) -> tuple[Tensor, Tensor]:
-    """Return `(ids, logprobs)` of all rows, in ascending order of rows."""
+    """Return `(ids, logprobs)` of the candidates of all rows, in ascending order of rows."""
     if len(parts) == 1:
         return parts[0].ids_n, parts[0].logprobs_n
     sets: dict[int, tuple[Tensor, Tensor]] = {}

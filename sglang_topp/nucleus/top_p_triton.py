@@ -1,20 +1,24 @@
 """Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
-One pass over a row takes the maximum of every block of neighboring ids. The maxima are only a part of the
-row's values. So a nucleus computed from the maxima alone has a cutoff at or below the row's own cutoff. A
-block is active if its maximum is in the nucleus of the maxima. So the active blocks contain the row's whole
-nucleus. The kernels then search for the exact cutoff among the values of the active blocks, and write out the
-tokens above the cutoff. Most rows of a language model have a few dozen active blocks out of thousands.
-Normally distributed logits with standard deviation 6 have 85 active blocks out of 2,374 at p = 0.95. If all
-tokens are about equally likely, all blocks are active, and the exact result takes longer.
+The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
+every block. The block maxima are only a part of the row's log-probs. A nucleus that is computed from the
+block maxima alone therefore has a cutoff at or below the cutoff of the row's own nucleus. A block is called
+active if its maximum is in the nucleus of the maxima. The active blocks contain the row's whole nucleus. The
+second kernel searches for the exact cutoff among the log-probs of the active blocks. The last kernel writes
+out the tokens above the cutoff. Most rows of a language model have a few dozen active blocks out of
+thousands. A row of normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374 at
+p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and the extraction takes
+longer.
 
-The search narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several pivots at once,
-until the interval holds at most one entry. Each of about ten rounds reads all values, so the values are kept
-in registers if they fit. Sums are float64. One program sums each row in a fixed order, so results are bitwise
-reproducible. Kernels are not specialized on arguments that change between decode steps, so Triton does not
-recompile them at a later step.
+The search for a cutoff narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several
+pivot keys at once, until the interval holds the key of at most one value. The search takes about ten rounds,
+and every round needs all values, so the kernel keeps the values in registers if they fit. One Triton program
+sums the probabilities of a row in float64 and in a fixed order, so results are bitwise reproducible. The
+kernels are not specialized on arguments that change between decode steps, so Triton does not recompile a
+kernel at a later step.
 
-Shape legend: B rows, V ids in the vocabulary, N blocks of S tokens, C entries that the output can hold.
+Shape legend: B rows, V ids in the vocabulary, N blocks of S tokens, C candidates that the output has room
+for.
 """
 
 from __future__ import annotations
@@ -32,10 +36,10 @@ from sglang_topp.nucleus.kernel_error_codes import NOT_LOGPROBS, SAMPLED_OUT_OF_
 __all__ = ["Cuts", "compact", "find_cuts", "launch", "place"]
 
 _BLOCK = 64
-_MAX_BLOCKS = 1 << 13  # the most blocks per row; a larger vocabulary gets larger blocks
+_MAX_BLOCKS = 1 << 13  # the most blocks per row; a vocabulary of more than 2^19 ids gets larger blocks
 _BLOCKS_AT_ONCE = 64
 _TILE = 512
-_HELD = 4096  # the most values that a search keeps in registers
+_HELD = 4096  # the most values that `_search` keeps in registers
 _PIVOTS = 8
 _WARPS = 16
 _HIGHEST = tl.constexpr(MAX_LOGPROB)
@@ -44,17 +48,17 @@ _SAMPLED_OUT_OF_RANGE, _NOT_LOGPROBS = tl.constexpr(SAMPLED_OUT_OF_RANGE), tl.co
 
 
 class Cuts(NamedTuple):
-    """The nucleus cutoffs of some rows, on the same device as the rows' log-probs.
+    """The cutoffs and sizes of the nuclei of B rows, on the device of the rows' log-probs.
 
     Attributes:
-        sizes: int32 [B], the number of candidates, including the sampled token.
-        error_codes: int32 [B], 0 or an error code (`kernel_error_codes`).
-        highest: float32 [B], the row's highest log-prob, or NaN if the row holds NaN.
-        keys: int32 [B], each row's cutoff as a sort key. A token is in the nucleus if its sort key is below
-            the row's cutoff.
-        blocks: int32 [B, N]. The first `active[b]` entries of row `b` are the numbers of the blocks that can
-            hold tokens of the nucleus, ascending.
-        active: int32 [B], how many blocks of each row can hold tokens of the nucleus.
+        sizes: int32 [B], the number of candidates of each row, including the sampled token.
+        error_codes: int32 [B], the error code of each row (`kernel_error_codes`), or 0 without an error.
+        highest: float32 [B], the highest log-prob of each row, or NaN if the row holds NaN.
+        keys: int32 [B], the nucleus cutoff of each row, as a sort key (`top_p_torch.sort_key_descending`). A
+            token is in the nucleus if its sort key is below the row's cutoff.
+        blocks: int32 [B, N]. The first `active[b]` elements of `blocks[b]` are the numbers of the blocks that
+            can hold tokens of row `b`'s nucleus, in ascending order.
+        active: int32 [B], how many blocks of each row can hold tokens of the row's nucleus.
         block: S, the number of tokens in a block.
     """
 
@@ -68,18 +72,23 @@ class Cuts(NamedTuple):
 
 
 def launch(tensor: Tensor) -> torch.cuda.device:
-    """Return a context that makes the tensor's device current, because Triton launches kernels there."""
+    """Return a context manager that makes the tensor's GPU the current device.
+
+    Triton launches kernels on the current device.
+    """
     return torch.cuda.device(tensor.get_device())
 
 
 def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, lowest: float) -> Cuts:
-    """Find the cutoff of each row's nucleus, without waiting for the device.
+    """Find the cutoff of each row's nucleus, without making the host wait for the GPU.
 
     Args:
-        logprobs_BV: contiguous along a row.
-        limits_B: float64. A token is in the nucleus if the probabilities of all more likely tokens sum to
-            less than the row's limit. A limit of 0 skips the row.
-        sampled_B: int64, the sampled token ids. An id outside the vocabulary sets the row's error code.
+        logprobs_BV: floats on a GPU, contiguous along a row.
+        limits_B: float64, the total probability at which each row's nucleus ends. A token is in the nucleus
+            if the probabilities of all more likely tokens sum to less than the row's limit. A row with a
+            limit of 0 gets an empty set.
+        sampled_B: int64, the sampled token id of each row, or None. A row whose sampled id is outside the
+            vocabulary gets an error code.
         lowest: log-probs at or below this value stand for probability 0.
     """
     num_rows, vocab = logprobs_BV.shape
@@ -128,10 +137,10 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 
 
 def place(sizes_B: Tensor, capacity: int) -> Tensor:
-    """Return int32 [B]: the index of each row's first entry in the output, or -1 if the row does not fit.
+    """Return int32 [B]: each set's start index in the output, or -1 if the set does not fit.
 
-    The rows follow each other in the output, in ascending order. A row with more than `capacity` entries gets
-    -1 and takes no space. If any other row gets -1, all later rows get -1 too.
+    The sets follow each other in the output, in the order of their rows. A set of more than `capacity`
+    candidates gets -1 and takes no space. If a smaller set does not fit, that set and all later sets get -1.
     """
     starts_B = torch.empty_like(sizes_B)
     if len(sizes_B):
@@ -143,15 +152,17 @@ def place(sizes_B: Tensor, capacity: int) -> Tensor:
 def compact(
     logprobs_BV: Tensor, sampled_B: Tensor | None, cuts: Cuts, starts_B: Tensor, entries_2C: Tensor
 ) -> None:
-    """Write each row's candidates to `entries_2C`, with ascending ids.
+    """Write each row's candidate set to `entries_2C`, in ascending order of token ids.
 
-    A sampled token outside the nucleus comes last.
+    A sampled token outside the nucleus comes last in its set.
 
     Args:
         logprobs_BV, sampled_B: as passed to `find_cuts`.
-        cuts: the cutoffs that `find_cuts` returned.
-        starts_B: integers, the index of each row's first entry, or -1 to skip the row.
-        entries_2C: int32, the output: token ids, and then the bits of their float32 log-probs.
+        cuts: the result of `find_cuts`.
+        starts_B: integers, the column of `entries_2C` for the first candidate of each set, or -1 to skip the
+            set.
+        entries_2C: int32, the output. Row 0 gets the candidates' token ids, and row 1 the bits of their
+            float32 log-probs.
     """
     if not len(starts_B):
         return
@@ -176,20 +187,20 @@ def compact(
 
 
 def _size(cuts: Cuts, largest: int) -> int:
-    """Return how many of a row's values to process at once."""
+    """Return how many of a row's values a kernel processes at once."""
     num_values: int = triton.next_power_of_2(cuts.blocks.shape[1]) * cuts.block
     return max(cuts.block, min(largest, num_values))
 
 
 def _key(lowest: float) -> int:
-    """Compute `_sort_key_descending` of one number on the host."""
+    """Compute on the host the sort key that `_sort_key_descending` computes in a kernel."""
     bits = int(torch.tensor(0.0 - lowest, dtype=torch.float32).view(torch.int32))
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _sort_key_descending(values):  # type: ignore[no-untyped-def]  # a kernel, not a Python function
-    """Compute `top_p_torch.sort_key_descending` in a kernel."""
+    """Compute `top_p_torch.sort_key_descending` in a Triton kernel."""
     bits = (0.0 - values).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -198,9 +209,11 @@ def _sort_key_descending(values):  # type: ignore[no-untyped-def]  # a kernel, n
 def _tile(  # type: ignore[no-untyped-def]
     row_ptr, blocks_ptr, start, num_values, vocab, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the values `start` to `start + TILE - 1` of a row's listed blocks, and each value's token id.
+    """Load the token ids and log-probs of TILE tokens in the active blocks of a row.
 
-    `blocks_ptr` lists the numbers of the blocks. A value past `num_values` or past the vocabulary is -inf.
+    `blocks_ptr` points to the numbers of the active blocks. The TILE tokens start at index `start` of these
+    blocks' tokens, joined in order. A token gets log-prob -inf if its index is `num_values` or more, or its
+    id is outside the vocabulary.
     """
     at = start + tl.arange(0, TILE)
     block = tl.load(blocks_ptr + at // BLOCK, mask=at < num_values, other=0)
@@ -221,10 +234,11 @@ def _values(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Load the values `start` to `start + TILE - 1` of a row.
+    """Load TILE values for `_search`, from index `start` on.
 
-    If IS_GATHERED, count only the values of the blocks that `blocks_ptr` lists. A value past `num_values` is
-    -inf.
+    If IS_GATHERED, the values are the log-probs of the tokens in the row's active blocks, as in `_tile`. If
+    not IS_GATHERED, the values are consecutive numbers at `row_ptr`. A value whose index is `num_values` or
+    more is -inf.
     """
     if IS_GATHERED:
         _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)
@@ -236,9 +250,10 @@ def _values(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
-    """Return the mass and the count of each of T values for each of P pivots, both [P, T].
+    """Return the probabilities and the counts of the values above each pivot, both [P, T].
 
-    A value that is not above the pivot has mass 0 and count 0.
+    For each of P pivots and T values, a value above the pivot has its own probability, and count 1. A value
+    that is not above the pivot has probability 0 and count 0.
     """
     is_above_PT = keys_T[None, :] < keys_P[:, None]
     return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
@@ -259,13 +274,16 @@ def _search(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Return the cutoff key of a nucleus, and the number of entries with keys below the cutoff.
+    """Return the sort key of the nucleus cutoff, and the number of values with keys below the cutoff.
 
-    After each round, the entries with keys below `low` have less mass than the limit, so an entry with key
-    `low` is in the nucleus. The entries with keys below `high` reach the limit, unless all other entries
-    have probability 0. The search ends when at most one entry has a key from `low` to `high - 1`. That
-    entry belongs to the nucleus, so the search returns `high` as the cutoff. The search reads a row of up to
-    HELD values once, and keeps the values in registers. The search reads a longer row again in every round.
+    The values are a row's block maxima, or the log-probs of the row's active blocks.
+
+    After each round, the probabilities of the values with keys below `low` sum to less than `limit`, so a
+    value with key `low` is in the nucleus. The probabilities of the values with keys below `high` sum to
+    `limit` or more, unless all other values have probability 0. The search ends when at most one value has a
+    key from `low` to `high - 1`. A value with a key in this interval is in the nucleus, so the search returns
+    `high` as the cutoff. The search loads up to HELD values once, and keeps these values in registers. If the
+    row has more values, the search loads all values again in every round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key
@@ -318,7 +336,7 @@ def _maxima_kernel(  # type: ignore[no-untyped-def]
         at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         values = tl.load(logprobs_ptr + row * row_stride + at, mask=at < vocab, other=float("-inf"))
         values = values.to(tl.float32)
-        is_nan = values != values  # tl.max does not reliably return NaN
+        is_nan = values != values  # `tl.max` does not reliably return NaN for a block with NaN
         highest = tl.max(tl.where(is_nan, float("-inf"), values), 1)
         highest = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, _NAN, highest)
         tl.store(maxima_ptr + row * num_blocks + block, highest, mask=block < num_blocks)
@@ -401,7 +419,7 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
         tl.store(blocks_ptr + written + tl.cumsum(is_active.to(tl.int32), 0) - 1, at, mask=is_active)
         written += tl.sum(is_active.to(tl.int32), 0)
     tl.store(active_ptr + row, num_active)
-    tl.debug_barrier()  # the search below reads blocks that other threads wrote
+    tl.debug_barrier()  # the search below reads block numbers that other threads wrote
 
     key, size = _search(
         row_ptr,

@@ -1,11 +1,12 @@
 """Score targets over their candidate sets from hidden states, by computing only the candidates' logits.
 
-A score over a candidate set depends only on the logits of the candidates. Computing only their logits reduces
-the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor the backward builds
-a [T, V] tensor. A position with fewer than two candidates always scores 0, so its hidden state is not read.
+A score over a candidate set depends only on the logits of the candidates. Computing only the candidates'
+logits, instead of all logits, reduces the work from T * V * H to n * H, and the memory from T * V to n.
+Neither the forward nor the backward builds a [T, V] tensor. A position with fewer than two candidates always
+scores 0, so the functions do not read the hidden state of that position.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all, A positions with two
-or more candidates, m entries (candidates that this rank holds at the A positions).
+or more candidates, m candidates that this rank holds at the A positions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from sglang_topp.replay.vocab_shards import reduce_sum
 
 __all__ = ["candidate_logprobs", "check_head", "support_logits"]
 
-_CHUNK_BYTES = 1 << 23  # larger chunks do not fit in the cache, and smaller chunks need more barriers
+_CHUNK_BYTES = 1 << 23  # larger chunks exceed a CPU's cache; smaller chunks need more thread barriers
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes vary, so compiling is useless
@@ -76,22 +77,23 @@ def candidate_logprobs(
 
     Args:
         hidden: [T, H], float16, bfloat16, float32, or float64, the hidden states that predict the targets.
-            `RowSelection.select` selects them.
+            `RowSelection.select` selects these hidden states.
         weight: [V, H], the rows of the LM head that this rank holds.
-        targets: integers [T] on the same device. Each target must be in its candidate set. A target with
-            an empty set is ignored.
+        targets: integers [T] on the same device. Each target must be in its candidate set. The target of a
+            position with an empty set is ignored.
         candidates: the sets of the T positions. To score over the same sets again (policy, reference, PPO
             epochs), call `tensors = sets.to_torch(device)` once, and pass `tensors` in each call. The first
-            call checks and indexes the sets. On a GPU, later calls with the same `tensors`, and their
-            backwards, do not wait for the device. A call that does not wait cannot report an invalid value,
-            and returns NaN scores at the invalid position. To get the error message, pass `sets` instead of
-            `tensors`. Backend "torch" and `weight_grad="sparse"` always wait for the device.
+            call with `tensors` checks the sets, and stores an index of the candidates in `tensors`. On a GPU,
+            later calls with the same `tensors`, and the backwards of these calls, do not wait for the device.
+            A call that does not wait for the device raises no error for an invalid value, but returns NaN
+            scores at the position of that value. To get an error message instead of NaN scores, pass `sets`
+            instead of `tensors`. Backend "torch" and `weight_grad="sparse"` always wait for the device.
         bias: [V], the LM head's bias, or None.
         temperature: above 0, one number or [T]. The temperature has no gradient.
         softcap: the soft cap of the logits, above 0, or None.
         logit_scale: above 0, a factor for the logits. Pass Cohere's `logit_scale`, Falcon-H1's
             `lm_head_multiplier`, or 1 over Granite's `logits_scaling`.
-        entropy: also return the entropy over the support, differentiable.
+        entropy: also return the entropy over each candidate set, differentiable.
         per_candidate: also return the log-prob of every candidate, differentiable.
         kl_to: [n], another policy's log-probs of all candidates. If given, KL(this policy || other policy) is
             also returned, differentiable in this policy. Pass `Scores.candidate_logprobs` of a reference
@@ -103,31 +105,33 @@ def candidate_logprobs(
         vocab_start: the token id of `weight[0]`.
         vocab_size: the number of token ids without padding, if the head has padding rows. A candidate id of
             `vocab_size` or more is an error.
-        chunk_candidates: the number of rows of H numbers that backend "torch" copies or sums at a time. The
-            default is as many rows as fit in 8 MiB. Backend "triton" ignores `chunk_candidates`.
+        chunk_candidates: the number of rows of `hidden` or `weight` that backend "torch" copies or sums at a
+            time. By default, these rows take at most 8 MiB. Backend "triton" ignores `chunk_candidates`.
         weight_grad: the destination of the gradient of `weight`.
 
-            - "dense": autograd receives [V, H].
+            - "dense": autograd receives a dense gradient [V, H].
             - "sparse": autograd receives a coalesced `torch.sparse_coo` tensor with one row per distinct
-              candidate id, for `SGD` and `SparseAdam`. `weight` must be a leaf. If `weight.grad` is dense,
-              autograd adds the sparse rows to `weight.grad` in place. The backward waits for the device once.
+              candidate id, for `SGD` and `SparseAdam`. `weight` must be a leaf tensor. If `weight.grad` is
+              dense, autograd adds the sparse rows to `weight.grad` in place. The backward waits for the
+              device once.
             - a buffer [V, H], float32 (float64 for float64 inputs) or of `weight`'s dtype: each backward adds
               one gradient row per distinct candidate id to the buffer, in place. The backward rounds each
-              updated row of the buffer once. Time and memory depend on the number of candidates, not on V. In
-              each call, pass the current `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is
-              None, set it to zeros first. With a buffer, autograd gets None as the gradient of `weight`, and
-              hooks get None or are not called. Use a buffer only if the code that reduces gradients over
-              ranks reads that buffer. torch's DistributedDataParallel reads `weight.grad`. The forward of
+              updated row of the buffer once. The time and the memory for such a gradient of `weight` depend
+              on the number of candidates, not on V. In each call, pass the current `weight.grad` or
+              Megatron's `weight.main_grad`. If `weight.grad` is None, set `weight.grad` to zeros first. With
+              a buffer, autograd gets None as the gradient of `weight`. Gradient hooks on `weight` get None or
+              are not called. Pass a buffer only if the code that reduces gradients over ranks reads the same
+              buffer. torch's DistributedDataParallel reads `weight.grad`. The forward of
               DistributedDataParallel may replace `weight.grad`, so read `weight.grad` inside or after that
-              forward. Megatron's DistributedDataParallel reads `weight.main_grad`. For Megatron, the
-              backward sets `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no
-              memory. FSDP reads neither tensor, so use "dense" with FSDP.
+              forward. Megatron's DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward
+              sets `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no memory.
+              FSDP reads neither `weight.grad` nor `weight.main_grad`, so use "dense" with FSDP.
 
         backend: "torch" runs anywhere. "triton" reads the candidates' LM-head rows without copying the rows,
             and needs an NVIDIA GPU or Triton's interpreter. "auto" uses Triton if possible.
 
     Returns:
-        `Scores`, on the inputs' device.
+        The `Scores` of the T targets, on the inputs' device.
 
     Raises:
         InvalidInputError: shapes, dtypes, or lengths do not match, a target is not in its set, or a score is
@@ -178,7 +182,7 @@ def support_logits(
 ) -> Tensor:
     """Return the logits [m] of the candidates that this rank holds, differentiable.
 
-    `candidate_logprobs` defines the logits `z` and the arguments.
+    The docstring of `candidate_logprobs` defines the logits `z` and the arguments.
     """
     dtype = accumulation_dtype(hidden=hidden, weight=weight)
     check_weight_grad(weight_grad, weight, hidden, dtype)
@@ -191,7 +195,7 @@ def support_logits(
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None = None) -> None:
-    """Raise InvalidInputError unless the shapes and devices match, and `targets` are integers."""
+    """Raise InvalidInputError unless all shapes and devices match, and the targets are integers."""
     if targets is not None:
         check_targets(targets)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
@@ -244,8 +248,8 @@ class _ByPosition(torch.autograd.Function):
                 *entries, support.positions, ctx.shape[0], out_dtype=ctx.dtype, **ctx.options
             )
         else:
-            # Reduce only the A positions with two or more candidates. Round the gradients after the sum over
-            # the ranks.
+            # Sum over the ranks only the gradients at the A positions with two or more candidates. Round
+            # these gradients only after the sum over the ranks.
             grad_AH = ctx.ops.gathered_sum(
                 *entries, support.segment, len(support.rows), out_dtype=grad_m.dtype, **ctx.options
             )
@@ -263,7 +267,7 @@ def _implementation(
         raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
     if backend not in ("auto", "torch", "triton"):
         raise InvalidInputError(f"backend: got {backend!r}, expected 'auto', 'torch' or 'triton'")
-    # The Triton kernels sum in float32 only. Only tests use float64.
+    # The Triton kernels sum in float32 only. Only tests pass float64 inputs.
     suits = hidden.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None
     if backend == "triton" or (backend == "auto" and suits):
         if dtype != torch.float32:

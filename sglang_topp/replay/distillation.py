@@ -31,7 +31,7 @@ __all__ = ["DistillationLoss", "distillation_loss"]
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """The KL at each of T positions, in float32, or float64 for a float64 student."""
+    """The KL divergence at each of T positions, in float32 (float64 for a float64 student)."""
 
     kl: Tensor
     """[T], in nats, at least 0. The KL is exactly 0 where `counted` is False."""
@@ -42,7 +42,7 @@ class DistillationLoss:
         """Return the mean KL over the positions where `counted` is True, or 0 if no position is counted.
 
         For the mean over micro-batches or ranks, add up all `kl.sum()` and all `counted.sum()`, and divide
-        the two sums. A mean of means would give the positions unequal weights.
+        the two sums. The mean of several means would give the positions unequal weights.
         """
         return self.kl.sum() / self.counted.sum().clamp(min=1)
 
@@ -80,29 +80,30 @@ def distillation_loss(
         direction="forward"     kl[t] = KL(q || p) = sum over outcomes of q_o (log q_o - log p_o)
         direction="reverse"     kl[t] = KL(p || q) = sum over outcomes of p_o (log p_o - log q_o)
 
-    Mode "tail" merges all ids outside the set into one outcome, in both distributions. So the loss depends on
-    how much probability the student has outside the set. The KL with a tail is never above the KL over the
-    whole vocabulary. The two KLs are equal if every set is the whole vocabulary. verl's issue 7856 asks for
-    the loss with a tail. A sum over the teacher's top-k alone is not a KL and can fall below 0.
+    Mode "tail" merges all ids outside the set into one outcome, in both distributions. The loss therefore
+    depends on how much probability the student has outside the set. The KL with a tail is never above the KL
+    over the whole vocabulary. The KL with a tail equals the KL over the whole vocabulary if every set is the
+    whole vocabulary. verl's issue 7856 asks for the loss with a tail. A sum of KL terms over only the
+    teacher's top-k tokens, without a tail, is not a KL and can fall below 0.
 
     Mode "renormalized" ignores the ids outside the set. The student's probability outside the set does not
-    change the loss, and the ids outside have no gradient. So mode "renormalized" takes a fraction of the time
-    and memory of mode "tail". verl's issue 6676 renormalizes over the student's top-k.
+    change the loss, and the logits of the ids outside the set have no gradient. Mode "renormalized" takes a
+    fraction of the time and memory of mode "tail". verl's issue 6676 renormalizes over the student's top-k.
 
-    The loss is differentiable once, in `hidden`, `weight`, and `bias`. The student's tail is summed over the
-    ids outside the set, so a tail of 1e-30 is as accurate as a tail of 0.5. The teacher's tail is computed
-    from float32 log-probs, so the teacher's tail is accurate to about 1e-6. A teacher's set whose mass is 1,
-    or above 1 by rounding, has no tail. With direction "reverse", the KL to a teacher without a tail would be
-    infinite. So direction "reverse" raises a teacher's tail to at least 1e-6, unless the set is the whole
-    vocabulary.
+    The loss is differentiable once, in `hidden`, `weight`, and `bias`. The probability of the student's tail
+    is summed over the ids outside the set, so a tail of 1e-30 is as accurate as a tail of 0.5. The
+    probability of the teacher's tail is computed from float32 log-probs, so it is accurate to about 1e-6. If
+    the probabilities of a teacher's set sum to 1, or by rounding to more than 1, the teacher has no tail at
+    that position. With direction "reverse", the KL to a teacher without a tail would be infinite. Direction
+    "reverse" therefore raises a teacher's tail to at least 1e-6, unless the set is the whole vocabulary.
 
     In addition to the gradients, mode "tail" needs a buffer of `chunk_rows` x V, as `head_logprobs` does.
     Mode "renormalized" needs as much memory as `candidate_logprobs`. The call does not read the hidden states
     of positions with an empty set or a loss mask of 0.
 
     Args:
-        hidden: [T, H], float16, bfloat16, float32, or float64, the student's states that predict the tokens
-            of the sets. The state at position `s` predicts the token at position `s + 1`.
+        hidden: [T, H], float16, bfloat16, float32, or float64, the student's hidden states that predict the
+            tokens of the T positions. The state at position `s` predicts the token at position `s + 1`.
         weight: [V, H], the rows of the LM head that this rank holds.
         teacher_sets: the teacher's sets of the T positions, with log-probs over the whole vocabulary at any
             temperature. A sampled token of zero probability is treated as outside the set. The loss ignores
@@ -118,7 +119,7 @@ def distillation_loss(
             because every id has a gradient.
 
     Returns:
-        `DistillationLoss`, on the inputs' device.
+        The `DistillationLoss` of the T positions, on the inputs' device.
 
     Raises:
         InvalidInputError: shapes, dtypes, or lengths do not match, the sets have no log-probs, or a KL is not

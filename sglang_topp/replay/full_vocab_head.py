@@ -1,9 +1,9 @@
 """Score targets over the whole vocabulary from hidden states, without `[T, V]` logits.
 
-This module is for trainers without replay. The LM head writes the logits of one chunk of positions at a time
-to one buffer. The backward computes the logits again and converts them to the gradient in place. If one chunk
-holds all positions, the buffer is kept for the backward. Callers should leave out positions without a loss
-before the head, with `RowSelection.select(hidden)`.
+This module is for trainers without replay. The forward computes the logits of one chunk of positions at a
+time, into one buffer. The backward computes the logits of each chunk again, and overwrites the logits with
+their gradient. If one chunk holds all positions, the forward keeps the logits for the backward. Callers
+should pass only the hidden states of positions that have a loss, selected with `RowSelection.select(hidden)`.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, C positions of one chunk.
 """
@@ -49,16 +49,16 @@ def head_logprobs(
         logprobs[t] = z[target_t] - log(sum over all i of exp(z_i))
         entropy[t]  = -sum over all i of p_i log p_i,   z as in `candidate_logprobs`
 
-    The values are differentiable once, in `hidden`, `weight`, and `bias`. In addition to the gradients, the
-    call needs one buffer of `chunk_rows` x V in float32 (float64 for float64 inputs), or two buffers with a
-    soft cap. For half-precision inputs, the backward also holds the gradients in float32, and rounds each
-    gradient once, at the end.
+    Every returned value is differentiable once, in `hidden`, `weight`, and `bias`. In addition to the
+    gradients, the call needs one buffer of `chunk_rows` x V in float32 (float64 for float64 inputs), or two
+    buffers with a soft cap. For half-precision inputs, the backward also holds the gradients in float32, and
+    rounds each gradient once, at the end.
 
     Args:
         entropy: also return the entropy over the whole vocabulary, differentiable.
-        chunk_rows: the number of positions that pass through the head at a time. Default: as many as fit in
-            256 MiB. If `chunk_rows` is T or more, the buffer of T x V x 4 bytes is kept until the backward,
-            which saves a quarter of the work.
+        chunk_rows: the number of positions that pass through the LM head at a time. By default, the logits of
+            these positions take at most 256 MiB. If `chunk_rows` is T or more, the logits of T x V x 4 bytes
+            are kept until the backward, which saves a quarter of the work.
 
     The other arguments and the errors are those of `candidate_logprobs`. On a CPU, the weight of a
     half-precision head is converted to float32 during the call.
@@ -125,7 +125,8 @@ class _FullHead(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV, subtracted_T = ctx.kept
                     logits_CV += subtracted_T[:, None]
-                    # The gradient overwrites the logits, so a second backward must compute the logits again.
+                    # `to_gradient` overwrites the kept logits, so a second backward must compute the logits
+                    # again.
                     ctx.kept = None
                 else:
                     logits_CV = head.logits(part)

@@ -1,14 +1,17 @@
 """Gathered products in plain torch: dot products and weighted sums over selected rows of a matrix.
 
 `candidate_head` and `lm_head_weight_grad` use these functions for the candidates' logits and the gradients.
+An entry is one selected row with its weight, or one selected pair of rows for a dot product. A segment is the
+run of consecutive entries whose weighted rows are added up to one output row.
 
-The functions run on any device, with bounded memory for any number of entries. Sums are in float32 (float64
-for float64 inputs) and in a fixed order, so results are bitwise reproducible. `gathered_products_triton` has
-the same three functions for NVIDIA GPUs.
+The functions run on any device. A call copies at most `chunk` rows of a matrix at a time, so the call's
+memory is bounded for any number of entries. Sums are in float32 (float64 for float64 inputs) and in a fixed
+order, so results are bitwise reproducible. `gathered_products_triton` has the same three functions for NVIDIA
+GPUs.
 
-On a CPU, inputs that already have the dtype of the sums need one torch operation per product. Other inputs
-need several operations, and the threads wait for each other after each operation. On a busy machine, set
-`OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
+On a CPU, inputs that already have the dtype of the sums need one torch operation per gathered product. Other
+inputs need several torch operations, and the CPU threads wait for each other after each operation. On a busy
+machine, set `OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
 
 Shape legend: m entries, S segments, H hidden size, C entries (or segments) of one chunk.
 """
@@ -38,11 +41,11 @@ def gathered_dot(
 
     Args:
         left: [L, H], of any floating dtype.
-        left_rows: int64 [m], the row of `left` for each entry, ascending.
+        left_rows: int64 [m], ascending. Dot product `e` reads row `left_rows[e]` of `left`.
         right: [R, H], of any floating dtype.
-        right_rows: int64 [m], the row of `right` for each entry.
+        right_rows: int64 [m]. Dot product `e` reads row `right_rows[e]` of `right`.
         out_dtype: float32 or float64, the dtype of the products and sums.
-        chunk: the number of entries to process at a time, if the function copies the selected rows.
+        chunk: the number of dot products to compute at a time, if the function copies the selected rows.
 
     Returns:
         [m] of `out_dtype`.
@@ -77,14 +80,16 @@ def gathered_sum(
 
     Args:
         source: [R, H], of any floating dtype.
-        source_rows: int64 [m], the row of `source` for each entry.
-        weights: [m], float32 or float64, the dtype of the sums.
-        segments: int64 [m], the segment of each entry, ascending, below `num_segments`.
+        source_rows: int64 [m]. Entry `e` is row `source_rows[e]` of `source`.
+        weights: [m], float32 or float64. Entry `e` is multiplied by `weights[e]`. The sums have the dtype of
+            `weights`.
+        segments: int64 [m], ascending, below `num_segments`. Entry `e` is added to row `segments[e]` of the
+            result.
         out_dtype: the dtype to which each finished sum is rounded, once.
-        chunk: the number of entries to process at a time, if the function copies the selected rows.
+        chunk: the number of rows of `source` to add up at a time, if the function copies the selected rows.
 
     Returns:
-        [num_segments, H]. The sum of a segment without entries is zero.
+        [num_segments, H]. The row of a segment without entries is zero.
     """
     if len(segments) and source.dtype == weights.dtype == out_dtype:
         bounds = torch.searchsorted(segments, torch.arange(num_segments + 1, device=segments.device))
@@ -99,8 +104,8 @@ def gathered_sum(
             rows = torch.arange(len(rows), device=source.device)
         present, counts = torch.unique_consecutive(segments[part], return_counts=True)
         sums = _bags(table, rows, weights[part], F.pad(counts.cumsum(0), (1, 0)))
-        # A segment may continue in the next chunk. So carry the unrounded sum of the last segment over to the
-        # next chunk, which writes the whole sum, rounded once to `out_dtype`.
+        # The last segment of a chunk may continue in the next chunk. Carry the unrounded sum of that segment
+        # over to the next chunk, which then writes the whole sum, rounded once to `out_dtype`.
         if int(present[0]) == carried:
             sums[0] += carried_H
         carried, carried_H = int(present[-1]), sums[-1]
@@ -111,23 +116,24 @@ def gathered_sum(
 def gathered_add(
     out: Tensor, source: Tensor, source_rows: Tensor, weights: Tensor, segments: Tensor, *, chunk: int
 ) -> None:
-    """Add `sum over the entries e of segment s of weights[e] * source[source_rows[e]]` to `out[s]`, in place.
+    """Compute `out[s] += sum over the entries e of segment s of weights[e] * source[source_rows[e]]`.
 
-    Only rows whose segment has an entry are read and written. Each such row is rounded to `out`'s dtype once.
+    The function changes `out` in place. The function reads and writes only the rows of `out` whose segment
+    has an entry, and rounds each such row once to the dtype of `out`.
 
     Args:
         out: [S, H], of any floating dtype.
-        chunk: the number of sums to hold at a time, if the function copies rows of `source`. Without such
-            copies, the function holds `2 * chunk` sums at a time.
+        chunk: the number of segments whose sums the function holds at a time, if it also copies rows of
+            `source`. If the function copies no rows, it holds the sums of `2 * chunk` segments at a time.
 
     The other arguments are those of `gathered_sum`.
     """
     plain = source.dtype == weights.dtype
-    step = 2 * chunk if plain else chunk  # copied rows take as much memory as the sums
+    step = 2 * chunk if plain else chunk  # copies of `source` rows take as much memory as the sums
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):
         return
-    step = -(-len(present) // -(-len(present) // step))  # make the parts about equally large
+    step = -(-len(present) // -(-len(present) // step))  # make all steps about equally large
     bounds = F.pad(counts.cumsum(0), (1, 0))
     stops = [*bounds[:-1:step].tolist(), len(segments)]
     for number, start in enumerate(range(0, len(present), step)):
@@ -140,11 +146,11 @@ def gathered_add(
             places = torch.repeat_interleave(counts[some], output_size=part.stop - part.start)
             sums_CH = gathered_sum(*entries, places, len(rows), out_dtype=weights.dtype, chunk=chunk)
         _add_rows(out, rows, sums_CH)
-        del sums_CH  # free the sums before the loop allocates the next sums
+        del sums_CH  # free these sums before the next iteration allocates its sums
 
 
 def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Compute `out[rows] += values`, rounded once. `rows` ascend."""
+    """Compute `out[rows] += values`, rounded once to the dtype of `out`. `rows` must ascend."""
     if out.dtype != values.dtype:
         out.index_copy_(0, rows, values.add_(out.index_select(0, rows)).to(out.dtype))
     elif out.is_cpu:  # one parallel operation; `index_add_` takes five
@@ -156,12 +162,12 @@ def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def _is_plain(matrix: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `_sampled_product` accepts the matrix without a conversion."""
+    """Return whether `_sampled_product` with sums in `dtype` accepts `matrix` without a conversion."""
     return matrix.dtype == dtype and matrix.is_contiguous()
 
 
 def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor) -> Tensor:
-    """Compute `gathered_dot` in one operation: the entries of `left @ right.T` in a sparse pattern."""
+    """Compute `gathered_dot` in one torch operation: only the selected elements of `left @ right.T`."""
     _suppress_sparse_csr_warning()
     bounds = torch.searchsorted(left_rows, torch.arange(len(left) + 1))
     pattern = torch.sparse_csr_tensor(
@@ -183,7 +189,7 @@ def _suppress_sparse_csr_warning() -> None:
 
 
 def _bags(source: Tensor, source_rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
-    """Return [S, H]: row `s` is the weighted sum of the entries `bounds[s]` to `bounds[s + 1] - 1`."""
+    """Return [S, H]: row `s` is the weighted sum over entries `bounds[s]` to `bounds[s + 1] - 1`."""
     return F.embedding_bag(
         source_rows, source.detach(), bounds, mode="sum", per_sample_weights=weights, include_last_offset=True
     )

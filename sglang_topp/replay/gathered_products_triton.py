@@ -2,12 +2,14 @@
 
 `gathered_products` has the same functions in plain torch.
 
-`gathered_dot` reads each gathered row once. `gathered_sum` and `gathered_add` sum the rows of a segment in
-registers and write each sum once, in the output's dtype. A frequent token or a large candidate set makes a
-long segment. A segment of more than `_PIECE` entries is cut into pieces, and a second kernel adds the float32
-sums of the pieces in order. No kernel uses atomics, so results are bitwise reproducible.
+`gathered_dot` reads the two rows of each dot product once. In `gathered_sum` and `gathered_add`, an entry is
+one selected row with its weight. The entries that are added up to one output row form a segment. The kernel
+sums the entries of a segment in registers, and writes each sum once, in the output's dtype. A frequent token
+or a large candidate set makes a long segment. The first kernel cuts a segment of more than `_PIECE` entries
+into pieces, and sums each piece in float32. A second kernel adds the sums of the pieces in order. No kernel
+uses atomics, so results are bitwise reproducible.
 
-Shape legend: m entries, S segments, P pieces, H hidden size, R rows of the output.
+Shape legend: m entries, S segments, P pieces of segments, H hidden size, R rows of the output.
 """
 
 from __future__ import annotations
@@ -70,8 +72,9 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     num_entries = len(segments)
     if not num_entries:
         return
-    # Number the non-empty segments 0, 1, 2, and so on. Only the device knows how many segments are non-empty,
-    # so the host assumes the largest possible count. The kernels ignore the unused segment numbers.
+    # Give the numbers 0, 1, 2, and so on to the segments that have an entry. Only the GPU knows how many
+    # segments have entries, so the host assumes the largest possible number. The kernels ignore numbers that
+    # no segment has.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
@@ -86,9 +89,10 @@ def _sum_segments(
     out_RH: Tensor,
     out_row_S: Tensor | None,
 ) -> None:
-    """Write the sum of segment `s` to row `s` of `out_RH`.
+    """Write the weighted sum of each segment `s` to row `s` of `out_RH`.
 
-    If `out_row_S` is not None, add the sum of segment `s` to row `out_row_S[s]` instead.
+    If `out_row_S` is not None, add the weighted sum of each segment `s` to row `out_row_S[s]` of `out_RH`
+    instead.
     """
     source = _with_contiguous_rows(source)
     device, width = source.device, source.shape[1]
@@ -96,16 +100,18 @@ def _sum_segments(
     num_segments = len(out_RH if out_row_S is None else out_row_S)
     if not num_segments or not width:
         return
-    # Only the device knows each segment's number of entries. The total number of entries bounds the number of
-    # pieces, so the host need not wait. Triton programs without a piece return at once.
+    # Only the GPU knows how many entries each segment has. Without waiting for these numbers, the host
+    # launches Triton programs for the largest number of pieces that `num_entries` entries can have. A Triton
+    # program without a piece returns at once.
     num_entries = len(segments)
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE
     start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
-    # An empty segment needs one piece to write zeros. If the kernel adds to `out_RH`, an empty segment needs
-    # no piece.
+    # A segment without entries needs one piece, which writes zeros. If the kernels add to `out_RH`, a segment
+    # without entries needs no piece.
     pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
-    # Only pieces of long segments have a partial sum. `partial_end_S` is the running count of partial sums.
+    # Only a segment of two or more pieces stores partial sums in `partial_PH`, one per piece.
+    # `partial_end_S[s]` is the number of partial sums in all segments up to and including `s`.
     partial_end_S = torch.where(pieces_S > 1, pieces_S, 0).cumsum(0)
     piece_end_S = pieces_S.cumsum(0)
     piece_segment_P = torch.searchsorted(piece_end_S, torch.arange(max_pieces, device=device), right=True)
@@ -114,7 +120,7 @@ def _sum_segments(
     blocks = triton.cdiv(width, block)
     out = (
         out_RH,
-        # If `out_row_S` is None, the kernels ignore the tensor in its place.
+        # If `out_row_S` is None, the kernels do not read this argument.
         start_S1 if out_row_S is None else out_row_S,
         out_RH.stride(0),
         out_RH.stride(1),
@@ -171,7 +177,7 @@ def _dot_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python funct
 ):
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     exists = entry < num_entries
-    # Use 64-bit offsets, because V * H may exceed 2^31.
+    # Use 64-bit offsets, because V * H, the number of elements in the LM head's weight, may exceed 2^31.
     left_row = tl.load(left_rows_ptr + entry, mask=exists, other=0).to(tl.int64) * left_stride
     right_row = tl.load(right_rows_ptr + entry, mask=exists, other=0).to(tl.int64) * right_stride
     total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)

@@ -1,6 +1,7 @@
 """The KL divergence between two policies over candidate sets, with or without a tail for all other ids.
 
-Shape legend: T positions, A positions in `support`, m entries (candidates that this rank holds).
+Shape legend: T positions, A positions in `support.rows`, m candidates that this rank holds at the A
+positions.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ def divergence(
     reverse: bool,
     tp_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return [T], the KL in nats, differentiable once in `logits` and `tail`.
+    """Return the KL divergence [T] in nats, differentiable once in `logits` and `tail`.
 
-    The KL is 0 at positions that `support` leaves out. Under tensor parallelism, each rank passes the
+    The KL is 0 at positions that are not in `support.rows`. Under tensor parallelism, each rank passes the
     logits that it holds, and all ranks get the same values. The backward needs no communication, and expects
     the same incoming gradient on every rank.
 
     Args:
-        logits: [m], the policy's logits.
-        tail: [A], the log-sum-exp of the policy's logits outside the candidates, over all ranks. If None, the
-            policy is the softmax over the candidates.
-        other: [m], the other policy's log-probs. At each position, the probabilities of all ranks' candidates
-            and of the tail must sum to 1.
-        other_tail: [A], the other policy's log-prob of the tail, or None without a tail. `other_tail` may be
-            minus infinity. With `reverse`, `other_tail` may be minus infinity only where `tail` is too.
+        logits: [m], the policy's logits of the candidates that this rank holds.
+        tail: [A], the log-sum-exp of the policy's logits of all ids outside the candidate set, over all
+            ranks. If `tail` is None, the policy is the softmax over the candidates.
+        other: [m], the other policy's log-probs of the same candidates. At each position, the probabilities
+            of all ranks' candidates and of the tail must sum to 1.
+        other_tail: [A], the other policy's log-prob of the tail, or None without a tail. An element of
+            `other_tail` may be minus infinity. With `reverse`, an element of `other_tail` may be minus
+            infinity only where `tail` is minus infinity too.
         reverse: compute KL(policy || other) instead of KL(other || policy).
 
     Raises:
-        InvalidInputError: a KL is not finite.
+        InvalidInputError: the KL at a position is not finite.
         InvalidCandidateSetsError: no rank or several ranks hold a candidate id.
     """
     kl: Tensor = _Divergence.apply(logits, tail, support, other, other_tail, reverse, tp_group)
@@ -123,10 +125,10 @@ class _Divergence(torch.autograd.Function):
 
 
 def _terms(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return `a log(a / b) + b - a` for each pair of probabilities `a` and `b`. No term is negative.
+    """Return the KL terms `a log(a / b) + b - a` of the probabilities `a` and `b`. No term is negative.
 
-    The added `b - a` sums to 0 over the candidates and the tail, so the terms sum to the KL. A small KL is
-    accurate, because a rounding error in a log-prob changes its term only by about the square of the error.
+    Over the candidates and the tail, `b - a` sums to 0, so the terms sum to the KL. A rounding error in a
+    log-prob changes a term only by about the square of the error, so even a small KL is accurate.
     """
     a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
     near = a * (torch.expm1(ratio) - ratio)

@@ -1,13 +1,13 @@
 """The gradient of the LM head's weight: dense, sparse, or added to a buffer in place.
 
-A dense gradient is [V, H], however few ids occur in the candidate sets. If the head computes only the
-candidates' logits, nearly all of its time goes into zeroing this gradient, writing it, and adding it to the
-existing gradient. A sparse gradient has one row per distinct candidate id. If the caller passes a buffer,
-the backward updates only the buffer's rows of the candidate ids.
+A dense gradient has shape [V, H], however few ids occur in the candidate sets. If the LM head computes only
+the candidates' logits, nearly all of its time goes into the dense gradient: zeroing it, writing it, and
+adding it to the existing gradient. A sparse gradient has one row per distinct candidate id. If the caller
+passes a buffer [V, H], the backward updates only the rows of candidate ids in the buffer.
 
 One autograd node computes the gradients of weight and bias, and another node computes the gradient of the
-hidden states. Autograd runs only the nodes whose gradients are requested. So a backward that requests only
-the gradient of the hidden states does not write to the caller's buffer.
+hidden states. Autograd runs only the nodes whose gradients are requested. A backward that requests only the
+gradient of the hidden states therefore does not write to the caller's buffer.
 
 Shape legend: V ids held by this rank, H hidden size, T positions, m candidates that this rank holds, U
 distinct ids among the m candidates.
@@ -68,7 +68,10 @@ def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, d
 
 
 class GradientById(torch.autograd.Function):
-    """Bias terms [m] of the candidates' logits, with gradients for the LM head's weight and bias."""
+    """The bias terms [m] of the candidates' logits.
+
+    The backward computes the gradients of the LM head's weight and bias.
+    """
 
     @staticmethod
     def forward(
@@ -84,7 +87,8 @@ class GradientById(torch.autograd.Function):
     ) -> Tensor:
         ctx.support, ctx.ops, ctx.options = support, ops, options
         ctx.weight_grad, ctx.shape, ctx.dtype = weight_grad, weight_VH.shape, weight_VH.dtype
-        # Keep `weight` alive only if it is a leaf, because the backward reads only a leaf's attributes.
+        # Keep a reference to `weight` only if `weight` is a leaf tensor, because the backward reads the
+        # attributes of a leaf tensor only.
         ctx.leaf = weight_VH if weight_VH.is_leaf else None
         ctx.is_grad = _is_its_grad(weight_grad, ctx.leaf)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
@@ -98,7 +102,8 @@ class GradientById(torch.autograd.Function):
     def backward(ctx: Any, grad_m: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_TH,) = ctx.saved_tensors
         grad_weight = grad_bias = None
-        # Sort by id, so that each row of the gradient is one sum in a fixed order, written once.
+        # Sort the candidates by token id. Each row of the weight's gradient is then one sum in a fixed order,
+        # which is written once.
         ids, order, positions = ctx.support.by_id
         by_id_m = grad_m.index_select(0, order)
         if ctx.needs_input_grad[0]:
@@ -163,7 +168,7 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 
 
 def _for_megatron(ctx: Any) -> Tensor | None:
-    """Return the weight's gradient for autograd if a buffer holds the sum: zeros for Megatron, else None.
+    """Return the gradient for autograd if the real gradient is in a buffer: zeros for Megatron, else None.
 
     Megatron's data parallelism needs a `weight.grad`, and a flag that tells Megatron not to add `weight.grad`
     to `main_grad`. The zero gradient is a sparse tensor without rows, which takes no memory.

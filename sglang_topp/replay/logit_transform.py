@@ -44,14 +44,14 @@ class LogitTransform:
         logit_scale: float = 1.0,
         may_wait: bool = True,
     ) -> LogitTransform:
-        """Check the arguments, and copy `temperature` if it is a tensor.
+        """Build a transform from checked arguments, with a copy of a `temperature` tensor.
 
-        If `may_wait` is False, the host does not wait for the device, and an invalid temperature in a tensor
-        becomes NaN.
+        If `may_wait` is False, the host does not wait for the device to check a `temperature` tensor. In the
+        copy of the tensor, each invalid temperature is then NaN.
 
         Raises:
-            InvalidInputError: a value is not positive and finite, or the temperature is neither one number
-                nor one per position, or requires a gradient.
+            InvalidInputError: an argument is not positive and finite, `temperature` is neither one number nor
+                one number per position, or `temperature` requires a gradient.
         """
         if softcap is not None and not 0 < softcap < math.inf:
             raise InvalidInputError(f"softcap: got {softcap}, expected a positive number or None")
@@ -63,7 +63,10 @@ class LogitTransform:
         return cls(_check_temperature(temperature, num_positions, may_wait), softcap, float(logit_scale))
 
     def of_entries(self, raw_m: Tensor, positions_m: Tensor) -> Tensor:
-        """Return the logits [m] of candidates at the positions `positions_m`, differentiable in `raw_m`."""
+        """Return the candidates' logits [m] from their raw outputs `raw_m` and their positions `positions_m`.
+
+        The logits are differentiable in `raw_m`.
+        """
         logits = raw_m if self.logit_scale == 1.0 else raw_m * self.logit_scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -72,14 +75,20 @@ class LogitTransform:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def of_rows_(self, raw_CV: Tensor, part: slice) -> Tensor:
-        """Overwrite raw outputs with logits, in place. `part` is the slice of the C positions."""
+        """Overwrite the raw outputs `raw_CV` with logits.
+
+        `part` is the slice of the C positions among all T positions.
+        """
         if self.softcap is None:
             return self._divide_(raw_CV, part, self.logit_scale)
         raw_CV.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
         return self._divide_(raw_CV, part)
 
     def softcap_slope(self, logits_CV: Tensor, part: slice) -> Tensor | None:
-        """Return the soft cap's slope `1 - tanh^2`, computed from the logits, or None without a soft cap."""
+        """Return the soft cap's derivative, `1 - tanh^2`, or None without a soft cap.
+
+        The method computes the derivative from the logits `logits_CV`.
+        """
         if self.softcap is None:
             return None
         temperature = self.temperature
@@ -88,21 +97,21 @@ class LogitTransform:
         return (logits_CV * (temperature / self.softcap)).square_().neg_().add_(1.0)
 
     def backward_rows_(self, grad_CV: Tensor, slope_CV: Tensor | None, part: slice) -> Tensor:
-        """Overwrite the gradient of the logits with the gradient of the raw outputs.
+        """Overwrite `grad_CV`, the gradient of the logits, with the gradient of the raw outputs.
 
-        `slope_CV` is the result of `softcap_slope`.
+        `slope_CV` is the result of `softcap_slope` at the same logits.
         """
         self._divide_(grad_CV, part, self.logit_scale)
         return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
     def take(self, positions: Tensor) -> LogitTransform:
-        """Return the transform for a selection of positions. `positions` is 1-D, int64."""
+        """Return the transform for only the positions with the indices `positions`, a 1-D int64 tensor."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature.to(positions.device).index_select(0, positions))
 
     def _divide_(self, values_CV: Tensor, part: slice, factor: float = 1.0) -> Tensor:
-        """Compute `values * factor / temperature` in place, in one pass."""
+        """Multiply `values_CV` by `factor / temperature` in place, in one pass."""
         if isinstance(self.temperature, Tensor):
             return values_CV.div_(self.temperature[part, None].to(values_CV) / factor)
         return values_CV if self.temperature == factor else values_CV.div_(self.temperature / factor)
@@ -126,5 +135,6 @@ def _check_temperature(temperature: float | Tensor, num_positions: int, may_wait
         raise InvalidInputError(
             f"temperature: got {float(temperature.reshape(-1)[bad])} at position {bad}, expected above 0"
         )
-    # Copy the tensor, because the caller may overwrite it for the next batch before the backward reads it.
+    # Copy the temperatures, because the caller may overwrite the tensor for the next batch before the
+    # backward reads the temperatures.
     return temperature.clone() if temperature.ndim else float(temperature)

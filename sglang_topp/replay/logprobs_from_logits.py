@@ -1,11 +1,12 @@
 """Score targets from existing logits, over the candidate sets or over the whole vocabulary.
 
 This module is for trainers that have `[T, V]` logits anyway. The code gathers the candidates' logits instead
-of building a dense mask. The caller's logits stay unmodified. The gradient is the only new tensor with a
-vocabulary axis. `dense_mask` and `mask_logits` build dense tensors for callers that want dense tensors.
+of building a dense mask. The caller's logits stay unmodified. The gradient of the logits is the only new
+tensor with the shape of the logits. `dense_mask` and `mask_logits` build a dense mask and masked logits for
+callers that want dense tensors.
 
 Shape legend: T positions, V columns held by this rank, C positions of one chunk, n candidates in all, m
-entries (candidates that this rank holds, at positions with two or more candidates).
+candidates that this rank holds at positions with two or more candidates.
 """
 
 from __future__ import annotations
@@ -67,15 +68,18 @@ def masked_logprobs(
         logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the
             model's soft cap if it has one.
         full: also return every target's log-prob and every position's entropy over the whole vocabulary, both
-            differentiable. The backward still builds only one gradient tensor. With `full`, every target must
-            be a valid token id, even if its set is empty. `full` makes the host wait for the device.
-        chunk_rows: the number of positions processed at a time for `full`. Default: as many as fit in 8 MiB.
+            differentiable. Even with `full`, the backward builds only one gradient tensor. With `full`, every
+            target must be a valid token id, even if its set is empty. `full` makes the host wait for the
+            device.
+        chunk_rows: with `full`, the number of positions to process at a time. By default, the logits of these
+            positions take at most 8 MiB.
 
     The other arguments, the result, and the errors are those of `candidate_logprobs`. With a `tp_group`, each
-    rank gets the gradient of its own columns.
+    rank gets the gradient of its own columns of the logits.
 
     Example:
-        Token 0 was drawn from {0, 1}. Token 0 has probability 0.4 over the vocabulary and 0.5 over the set.
+        The sampler drew token 0 from the candidate set {0, 1}. Token 0 has probability 0.4 over the
+        vocabulary, and 0.5 over the candidate set.
 
         >>> logits = torch.tensor([[0.4, 0.4, 0.2]]).log()
         >>> sets = CandidateSets([0, 1], None, [0, 2], [0])
@@ -160,7 +164,8 @@ def dense_mask(
     """
     sets = sets_on(candidates, device)
     token_ids, sizes = sets.token_ids.long(), sets.offsets.diff()
-    # `index_fill_` writes the candidates of other ranks to one additional element outside of the mask.
+    # For the candidates of other ranks, `index_fill_` writes True to one additional element that is not part
+    # of the mask.
     flat = torch.empty(len(sets) * vocab_local + 1, dtype=torch.bool, device=token_ids.device)
     mask = flat[:-1].view(len(sets), vocab_local)
     mask.copy_((sizes == 0)[:, None])
@@ -177,9 +182,10 @@ def mask_logits(
 ) -> Tensor:
     """Return a copy of `logits` [T, V] with minus infinity outside the candidate sets.
 
-    Rows with an empty set are unchanged. A row of minus infinity would be NaN after softmax, and a loss mask
-    of 0 does not remove a NaN. `masked_logprobs` scores a row with an empty set as 0. `mask_logits` and
-    `masked_logprobs` give the same loss, because a token that the policy did not draw has a loss mask of 0.
+    A row of `logits` whose candidate set is empty is unchanged. A row of only minus infinity would be NaN
+    after softmax, and a loss mask of 0 does not remove a NaN. `masked_logprobs` scores a row with an empty
+    set as 0. `mask_logits` and `masked_logprobs` give the same loss, because a token that the policy did not
+    draw has a loss mask of 0.
 
     Raises:
         InvalidInputError: `logits` is not [T, V] for the T positions of the sets.
@@ -201,9 +207,10 @@ def _check_logits(logits: Tensor, targets: Tensor) -> None:
 
 
 class _FromLogits(torch.autograd.Function):
-    """Candidates' logits [m] and, with targets, log-probs and entropies [T] over the whole vocabulary.
+    """The candidates' logits [m] and, with targets, log-probs and entropies [T] over the whole vocabulary.
 
-    The backward builds one gradient tensor for all of these outputs.
+    The backward builds one gradient tensor for the candidates' logits, the log-probs, and the entropies
+    together.
     """
 
     @staticmethod
@@ -226,7 +233,8 @@ class _FromLogits(torch.autograd.Function):
         ctx.shape, ctx.logits_dtype = logits_TV.shape, logits_TV.dtype
         ctx.chunk_rows = rows_per_chunk(chunk_rows, shard.num_ids * dtype.itemsize, _CHUNK_BYTES)
         if targets_T is None:
-            # Do not save the logits for the backward, so that the caller can free the logits.
+            # Without targets, the backward does not need the logits. Do not save the logits, so that the
+            # caller can free their memory.
             ctx.save_for_backward(positions_m, columns_m)
             return picked_m, None, None
         column_T = local_targets(targets_T, shard, group)
@@ -256,7 +264,8 @@ class _FromLogits(torch.autograd.Function):
                 )
                 grad_TV[part, : ctx.num_ids] = ctx.transform.backward_rows_(grad_CV, None, part)
         if grad_m is not None:
-            # Each pair of position and column occurs only once, so this indexed addition is deterministic.
+            # Each pair of elements of `positions_m` and `columns_m` occurs only once, so this indexed
+            # addition is deterministic.
             grad_TV[positions_m, columns_m] = (grad_TV[positions_m, columns_m].to(dtype) + grad_m).to(
                 grad_TV.dtype
             )

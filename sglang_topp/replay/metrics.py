@@ -1,7 +1,7 @@
 """Metrics of a replay: importance ratios, kept mass, set sizes, and tokens sampled outside the nucleus.
 
-The metrics are stored as sums, counts, and maxima over tokens, not as means. So the metrics of micro-batches
-and ranks can be combined into the exact metrics of all tokens.
+`ReplayMetrics` stores sums, counts, and maxima over tokens instead of means. The metrics of several
+micro-batches or ranks can therefore be combined into the exact metrics of all their tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _MAXIMA = ("max_ratio", "max_set_size")
 class ReplayMetrics:
     """Sums and maxima over the tokens that have a candidate set and a loss mask other than 0.
 
-    `a + b` combines metrics, and `summary()` returns the means. `ReplayMetrics()` stands for zero tokens.
+    `a + b` combines the metrics of two groups of tokens. `summary()` returns means and maxima.
+    `ReplayMetrics()` holds the metrics of zero tokens.
     """
 
     tokens: float = 0.0
@@ -40,14 +41,14 @@ class ReplayMetrics:
     """The number of tokens whose ratio differs from 1 by more than 10 %."""
     log_ratios: float = 0.0
     kept_mass: float = 0.0
-    """Sum of `exp(logprob_sum)`, or NaN if any set has no log-probs."""
+    """Sum of the tokens' kept mass, `exp(logprob_sum)`, or NaN if any set has no log-probs."""
     candidates: float = 0.0
     singletons: float = 0.0
-    """The number of tokens whose set has only one candidate. These tokens have no gradient."""
+    """The number of tokens whose set has only one candidate, and which therefore have no gradient."""
     judged_tokens: float = 0.0
     """The number of tokens for which the caller passed `p`."""
     forced_tokens: float = 0.0
-    """The number of sampled tokens outside their position's nucleus, among the `judged_tokens`."""
+    """How many of the `judged_tokens` are outside the nucleus of their position."""
     max_ratio: float = 0.0
     max_set_size: float = 0.0
 
@@ -63,7 +64,7 @@ class ReplayMetrics:
     def all_reduce(
         self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> ReplayMetrics:
-        """Return, on each rank, the metrics over all ranks' tokens.
+        """Return the metrics over the tokens of all ranks in `group`, on every rank.
 
         The ranks must hold different tokens (data and context parallel). The ranks of a tensor-parallel group
         hold the same tokens, so do not reduce over such a group. The group's backend must support `device`.
@@ -81,7 +82,7 @@ class ReplayMetrics:
     def summary(self) -> dict[str, float]:
         """Return means and maxima by name, for a logger.
 
-        A mean is NaN if there is no token to average over, or if its sum is NaN.
+        A mean is NaN if it has no token to average over, or if the sum of the averaged values is NaN.
         """
 
         def mean(total: float, count: float) -> float:
@@ -114,7 +115,7 @@ def replay_metrics(
     Args:
         logprobs: [T], the policy's log-probs over the support (`Scores.logprobs`).
         old_logprobs: [T], the rollout's log-probs over the support (`replayed_old_logprobs`).
-        candidates: the sets of the T positions.
+        candidates: the candidate sets of the T positions.
         loss_mask: [T]. The metrics ignore positions with a mask of 0 or with an empty set.
         p: the top-p threshold, one number or [T]. With `p`, the metrics also count the forced tokens. A
             sampled token is forced if the probabilities of all more likely candidates sum to `p` or more. For
@@ -135,8 +136,8 @@ def replay_metrics(
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
-    # The ratio is inf if only the rollout gave the sampled token probability 0. The ratio is NaN if both the
-    # rollout and the policy gave the sampled token probability 0.
+    # A token's importance ratio is inf if only the rollout gave the token probability 0. The ratio is NaN if
+    # both the rollout and the policy gave the token probability 0.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)
@@ -149,8 +150,8 @@ def replay_metrics(
         if (wrong := ~((thresholds > 0) & (thresholds <= 1))).any():
             raise InvalidInputError(f"p: got {thresholds[wrong][0]}, expected above 0 and at most 1")
         judged = float(len(sizes))
-        # p = 1 keeps exactly the tokens of non-zero probability, even if float32 rounding makes the
-        # probabilities sum to more than 1.
+        # With p = 1, the nucleus is exactly the tokens of non-zero probability, even if float32 rounding
+        # makes the probabilities sum to more than 1.
         is_forced = np.where(
             thresholds >= 1,
             candidates.sampled_logprobs <= LOWEST,

@@ -15,14 +15,15 @@ __all__ = ["replayed_old_logprobs"]
 
 
 def replayed_old_logprobs(candidates: CandidateSets, *, output_ids: ArrayLike | None = None) -> Tensor:
-    """Return `candidates.masked_logprobs` as a float32 tensor [T] on the CPU.
+    """Return the old log-probs, `candidates.masked_logprobs`, as a float32 tensor [T] on the CPU.
 
-    A value is exactly 0 if the set is empty or has one candidate. `candidate_logprobs` and `masked_logprobs`
-    return 0 for such a set too, so the importance ratio is 1.
+    The old log-prob is exactly 0 at a position whose set is empty or has one candidate. `candidate_logprobs`
+    and `masked_logprobs` return 0 at such a position too, so the importance ratio of the position is 1.
 
     Args:
         candidates: the sets of the T response tokens.
-        output_ids: integers [T], the response's ids. If given, `output_ids` must equal the sampled tokens.
+        output_ids: integers [T], the response's token ids. If given, `output_ids` must equal the sampled
+            tokens.
 
     Raises:
         InvalidInputError: the sets have no log-probs, or `output_ids` differ from the sampled tokens. If

@@ -45,9 +45,10 @@ class Layout:
         contiguous  the whole packed stream (thd) or each row (bshd) is cut into cp_size equal parts; rank r
                     holds part r
 
-    The lengths of bshd rows do not show on which side the rows are padded. Hidden states selected for the
-    wrong side would still have the right shape, so no check would find the mistake. So `select_rows` requires
-    the attention mask for bshd, and reads each row's padding from the mask.
+    In bshd, the sequence lengths do not tell on which side the rows are padded. Hidden states that were
+    selected with the padding on the wrong side would still have the right shape, so no check would find the
+    mistake. For bshd, `select_rows` therefore requires the attention mask, and reads each row's padding from
+    the mask.
 
     Args:
         format: "thd" or "bshd".
@@ -56,8 +57,9 @@ class Layout:
         sequence_multiple: thd only. Each sequence is padded to a multiple of `sequence_multiple`. The zigzag
             split also pads each sequence to a multiple of `2 * cp_size`.
         padded_length: thd only. The number of tokens in the whole packed stream before the split, including
-            padding after the last sequence. With zigzag, `padded_length` is `cp_size` times the number of
-            tokens on one rank. The default is the smallest multiple of `cp_size` that holds all sequences.
+            padding after the last sequence. With the zigzag split, `padded_length` is `cp_size` times the
+            number of tokens on one rank. The default of `padded_length` is the smallest multiple of `cp_size`
+            that holds all padded sequences.
     """
 
     format: Literal["thd", "bshd"] = "thd"
@@ -93,24 +95,25 @@ class Layout:
         attention_mask: ArrayLike | None = None,
         loss_mask: ArrayLike | None = None,
     ) -> RowSelection:
-        """Find this rank's rows that score a response token, and the token that each row scores.
+        """Find this rank's rows of hidden states that score response tokens, and the token that each scores.
 
-        If a prompt is empty, no token precedes the response's first token. No row on any rank scores such a
-        first token, so `RowSelection.scored` is False for that token.
+        If a prompt is empty, no token precedes the first token of the response, so no row on any rank scores
+        this first token. `RowSelection.scored` is False for the first token of a response whose prompt is
+        empty.
 
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.
             attention_mask: [B, S], required for bshd, and None for thd. Pass the mask of the forward pass,
                 with 0 on padding, before context parallelism splits the mask. `collate_rl` returns this
                 attention mask.
-            loss_mask: [sum of response lengths], samples concatenated. The selection leaves out rows whose
-                mask is 0 or False.
+            loss_mask: [sum of response lengths], samples concatenated. The selection leaves out rows that
+                score a token whose loss mask is 0 or False.
 
         Raises:
-            InvalidInputError: lengths are negative or differ in number. The attention mask is missing for
-                bshd, is given for thd, or has a row whose tokens are not contiguous or do not match the row's
-                lengths. The loss mask is not one number per response token. The padded length is too small or
-                cannot be split.
+            InvalidInputError: a length is negative, or prompts and responses differ in number. The attention
+                mask is missing for bshd, is given for thd, or has a row whose tokens are not contiguous or do
+                not match the row's lengths. The loss mask is not one number per response token. A padded
+                length is too small, or context parallelism cannot split it.
         """
         prompts, responses = (
             _lengths("prompt_lengths", prompt_lengths),
@@ -133,7 +136,7 @@ class Layout:
         sample = np.repeat(np.arange(len(responses)), responses)
         position = np.arange(num_positions)
         within_response = position - np.repeat(np.cumsum(responses) - responses, responses)
-        token = prompts[sample] + within_response - 1  # the index of the scoring hidden state
+        token = prompts[sample] + within_response - 1  # index of the hidden state that scores the token
 
         scored = token >= 0
         if loss_mask is not None:
@@ -147,7 +150,7 @@ class Layout:
     def _padding_of_rows(
         self, attention_mask: ArrayLike | None, lengths: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
-        """Return the number of columns before each row's tokens, and each row's width, both int64 [B]."""
+        """Return the number of columns of left padding, and the width, of each row, both int64 [B]."""
         if attention_mask is None:
             raise InvalidInputError(
                 "attention_mask: missing; with format 'bshd' only the mask of the forward pass tells on which"
@@ -187,7 +190,7 @@ class Layout:
 
     @property
     def _multiple(self) -> int:
-        """The number that must divide a length, so that context parallelism can split it."""
+        """The number of which a padded length must be a multiple for context parallelism to split it."""
         return 2 * self.cp_size if self.split == "zigzag" and self.cp_size > 1 else self.cp_size
 
     def _place(
@@ -238,7 +241,7 @@ class RowSelection:
         num_hidden_rows: the number of rows that this rank holds according to the layout.
         num_sequences: the length of the hidden states' sequence axis, which is B for bshd and 1 for thd.
         response_lengths: int64 [B], the number of response positions of each sample.
-        scored: bool [response positions], True where any rank scores the position. The array is the same on
+        scored: bool [response positions], True where any rank scores the position. `scored` is the same on
             every rank.
     """
 
@@ -250,7 +253,7 @@ class RowSelection:
     scored: NDArray[np.bool_]
 
     def __len__(self) -> int:
-        """Return the number of rows R."""
+        """Return R, the number of selected rows of hidden states."""
         return len(self.positions)
 
     def select(self, hidden: Tensor) -> Tensor:
@@ -281,7 +284,10 @@ class RowSelection:
         return flat.index_select(0, torch.tensor(self.hidden_rows, device=hidden.device))
 
     def take(self, values: Tensor) -> Tensor:
-        """Select this rank's part of `values`, such as ids, advantages, or masks of all response positions.
+        """Select the elements of `values` at the response positions that this rank scores.
+
+        `values` has one element per response position of the micro-batch, such as an id, an advantage, or a
+        mask.
 
         Raises:
             InvalidInputError: there is not one value per response position.
@@ -290,7 +296,7 @@ class RowSelection:
         return values.index_select(0, torch.tensor(self.positions, device=values.device))
 
     def take_sets(self, candidates: CandidateSets | Sequence[CandidateSets]) -> CandidateSets:
-        """Select this rank's part of the candidate sets.
+        """Select the candidate sets of the response positions that this rank scores.
 
         `candidates` is one `CandidateSets` for all samples, or a sequence with one `CandidateSets` per
         sample.
@@ -305,14 +311,14 @@ class RowSelection:
         return candidates.take(self.positions)
 
     def scatter(self, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
-        """Put [R] values at their response positions, with zeros elsewhere, and sum over `cp_group`.
+        """Put the R values at their response positions, zeros at all others, and sum over `cp_group`.
 
         The result is differentiable. The backward needs no communication, because each rank takes the
-        gradients of its own rows. So the incoming gradient must be the same on every rank, as it is if all
-        ranks compute the same loss.
+        gradients of its own rows. The incoming gradient must therefore be the same on every rank, which is
+        true if all ranks compute the same loss.
 
         Raises:
-            InvalidInputError: there is not one value per row.
+            InvalidInputError: there is not one value per selected row.
         """
         if values.shape != (len(self),):
             raise InvalidInputError(f"values: got shape {tuple(values.shape)}, expected [{len(self)}]")
@@ -364,7 +370,8 @@ def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
         raise InvalidInputError(
             f"loss_mask: got shape {mask.shape}, expected [{num_positions}], one per response position"
         )
-    # Refuse NaN and other types than numbers, because None, NaN, and the text "0" would count as "not 0".
+    # Refuse NaN and everything that is not a number, because `astype` below would make NaN and the text "0"
+    # True, and None False.
     if mask.size and (mask.dtype.kind not in "biuf" or np.isnan(mask).any()):
         raise InvalidInputError(f"loss_mask: got dtype {mask.dtype} or a NaN, expected numbers")
     return mask.astype(np.bool_)

@@ -1,10 +1,10 @@
 """Compute `Scores` from the candidates' logits: log-probs, entropy, and KL over each candidate set.
 
-`candidate_head` and `logprobs_from_logits` share this module. Tensors have one value per candidate or per
-position, and none has a vocabulary axis.
+`candidate_head` and `logprobs_from_logits` share this module. All tensors have one value per candidate or per
+position. No tensor has a vocabulary axis.
 
-Shape legend: T positions, n candidates in all, A positions with two or more candidates, m entries (candidates
-that this rank holds at the A positions).
+Shape legend: T positions, n candidates in all, A positions with two or more candidates, m candidates that
+this rank holds at the A positions.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ __all__ = ["Scores", "accumulation_dtype", "check_held", "score_support"]
 class Scores:
     """A policy's scores of T target tokens, in float32, or float64 for float64 inputs.
 
-    A field that was not requested is None.
+    A field that the caller did not request is None.
 
-    Let `C_t` be the candidate set, and `z` the policy's logits after scale, soft cap, and temperature. Then
-    `pi_t(i) = exp(z_i) / sum over j in C_t of exp(z_j)` for `i` in `C_t`.
+    Let `C_t` be the candidate set of position `t`, and `z` the policy's logits after scale, soft cap, and
+    temperature. Over the candidate set, the policy gives each candidate `i` the probability
+    `pi_t(i) = exp(z_i) / sum over j in C_t of exp(z_j)`.
 
-    If the set is empty (a tool's token) or has one candidate, every value over the support is exactly 0 and
-    has no gradient.
+    At a position whose set is empty (a tool's token) or has one candidate, every score over the candidate set
+    is exactly 0 and has no gradient.
     """
 
     logprobs: Tensor
     """[T]: `log pi_t(target_t)`."""
     entropy: Tensor | None = None
-    """[T]: `-sum pi_t log pi_t` over the support, in nats."""
+    """[T]: `-sum pi_t log pi_t` over the candidate set, in nats."""
     candidate_logprobs: Tensor | None = None
-    """[n]: `log pi_t(i)` for every entry of the candidate sets, in their order."""
+    """[n]: `log pi_t(i)` of every candidate, in the order of the candidate sets."""
     kl: Tensor | None = None
-    """[T]: `sum pi_t (log pi_t - log other_t)` over the support, in nats. `other_t` is renormalized over the
-    support."""
+    """[T]: `sum pi_t (log pi_t - log other_t)` over the candidate set, in nats. `other_t` is the other
+    policy, renormalized over the candidate set."""
     full_logprobs: Tensor | None = None
     """[T]: the target's log-prob over the whole vocabulary."""
     full_entropy: Tensor | None = None
@@ -81,12 +82,12 @@ def score_support(
     """Compute the scores from the `logits` [m] of this rank's candidates (float32 or float64).
 
     Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same scores.
-    The ranks reduce the maxima once and the sums once. `per_candidate` needs a third reduction. The backward
-    needs no communication. So the incoming gradient must be the same on every rank, as it is if all ranks
-    compute the same loss.
+    The forward makes two reductions over the ranks, one of maxima and one of sums. With `per_candidate`, the
+    forward makes a third reduction. The backward needs no communication. The incoming gradient must therefore
+    be the same on every rank, which is true if all ranks compute the same loss.
 
-    If `match.is_absent` is not None, the host does not wait for the device. An invalid position then gets NaN
-    scores, and the call raises no error.
+    If `match.is_absent` is not None, the host does not wait for the device. A position with an invalid value
+    then gets NaN scores, and the call raises no error.
 
     Raises:
         InvalidInputError: a score is NaN (the logits hold NaN or +inf, or only -inf), or `kl_to` has the
@@ -156,7 +157,8 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            # `is_scored_A` does not cover positions with one candidate, so set NaN for all T positions here.
+            # `is_scored_A` does not cover positions with one candidate. Set NaN here at every position whose
+            # set lacks the target.
             logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
@@ -197,18 +199,19 @@ class _SupportSoftmax(torch.autograd.Function):
         possible_m = probability_m > 0
         grad_m = torch.zeros_like(logprob_m)
 
-        # d log pi(target) / dz_i = [i is target] - pi_i
+        # Gradient of the target's log-prob: d log pi(target) / dz_i = [i is target] - pi_i
         if grad_logprobs_T is not None:
             grad_m += (ctx.is_target.to(grad_m) - probability_m) * per_entry(grad_logprobs_T[rows])
-        # d log pi(j) / dz_i = [i = j] - pi_i, summed over all candidates j of the position, on all ranks
+        # Gradient of each candidate's log-prob: d log pi(j) / dz_i = [i = j] - pi_i. The code sums this
+        # gradient over all candidates j of the position, on all ranks.
         if grad_by_candidate_n is not None:
             span_sum_T = torch.segment_reduce(grad_by_candidate_n, "sum", offsets=support.span_offsets)
             grad_m += grad_by_candidate_n[support.entries] - probability_m * per_entry(span_sum_T[rows])
-        # dH / dz_i = -pi_i (log pi_i + H)
+        # Gradient of the entropy: dH / dz_i = -pi_i (log pi_i + H)
         if grad_entropy_T is not None:
             slope_m = probability_m * (logprob_m + per_entry(entropy_A))
             grad_m -= torch.where(possible_m, slope_m, 0.0) * per_entry(grad_entropy_T[rows])
-        # dKL / dz_i = pi_i (log pi_i - log other_i - KL)
+        # Gradient of the KL: dKL / dz_i = pi_i (log pi_i - log other_i - KL)
         if grad_kl_T is not None:
             slope_m = probability_m * (logprob_m - other_m - per_entry(kl_A))
             grad_m += torch.where(possible_m, slope_m, 0.0) * per_entry(grad_kl_T[rows])
@@ -216,7 +219,7 @@ class _SupportSoftmax(torch.autograd.Function):
 
 
 def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
-    """Renormalize the log-probs over each candidate set."""
+    """Renormalize `logprobs_n` over each candidate set."""
     # SGLang writes float32's lowest value for a probability of 0.
     logprobs_n = logprobs_n.masked_fill(logprobs_n <= float(LOWEST), -torch.inf)
     offsets = support.span_offsets
@@ -232,7 +235,7 @@ def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
 def check_held(held_A: Tensor, support: SupportIndex) -> None:
     """Raise InvalidCandidateSetsError unless exactly one rank holds each candidate.
 
-    `held_A` is the number of candidates that the ranks hold at each position, summed over all ranks.
+    `held_A[a]` is the number of candidates of position `a` that each rank holds, summed over all ranks.
     """
     index = first_true(held_A != support.sizes)
     if index is not None:

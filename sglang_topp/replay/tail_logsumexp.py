@@ -1,9 +1,9 @@
 """Compute the candidates' logits, and the log-sum-exp of the tail: all ids outside the candidate set.
 
-The log-sum-exp is summed over the tail's ids directly, not computed as a difference of two sums. So the
-result is accurate for a tail with hardly any probability and for a tail with nearly all probability. The LM
-head computes the logits of one chunk of positions at a time. The backward computes the logits again,
-unless one chunk holds all positions.
+The code sums over the tail's ids directly, instead of subtracting the candidates' sum from the sum over all
+ids. The log-sum-exp is therefore accurate for a tail with hardly any probability, and for a tail with nearly
+all probability. The forward computes the logits of one chunk of positions at a time. The backward computes
+the logits again, unless one chunk holds all positions.
 
 Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m candidates that
 this rank holds, c candidates of one chunk.
@@ -40,17 +40,19 @@ def support_and_tail(
     tp_group: dist.ProcessGroup | None,
     chunk_rows: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `(logits [m], tail [A])`, differentiable once in `hidden`, `weight`, and `bias`.
+    """Return the candidates' logits [m], and the log-sum-exp [A] of the tail of each position.
+
+    Both tensors are differentiable once, in `hidden`, `weight`, and `bias`.
 
     ::
 
         tail[a] = log(sum of exp(z_i) over all i that are not candidates of position a)
 
-    `tail` covers the ids of all ranks. The log-sum-exp of a tail without ids is minus infinity. The
-    gradient of `tail` must be the same on every rank.
+    `tail[a]` covers the ids of all ranks. If every id is a candidate of position `a`, `tail[a]` is minus
+    infinity. The incoming gradient of `tail` must be the same on every rank.
 
     Args:
-        hidden: [A, H], the states of the positions `support.rows`.
+        hidden: [A, H], the hidden states of the positions `support.rows`.
         transform: the logit transform of the A positions.
         chunk_rows: as in `head_logprobs`.
     """
@@ -80,7 +82,7 @@ class _SupportAndTail(torch.autograd.Function):
             len(hidden_AH), rows_per_chunk(chunk_rows, shard.num_ids * dtype.itemsize, CHUNK_BYTES)
         )
         ctx.chunks = list(zip(parts, _entries(support, parts), strict=True))
-        # `first_A[c]` is the index of row `c` in a chunk's flattened logits.
+        # `first_A[c]` is the index of the first logit of row `c` in the flattened logits of a chunk.
         ctx.first_A = torch.arange(len(hidden_AH), device=hidden_AH.device) * shard.num_ids
         ctx.support = support
         logits_m = torch.empty(len(support.ids), dtype=dtype, device=hidden_AH.device)
@@ -106,8 +108,8 @@ class _SupportAndTail(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_m: Tensor, grad_tail_A: Tensor) -> tuple[Tensor | None, ...]:
         hidden_AH, weight_VH, bias_V, logits_m, tail_A = ctx.saved_tensors
-        # Replace a log-sum-exp of minus infinity by 0, because exp(-inf - 0) is 0, but exp(-inf + inf) is
-        # NaN.
+        # The log-sum-exp of a tail is -inf if all logits of the tail are -inf. Replace this log-sum-exp by 0,
+        # because exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
         tail_A = torch.where(tail_A.isneginf(), 0.0, tail_A)
         with torch.autocast(hidden_AH.device.type, enabled=False):
             head = VocabHead(hidden_AH, weight_VH, bias_V, **ctx.options)
@@ -117,12 +119,14 @@ class _SupportAndTail(torch.autograd.Function):
                 if ctx.kept is not None:
                     logits_CV = ctx.kept
                     logits_CV.view(-1).index_copy_(0, places_c, logits_m[entries])
-                    # The gradient overwrites the logits, so a second backward must compute the logits again.
+                    # The gradient overwrites the kept logits, so a second backward must compute the logits
+                    # again.
                     ctx.kept = None
                 else:
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)
-                # d tail / dz_i = exp(z_i - tail). `index_copy_` then overwrites the candidates' gradients.
+                # Overwrite all logits with the gradient of the tail, d tail / dz_i = exp(z_i - tail).
+                # `index_copy_` then overwrites the gradients of the candidates.
                 for rows in some_rows(logits_CV):
                     here = slice(part.start + rows.start, part.start + rows.stop)
                     logits_CV[rows].sub_(tail_A[here, None]).exp_().mul_(grad_tail_A[here, None])
@@ -132,14 +136,14 @@ class _SupportAndTail(torch.autograd.Function):
 
 
 def _entries(support: SupportIndex, parts: list[slice]) -> list[slice]:
-    """Return, for each slice of positions in `parts`, the slice of the entries at these positions."""
+    """Return one slice of the m candidates for each slice of positions in `parts`."""
     bounds = torch.tensor([0, *(part.stop for part in parts)], device=support.offsets.device)
     stops = support.offsets.index_select(0, bounds).tolist()
     return [slice(start, stop) for start, stop in pairwise(stops)]
 
 
 def _places(ctx: Any, part: slice, entries: slice) -> Tensor:
-    """Return int64 [c]: the indices of the candidates in the chunk's flattened logits."""
+    """Return int64 [c]: the indices of a chunk's candidates in the flattened logits of the chunk."""
     rows_c = ctx.support.segment[entries] - part.start
     places_c: Tensor = ctx.first_A.index_select(0, rows_c) + ctx.support.ids[entries]
     return places_c

@@ -24,16 +24,22 @@ __all__ = ["SMALLEST_TAIL", "TeacherDistribution"]
 BoolArray: TypeAlias = NDArray[np.bool_]
 Float64Array: TypeAlias = NDArray[np.float64]
 
-# With float32 log-probs, a tail below this mass cannot be distinguished from rounding errors.
+# With float32 log-probs, a tail below this probability cannot be distinguished from rounding errors.
 SMALLEST_TAIL = 1e-6
 
 
 @dataclass(frozen=True)
 class TeacherDistribution:
-    """The candidates and an optional tail, with log-probs. The probabilities at each position sum to 1."""
+    """The teacher's log-probs of the candidates and of an optional tail.
+
+    The probabilities of the candidates and the tail sum to 1 at each position.
+    """
 
     sets: CandidateSets
-    """The sets of T positions, without tokens of zero probability. Ignored positions have an empty set."""
+    """The teacher's sets of T positions, without tokens of zero probability.
+
+    A position that the loss ignores has an empty set.
+    """
     logprobs: Float64Array
     """[n]: the normalized log-probs of the candidates."""
     tail: Float64Array | None
@@ -49,8 +55,8 @@ class TeacherDistribution:
             sets: the teacher's sets, with log-probs over the whole vocabulary.
             counts: bool [T], True at the positions that enter the loss.
             num_ids: the size of the vocabulary, or None for no tail.
-            smallest_tail: the smallest mass of a tail. A tail with less mass is raised to `smallest_tail`,
-                unless the set is the whole vocabulary.
+            smallest_tail: the smallest probability of a tail. A tail of lower probability is raised to
+                `smallest_tail`, unless the set is the whole vocabulary.
 
         Raises:
             InvalidInputError: the sets have no log-probs.
@@ -80,9 +86,9 @@ class TeacherDistribution:
 
 
 def _only(sets: CandidateSets, kept: BoolArray) -> CandidateSets:
-    """Return the sets with only the entries where `kept` is True.
+    """Return the sets with only the candidates where `kept` is True.
 
-    The first entry of each set becomes the sampled token of the set.
+    The first candidate of each set becomes the sampled token of the set.
     """
     if not kept.all():
         sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))

@@ -15,16 +15,16 @@ from sglang_topp.replay.vocab_softmax import row_parts
 
 __all__ = ["CHUNK_BYTES", "HeadGradients", "VocabHead"]
 
-# The size of one chunk's logits in bytes, unless the caller passes `chunk_rows`.
+# The largest size in bytes of the logits of one chunk of positions, unless the caller passes `chunk_rows`.
 CHUNK_BYTES = 1 << 28
 _WEIGHT_ROWS = 1 << 13
 
 
 class VocabHead:
-    """The matrix products of an LM head: a chunk's logits, and the gradients of hidden states and weight.
+    """The matrix products of an LM head: logits, and the gradients of hidden states and weight.
 
-    Sums run in `dtype`. On a GPU, tensor cores multiply half-precision factors directly into float32.
-    Elsewhere, the factors are converted to `dtype` first.
+    The products have the dtype `dtype`. On a GPU, tensor cores multiply two matrices of the same
+    half-precision dtype and sum in float32. All other matrices are first converted to `dtype`.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class VocabHead:
         return self.transform.of_rows_(logits_CV, part)
 
     def times_weight(self, grad_CV: Tensor) -> Tensor:
-        """Return [C, H]: the gradient of the chunk's hidden states."""
+        """Return [C, H]: the gradient of a chunk's hidden states, from the gradient `grad_CV`."""
         return self._product(grad_CV, self.weight_VH)
 
     def add_outer(self, grad_VH: Tensor, grad_CV: Tensor, part: slice) -> None:
-        """Add the chunk's part of the weight's gradient to `grad_VH`, without a second [V, H] tensor."""
+        """Add the weight's gradient from one chunk to `grad_VH`, without a second [V, H] tensor."""
         right = self.hidden_TH[part]
         if not self.mixed:
             grad_VH[: grad_CV.shape[1]].addmm_(grad_CV.t(), right.to(self.dtype))
@@ -95,9 +95,10 @@ class HeadGradients:
         ]
 
     def add(self, part: slice, grad_CV: Tensor, slope_CV: Tensor | None) -> None:
-        """Backpropagate `grad_CV`, the gradient of `head.logits(part)`, and accumulate the results.
+        """Add the gradients from one chunk. `grad_CV` is the gradient of `head.logits(part)`.
 
-        `grad_CV` is overwritten. `slope_CV` is the transform's `softcap_slope` at the same logits.
+        The method overwrites `grad_CV`. `slope_CV` is the result of `LogitTransform.softcap_slope` at the
+        same logits.
         """
         hidden_TH, weight_VH, bias_V = self._sums
         self._head.transform.backward_rows_(grad_CV, slope_CV, part)

@@ -1,10 +1,11 @@
 """Find the candidates whose LM-head rows this rank holds, if the vocabulary is split over ranks.
 
-`SupportIndex` maps each position with two or more candidates to these candidates, as torch tensors. The
-replay functions use the index to gather head rows or logits, and to reduce over them.
+`SupportIndex` lists, in torch tensors, the candidates that this rank holds at each position with two or more
+candidates. The replay functions use the index to gather the candidates' LM-head rows or logits, and to
+compute maxima and sums over the candidates of a position.
 
-Shape legend: T positions, n candidates in all, A positions with two or more candidates, m entries (candidates
-that this shard holds at the A positions).
+Shape legend: T positions, n candidates in all, A positions with two or more candidates, m candidates that
+this rank holds at the A positions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Shard", "SupportIndex", "TargetMatch", "check_num_sets", "check_targ
 
 @dataclass(frozen=True)
 class Shard:
-    """The ids `start <= id < stop` that this rank holds, out of a vocabulary of `vocab_size`.
+    """The ids `start <= id < stop` that this rank holds, out of a vocabulary of `vocab_size` ids.
 
     `vocab_size` is None if the caller did not pass the size and other ranks hold a part of the vocabulary.
     The last shard may contain padding, so `num_ids` counts only the ids below `vocab_size`.
@@ -37,7 +38,7 @@ class Shard:
 
     @classmethod
     def of(cls, held: int, start: int, vocab_size: int | None, *, parallel: bool) -> Shard:
-        """Build the shard of a rank that holds the `held` consecutive ids from `start` on."""
+        """Build the `Shard` of a rank that holds the `held` consecutive ids from `start` on."""
         if start < 0:
             raise InvalidInputError(f"vocab_start: got {start}, expected 0 or more")
         if vocab_size is not None and vocab_size < 1:
@@ -56,18 +57,20 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class SupportIndex:
-    """An index of the logits that replay needs: the logits at positions with two or more candidates.
+    """An index of the candidates whose logits replay needs: those at positions with two or more candidates.
 
     A position with one candidate has log-prob 0 under any policy, and a position with an empty set is not
-    scored. So the index leaves out positions with fewer than two candidates. Pass `smallest=1` to
+    scored. The index therefore leaves out positions with fewer than two candidates. Pass `smallest=1` to
     `SupportIndex.of` if the ids outside each set form a tail. With a tail, a position with one candidate has
-    two outcomes: the candidate and the tail.
+    the candidate and the tail as outcomes.
 
-    All tensors are on one device, and int64 except for `token_ids`. No tensor depends on the targets.
+    All tensors are on one device, and int64 except for `token_ids`. No tensor of the index depends on the
+    targets. In the descriptions of the fields, a held candidate is one of the m candidates that this rank
+    holds.
     """
 
     token_ids: Tensor
-    """int32 [n]: the ids of all candidate sets."""
+    """int32 [n]: the token ids of all candidate sets."""
     span_offsets: Tensor
     """[T + 1]: the offsets of all candidate sets."""
     rows: Tensor
@@ -75,15 +78,15 @@ class SupportIndex:
     sizes: Tensor
     """[A]: the set sizes of the positions `rows`, over all shards."""
     segment: Tensor
-    """[m]: the index of each entry into `rows`, ascending."""
+    """[m]: the index in `rows` of each held candidate's position, ascending."""
     positions: Tensor
-    """[m]: the position of each entry."""
+    """[m]: the position of each held candidate."""
     ids: Tensor
-    """[m]: the column of each entry in this shard (token id - start)."""
+    """[m]: the column of each held candidate in this shard (token id - start)."""
     entries: Tensor
-    """[m]: the index of each entry into the flat arrays of the candidate sets."""
+    """[m]: the index of each held candidate in the flat arrays of the candidate sets."""
     offsets: Tensor
-    """[A + 1]: the entries of position `rows[a]` are `offsets[a]:offsets[a + 1]`, possibly none."""
+    """[A + 1]: the held candidates of position `rows[a]` are `offsets[a]:offsets[a + 1]`, possibly none."""
 
     @property
     def num_positions(self) -> int:
@@ -97,15 +100,15 @@ class SupportIndex:
 
     @functools.cached_property
     def by_id(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`(ids, order, positions)`, all int64 [m]: the entries in the order of their ids."""
+        """`(ids, order, positions)`, all int64 [m]: the held candidates sorted by id, with the sort order."""
         ids, order = self.ids.sort(stable=True)
         return ids, order, self.positions.index_select(0, order)
 
     def per_entry(self, values_A: Tensor) -> Tensor:
-        """Return [m]: the element of `values_A` that belongs to the position of each entry.
+        """Return [m]: for each held candidate, the element of `values_A` that belongs to its position.
 
         The method uses `index_select`, because `values_A[...]` would start all of torch's CPU threads.
-        Starting the threads takes longer than copying thousands of entries.
+        Starting the CPU threads takes longer than copying thousands of numbers.
         """
         return values_A.index_select(0, self.segment)
 
@@ -118,14 +121,14 @@ class SupportIndex:
         *,
         smallest: int = 2,
     ) -> tuple[SupportIndex, bool]:
-        """Return the index, and whether the host may wait for the device to check values.
+        """Return the index of `candidates`, and whether the host may wait for the device to check values.
 
-        The index of `CandidateTensors` is built once for each shard. Later calls return the stored index,
-        without work on the host and without waiting for the device.
+        The first call with `CandidateTensors` and a shard stores the index in the `CandidateTensors`. Later
+        calls return the stored index, without work on the host and without waiting for the device.
 
         Args:
-            device: the device of the index. `CandidateTensors` must be on this device.
-            smallest: positions with fewer than `smallest` candidates have no entries.
+            device: the device of the index. `candidates` of type `CandidateTensors` must be on this device.
+            smallest: the index leaves out positions with fewer than `smallest` candidates.
 
         Raises:
             InvalidInputError: the `CandidateTensors` are not on `device`.
@@ -134,8 +137,8 @@ class SupportIndex:
         sets = sets_on(candidates, device)
         if (index := sets._index_cache.get((shard, smallest))) is not None:
             return index, device.type == "cpu"
-        # Later calls reuse the cached index. Inference tensors in the index would fail in a call with
-        # gradients.
+        # Turn inference mode off. Later calls with gradients may reuse the cached index, and would fail on
+        # inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             index = sets._index_cache[shard, smallest] = _build(sets, shard, smallest)
         return index, True
@@ -143,17 +146,17 @@ class SupportIndex:
 
 @dataclass(frozen=True, eq=False)
 class TargetMatch:
-    """A comparison of the targets with the candidates of their positions."""
+    """The result of comparing each position's target with the position's candidates."""
 
     is_target: Tensor
-    """bool [m]: whether the entry is its position's target."""
+    """bool [m]: whether each candidate that this rank holds is the target of its position."""
     is_absent: Tensor | None
-    """bool [T]: whether the position's set lacks the target. Such a position must get NaN scores. None if the
-    host has checked that every set contains its target."""
+    """bool [T]: whether each position's set lacks the position's target, or None if the host has checked that
+    no set lacks its target. A position whose set lacks the target must get NaN scores."""
 
     @classmethod
     def of(cls, support: SupportIndex, targets: Tensor, *, may_wait: bool) -> TargetMatch:
-        """Compare the integer `targets` [T] with the sets. A target with an empty set is ignored.
+        """Compare the integers `targets` [T] with the candidate sets, except for positions with an empty set.
 
         Raises:
             InvalidInputError: a target is not in its set, and `may_wait` is True.
@@ -181,7 +184,7 @@ def check_targets(targets: Tensor) -> None:
 
 
 def check_num_sets(candidates: CandidateSets | CandidateTensors, targets: Tensor) -> None:
-    """Raise InvalidInputError unless there is one set for each target."""
+    """Raise InvalidInputError unless there is one candidate set for each target."""
     if len(targets) != len(candidates):
         raise InvalidInputError(
             f"candidates: got {len(candidates)} positions for {len(targets)} targets;"
@@ -190,14 +193,16 @@ def check_num_sets(candidates: CandidateSets | CandidateTensors, targets: Tensor
 
 
 def sets_on(candidates: CandidateSets | CandidateTensors, device: torch.device | str) -> CandidateTensors:
-    """Return the sets as tensors on `device`. Tensors made from `CandidateSets` have no log-probs.
+    """Return the candidate sets as tensors on `device`.
+
+    If `candidates` is a `CandidateSets`, the tensors have no log-probs.
 
     Raises:
         InvalidInputError: the `CandidateTensors` are not on `device`.
     """
     if isinstance(candidates, CandidateSets):
         return to_torch(candidates.token_ids, None, candidates.offsets, candidates.sampled_ids, device=device)
-    # An empty tensor resolves the device "cuda" to the current device, such as "cuda:0".
+    # If `device` is "cuda", an empty tensor shows the number of the current device, such as "cuda:0".
     if candidates.device != torch.empty(0, device=device).device:
         raise InvalidInputError(
             f"candidates: they are on {candidates.device}, expected {device}; call"

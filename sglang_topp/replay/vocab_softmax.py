@@ -1,7 +1,8 @@
 """Compute log-probs, entropy, and gradients of a softmax over the whole vocabulary, a few rows at a time.
 
 `full_vocab_head` and `logprobs_from_logits` share this module. To save memory, the forward pass stores only a
-few sums per row. The backward pass recomputes the probabilities, and overwrites them with the gradient.
+few sums per position. The backward pass computes the probabilities again from the logits, and overwrites the
+logits with their gradient.
 
 Shape legend: T positions, C positions of one chunk, V ids held by this rank without padding.
 """
@@ -20,22 +21,25 @@ from sglang_topp.replay.vocab_shards import first_true, reduce_max, reduce_sum
 
 __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "some_rows", "to_gradient"]
 
-# `exp(_LOWEST)` is 0 in float32 and float64, so raising lower logits to `_LOWEST` changes no result. A
-# product of 0 and `_LOWEST` is 0, but a product of 0 and -inf is NaN.
+# The code raises logits below `_LOWEST` to `_LOWEST`, because 0 times `_LOWEST` is 0, but 0 times -inf is
+# NaN. Raising a logit changes no result, because `exp(_LOWEST)` is 0 in float32 and float64.
 _LOWEST = -1.0e4
-# `some_rows` limits the exponentials of one slice to this many bytes. The limit fits in a CPU's cache, and is
-# large enough to amortize kernel launches on a GPU.
+# `some_rows` returns slices of rows whose exponentials take at most this many bytes. The exponentials then
+# fit in a CPU's cache, or are enough work to amortize kernel launches on a GPU.
 _EXP_BYTES_CPU = 1 << 21
 _EXP_BYTES = 1 << 26
 
 
 def row_parts(num_rows: int, chunk_rows: int) -> list[slice]:
-    """Return slices of `chunk_rows` rows that cover `num_rows`. The last slice may be shorter."""
+    """Return slices that together cover `num_rows` rows: `chunk_rows` rows each, the last maybe fewer."""
     return [slice(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
 
 
 def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> int:
-    """Return `chunk_rows`, or by default as many rows of `row_bytes` as fit in `chunk_bytes`, at least 1."""
+    """Return `chunk_rows`, or by default the number of rows of `row_bytes` bytes that fit in `chunk_bytes`.
+
+    The result is at least 1.
+    """
     if chunk_rows is None:
         return max(1, chunk_bytes // max(1, row_bytes))
     if chunk_rows < 1:
@@ -44,9 +48,10 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
 
 
 def some_rows(logits_CV: Tensor) -> list[slice]:
-    """Return slices that cover all rows, with at least one row per slice.
+    """Return slices that together cover all rows of `logits_CV`, with at least one row per slice.
 
-    The exponentials of a slice with several rows take at most `_EXP_BYTES` (`_EXP_BYTES_CPU` on a CPU).
+    If a slice has several rows, the exponentials of its logits take at most `_EXP_BYTES` bytes
+    (`_EXP_BYTES_CPU` on a CPU).
     """
     row_bytes = logits_CV.shape[1] * logits_CV.itemsize
     return row_parts(
@@ -55,7 +60,7 @@ def some_rows(logits_CV: Tensor) -> list[slice]:
 
 
 def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
-    """Return int64 [T]: each target's column on this rank, or -1 if another rank holds it.
+    """Return int64 [T]: each target's column on this rank, or -1 if another rank holds the target.
 
     Raises:
         InvalidInputError: no rank or several ranks hold a target id.
@@ -76,10 +81,10 @@ class Softmax:
     """The results of a softmax over the whole vocabulary at each position, all [T]."""
 
     log_total: Tensor
-    """The log-sum-exp of the row."""
+    """The log-sum-exp of each position's logits."""
     logprobs: Tensor
     entropy: Tensor | None
-    """The entropy, or None if it was not requested."""
+    """The entropy of each position's softmax, or None if no entropy was requested."""
 
 
 class RowSums:
@@ -101,9 +106,10 @@ class RowSums:
         return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
 
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
-        """Compute the sums of the rows in slice `part`. Subtract `subtracted_T` from `logits_CV` in place.
+        """Compute the sums of the positions in slice `part` from their logits `logits_CV`.
 
-        The method may also raise logits in `logits_CV` to `_LOWEST`, which changes no probability.
+        The method subtracts `subtracted_T` from `logits_CV` in place. It may also raise elements of
+        `logits_CV` to `_LOWEST`, which changes no probability.
         """
         if logits_CV.shape[1] == 0:
             return
@@ -127,7 +133,7 @@ class RowSums:
         """
         peak_T = reduce_max(self.peak_T.clone(), group)
         drop_T = self.peak_T - peak_T
-        # A shard whose logits are all -inf adds nothing to the sums.
+        # At a position, a rank whose logits are all -inf adds nothing to the sums.
         empty_T = self.peak_T.isneginf()
         sums = [torch.where(empty_T, 0.0, self.total_T * drop_T.exp()), self.target_T]
         if self.moment_T is not None:
@@ -155,7 +161,7 @@ def to_gradient(
     grad_logprobs_T: Tensor | None,
     grad_entropy_T: Tensor | None,
 ) -> Tensor:
-    """Overwrite the logits of the rows in the slice `part` with their gradient.
+    """Overwrite `logits_CV`, the logits of the positions in slice `part`, with their gradient.
 
     ::
 

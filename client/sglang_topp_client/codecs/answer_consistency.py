@@ -23,13 +23,14 @@ def check_sets(
     """Raise WireError unless each set has the given sampled token with exactly the given log-prob.
 
     The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
-    compares them for equality. A set from another position, temperature, or request fails this check.
+    compares the log-probs for equality. A set from another position, temperature, or request therefore raises
+    an error.
 
     Args:
         candidates: the candidate sets, T positions.
         output_ids: int32 [T].
         logprobs: float32 [T], the log-probs of the sampled tokens as the engine reports them.
-        field: the name that errors use for the sets.
+        field: the name of the sets in error messages.
         may_be_extended: whether empty sets are accepted. Tokens that `Rollout.extend` appended have empty
             sets, and the log-prob 0.
     """
@@ -60,7 +61,7 @@ def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
     Args:
         candidates: the candidate sets, T positions.
         p: the requested threshold, in (0, 1].
-        field: the name that errors use for the sets.
+        field: the name of the sets in error messages.
     """
     with renaming_errors({"logprobs": field}):
         candidates.check_kept_mass(p)

@@ -1,16 +1,17 @@
 """Binary frame: encode a record (a JSON object with arrays) as one Zstandard frame, and decode the frame.
 
-The frame's header states the length of the content, and the frame ends with a checksum. The content is
-little-endian::
+The frame's header states the length of the uncompressed content, and the frame ends with a checksum. All
+numbers in the content are little-endian::
 
     4 bytes     the length of the JSON, uint32
     …           the record's JSON, without its arrays
     …           the arrays, int32 or float32; the JSON states the length of each
 
-An array is cut into blocks of 65,536 numbers. A block is four byte planes: the first byte of every number,
-then the second byte of every number, and so on. Byte planes compress well: for ids and set sizes, most planes
-hold only zeros, and for log-probs, one plane holds mostly exponent bits. The other planes are nearly random,
-so a slow Zstandard level saves little more than a fast one (`benchmarks/rollout_encoding.py`).
+An array is cut into blocks of 65,536 numbers. The bytes of a block are transposed into four byte planes: the
+first byte of every number, then the second byte of every number, and so on. Transposed numbers compress well.
+For ids and set sizes, most byte planes hold only zeros. For log-probs, one byte plane holds mostly exponent
+bits. The bytes in all other byte planes are nearly random, so a slow Zstandard level saves little more than a
+fast one (`benchmarks/rollout_encoding.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SETS = "candidates"
 def encode_frame(
     record: Mapping[str, Any], arrays: Sequence[NDArray[Any]], sets: CandidateSets | None
 ) -> bytes:
-    """Encode one record.
+    """Encode one record as a frame.
 
     Args:
         record: a JSON-serializable object. The frame's JSON also gets the field `num_candidates`.
@@ -74,15 +75,15 @@ def is_frame(raw: bytes) -> bool:
 
 
 class FrameReader:
-    """A reader of one frame. Call its methods in the order of the frame's parts.
+    """A reader of one frame. Call the methods in the frame's order: those for arrays, then `sets`.
 
     Args:
-        raw: the whole frame.
+        raw: the bytes of the whole frame.
         max_bytes: the maximum length of the decompressed content. If a frame's header states a longer
             content, the reader does not decompress the frame.
 
     Attributes:
-        record: the JSON object.
+        record: the JSON object of the frame.
 
     Raises:
         WireError: the frame was cut or altered, is too long, or holds no JSON object.
@@ -103,11 +104,11 @@ class FrameReader:
         self.record: dict[str, Any] = record
 
     def int32(self, count: int, what: str) -> NDArray[np.int32]:
-        """Read the next `count` numbers as a read-only array. `what` describes the numbers in errors."""
+        """Read the frame's next `count` numbers as a read-only array. `what` names the numbers in errors."""
         return self._array(INT32, count, what)
 
     def float32(self, count: int, what: str) -> NDArray[np.float32]:
-        """Read the next `count` numbers as a read-only array. `what` describes the numbers in errors."""
+        """Read the frame's next `count` numbers as a read-only array. `what` names the numbers in errors."""
         return self._array(FLOAT32, count, what)
 
     def sets(self, sampled_ids: NDArray[np.int32]) -> CandidateSets | None:
@@ -135,7 +136,7 @@ class FrameReader:
             block = in_bytes[start : start + _BLOCK]
             block[...] = planes[4 * start : 4 * (start + len(block))].reshape(4, -1).T
         values = in_bytes.reshape(-1).view(dtype).astype(dtype.newbyteorder("="), copy=False)
-        values.flags.writeable = False  # because arrays decoded from JSON are read-only as well
+        values.flags.writeable = False  # arrays that are decoded from JSON are also read-only
         return values
 
     def _take(self, num_bytes: int, what: str) -> memoryview:

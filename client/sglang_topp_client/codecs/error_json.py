@@ -1,7 +1,7 @@
 """JSON codec of errors: the sidecar encodes an exception, and the client raises the same exception.
 
-A failure is `{"error": {"type", "message", "field"?, "status"?}}`, where `type` names an exception class of
-`sglang_topp.errors`.
+The JSON form of an exception is `{"error": {"type", "message", "field"?, "status"?}}`, where `type` names an
+exception class of `sglang_topp.errors`.
 """
 
 from __future__ import annotations

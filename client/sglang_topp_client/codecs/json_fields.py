@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 def read_field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
-    """Return the field `name`, an instance of `kind`. A boolean does not count as an integer."""
+    """Return the field `name`, which must be of type `kind`. A boolean does not count as an integer."""
     value = record.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         got = type(value).__name__ if name in record else "nothing"
@@ -45,7 +45,7 @@ def read_field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type
 
 
 def read_count(record: Mapping[str, Any], name: str) -> int:
-    """Return a field that is an integer from 0 to 2^63 - 1."""
+    """Return the field `name` of `record`, which must be an integer from 0 to 2^63 - 1."""
     value = read_field(record, name, int)
     if not 0 <= value <= _MAX_COUNT:
         raise WireError(name, f"got {describe(value)}, expected a 64-bit integer of 0 or more")
@@ -53,7 +53,7 @@ def read_count(record: Mapping[str, Any], name: str) -> int:
 
 
 def read_text(record: Mapping[str, Any], name: str) -> str:
-    """Return a field that is text."""
+    """Return the field `name` of `record`, which must be text."""
     value = read_field(record, name, str)
     if not is_text(value):
         raise WireError(name, "got text with a lone surrogate, which is no Unicode text")
@@ -61,17 +61,17 @@ def read_text(record: Mapping[str, Any], name: str) -> str:
 
 
 def read_optional_text(record: Mapping[str, Any], name: str) -> str | None:
-    """Return a field that is text or null."""
+    """Return the field `name` of `record`, which must be text or null."""
     return None if name in record and record[name] is None else read_text(record, name)
 
 
 def read_token_ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
-    """Return a field that is a list of token ids, as int32 [T]."""
+    """Return the field `name` of `record`, which must be a list of token ids, as int32 [T]."""
     return parse_token_ids(name, read_field(record, name, list))
 
 
 def parse_token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
-    """Return a list of token ids as int32 [T]. Errors refer to the list by `name`."""
+    """Return a list of token ids as int32 [T]. `name` is the name of the list in errors."""
     if not set(map(type, values)) <= {int}:
         raise WireError(name, "expected a list of integers as token ids")
     try:
@@ -83,7 +83,7 @@ def parse_token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
 
 
 def read_float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
-    """Decode a field that is base64 of little-endian float32, and return float32 [T]."""
+    """Decode the field `name` of `record`, base64 of little-endian float32, and return float32 [T]."""
     text = read_field(record, name, str)
     try:
         raw = pybase64.b64decode(text, validate=True)
@@ -95,14 +95,15 @@ def read_float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
 
 
 def check_ids(field: str, ids: NDArray[np.int32]) -> None:
-    """Raise WireError if an id is negative."""
+    """Raise WireError if one of the token ids is negative."""
     if len(ids) and ids.min() < 0:
         raise WireError(field, f"got {ids.min()}, expected token ids of 0 or more")
 
 
 def check_seconds(field: str, value: float) -> float:
     """Return `value` as a float. Raise WireError if `value` is not between 0 and 1e12 seconds."""
-    # Compare before the conversion, because an integer with hundreds of digits does not fit into a float.
+    # Compare before the conversion to float, because an integer with hundreds of digits does not fit into a
+    # float.
     if not 0 <= value <= _MAX_SECONDS:
         raise WireError(field, f"got {describe(value)}, expected seconds")
     return float(value)

@@ -23,7 +23,10 @@ from sglang_topp_client.types.rollout import Rollout
 __all__ = ["MEDIA_TYPE", "rollout_from_bytes", "rollout_to_bytes"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.rollouts.v1"
-"""The media type of an answer that `framing.py` splits into messages: binary rollouts, or JSON objects."""
+"""The media type of an answer that consists of frames (`framing.py`).
+
+Each frame holds a binary rollout or a JSON object.
+"""
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
@@ -42,7 +45,7 @@ def rollout_to_bytes(rollout: Rollout) -> bytes:
 
 
 def rollout_from_bytes(raw: bytes, *, max_bytes: int) -> Rollout:
-    """Decode a frame that `rollout_to_bytes` encoded. Unknown fields of the frame's JSON are ignored.
+    """Decode a frame that `rollout_to_bytes` encoded. Unknown fields in the frame's JSON are ignored.
 
     Args:
         raw: one frame.

@@ -1,6 +1,6 @@
 """JSON codec of rollouts: the sidecar encodes a sample as a JSON object, and the client decodes it.
 
-One finished sample is one record::
+A record, the JSON object of one finished sample, has these fields::
 
     prompt_index, sample_index          integers, in the order of the request
     request_id                          the engine's id
@@ -49,7 +49,7 @@ __all__ = ["build_rollout", "rollout_from_json", "rollout_to_json"]
 
 
 def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
-    """Return the record of one finished sample, ready for `json.dumps`."""
+    """Return one finished sample as a JSON object, ready for `json.dumps`."""
     return {
         "prompt_index": rollout.prompt_index,
         "sample_index": rollout.sample_index,
@@ -75,7 +75,7 @@ def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
 
 
 def rollout_from_json(record: Any, *, may_be_extended: bool = False) -> Rollout:
-    """Decode a record that `rollout_to_json` encoded. Unknown fields are ignored.
+    """Decode a record that `rollout_to_json` encoded. Unknown fields of the record are ignored.
 
     Args:
         record: the JSON object.
@@ -109,10 +109,10 @@ def build_rollout(
     *,
     may_be_extended: bool = False,
 ) -> Rollout:
-    """Build a rollout from a record and its decoded arrays.
+    """Build a rollout from the JSON fields and the decoded arrays of a record.
 
     Args:
-        record: the fields other than the arrays. Unknown fields are ignored.
+        record: the JSON fields other than the arrays. Unknown fields are ignored.
         prompt_ids: int32 [P].
         output_ids: int32 [T].
         logprobs: float32 [T].

@@ -1,6 +1,6 @@
 """JSON codec and binary codec of scores: the sidecar encodes a score, and the client decodes it.
 
-One scored sequence is one record::
+A record, the JSON object of one scored sequence, has these fields::
 
     sequence_index                      an integer, in the order of the request
     request_id                          the engine's id
@@ -43,13 +43,16 @@ from sglang_topp_client.types.score import Score
 __all__ = ["MEDIA_TYPE", "score_from_bytes", "score_from_json", "score_to_bytes", "score_to_json"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.scores.v1"
-"""The media type of an answer that `framing.py` splits into messages: binary scores, or JSON objects."""
+"""The media type of an answer that consists of frames (`framing.py`).
+
+Each frame holds a binary score or a JSON object.
+"""
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 def score_to_json(score: Score) -> dict[str, Any]:
-    """Return the record of one scored sequence, ready for `json.dumps`."""
+    """Return one scored sequence as a JSON object, ready for `json.dumps`."""
     return {
         "sequence_index": score.sequence_index,
         "request_id": score.request_id,
@@ -64,7 +67,7 @@ def score_to_json(score: Score) -> dict[str, Any]:
 
 
 def score_from_json(record: Any) -> Score:
-    """Decode a record that `score_to_json` encoded. Unknown fields are ignored.
+    """Decode a record that `score_to_json` encoded. Unknown fields of the record are ignored.
 
     Raises:
         WireError: a field is missing, has the wrong type, or contradicts another field; the error names the
@@ -90,7 +93,7 @@ def score_to_bytes(score: Score) -> bytes:
 
 
 def score_from_bytes(raw: bytes, *, max_bytes: int) -> Score:
-    """Decode a frame that `score_to_bytes` encoded. Unknown fields of the frame's JSON are ignored.
+    """Decode a frame that `score_to_bytes` encoded. Unknown fields in the frame's JSON are ignored.
 
     Args:
         raw: one frame.
@@ -115,7 +118,7 @@ def _score(
     logprobs: NDArray[np.float32],
     candidates: CandidateSets | None,
 ) -> Score:
-    """Build a score from a record and its decoded arrays."""
+    """Build a score from the JSON fields and the decoded arrays of a record."""
     start = _start(record)
     if start > len(token_ids):
         raise WireError("start", f"got {start}, expected at most {len(token_ids)}, the number of token_ids")

@@ -24,12 +24,12 @@ class _Abort:
 
 
 class AbortDelivery:
-    """The pending abort orders to one engine, within one event loop.
+    """The abort requests that one event loop still has to deliver to one engine.
 
     A caller's timeout or cancellation must not wait for an engine that may hang. Each abort therefore runs in
-    its own task, for three seconds at most, and its errors are ignored. When `asyncio.run` ends, it cancels
-    all tasks, including aborts. This class restarts a cancelled abort, and a second task keeps the loop alive
-    until the abort has been sent.
+    its own task, for three seconds at most, and errors of the abort are ignored. When `asyncio.run` ends, it
+    cancels all tasks, including these abort tasks. `AbortDelivery` then starts each cancelled abort again in
+    a new task. Another task, `_keep`, keeps the event loop alive until all aborts have been sent.
 
     Args:
         send: asks the engine to abort the request with the given id.
@@ -54,9 +54,10 @@ class AbortDelivery:
             self._changed.set()
 
     def start(self, request_id: str, engine_ids: Iterable[str]) -> None:
-        """Start the aborts of the engine requests `engine_ids`, and return at once.
+        """Start to abort the engine's requests with the ids `engine_ids`, and return at once.
 
-        `request_id` is the name of the caller's request that the engine requests belong to.
+        `request_id` is the name of the caller's request, for which the client sent these requests to the
+        engine.
         """
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         for engine_id in engine_ids:
@@ -64,7 +65,10 @@ class AbortDelivery:
         self._keep_loop()
 
     async def finish(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds for the aborts of `request_id`, or for all aborts if it is None."""
+        """Wait up to three seconds for the pending aborts of `request_id`.
+
+        If `request_id` is None, wait for all pending aborts.
+        """
         if request_id is None:
             if self._keeper is not None:
                 await asyncio.wait([self._keeper])
@@ -82,7 +86,7 @@ class AbortDelivery:
             async with asyncio.timeout_at(abort.deadline):
                 await self._send(abort.engine_id)
         except Exception:
-            # Ignore errors, because no caller waits for the abort.
+            # Ignore errors of the abort, because no caller waits for the abort.
             return
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -99,8 +103,9 @@ class AbortDelivery:
     async def _keep(self) -> None:
         """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
 
-        When `asyncio.run` ends, it cancels the running tasks, and waits for those tasks alone. A restarted
-        abort is a new task. Without the task of `_keep`, `asyncio.run` would not wait for a restarted abort.
+        When `asyncio.run` ends, it cancels the running tasks, and waits only for these tasks. A cancelled
+        abort starts again in a new task, for which `asyncio.run` would not wait. `asyncio.run` does wait for
+        the task that runs `_keep`.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -113,6 +118,6 @@ class AbortDelivery:
 
     def _kept(self, task: asyncio.Task[None]) -> None:
         self._keeper = None
-        # An abort may have started between the last check in `_keep` and the end of the task of `_keep`.
+        # A new abort may have started after `_keep` last looked for aborts, so start `_keep` again if needed.
         if not task.get_loop().is_closed():
             self._keep_loop()

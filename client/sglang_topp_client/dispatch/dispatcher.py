@@ -47,19 +47,21 @@ _Taken = TypeVar("_Taken", Rollout, Score, contravariant=True)
 _Exchange: TypeAlias = SidecarExchange[Result] | StreamedExchange[Result]
 
 OnFailure: TypeAlias = Callable[[tuple[int, int], SglangToppError], None]
-"""A callback that takes the prompt index and the sample index of a failed sample, and the error."""
+"""A callback that takes a failed sample's indices `(prompt index, sample index)` and the error."""
 
 
 @dataclass(frozen=True)
 class Operation(Generic[Result]):
-    """A kind of result (rollouts or scores): its protocols, and functions that read or copy a result.
+    """The differences between rollouts and scores: protocols, and functions that read or copy a result.
 
     Attributes:
         singular, plural: the singular and plural noun for a result in messages.
-        exchanges: the class that writes requests and reads answers, for each kind of server.
+        exchanges: for each kind of server (sidecar or SGLang), the class that writes the requests and reads
+            the answers.
         place: returns a result's prompt index and sample index.
         num_tokens: returns how many tokens a result has.
-        with_key: returns a copy of a result with the given routing key.
+        with_key: returns a copy of a rollout with the given `Rollout.routing_key`. A score has no routing
+            key, and is returned unchanged.
     """
 
     singular: str
@@ -89,13 +91,18 @@ SCORES = Operation[Score](
 
 
 class ResultSink(Protocol[_Taken]):
-    """A consumer of one request's results, which also decides which samples are requested."""
+    """The receiver of one request's results. The sink also decides which samples the dispatcher requests."""
 
     def begin(self) -> Iterable[SampleRequest]:
         """Return the requests to send first."""
 
     def take(self, result: _Taken, /) -> tuple[SampleRequest, float] | None:
-        """Take a result. If the result is partial, return a request for the rest and a delay in seconds."""
+        """Take one result from the dispatcher.
+
+        Returns:
+            If a partial result must be continued: a request for the rest, and the seconds to wait before the
+            dispatcher sends this request. Otherwise, None.
+        """
 
 
 class Dispatcher(Generic[Result]):
@@ -103,7 +110,7 @@ class Dispatcher(Generic[Result]):
 
     Args:
         endpoints: the servers.
-        operation: rollouts or scores.
+        operation: `ROLLOUTS` or `SCORES`.
         request_id: the caller's name for the request.
         deadline: when the request times out, on the event loop's clock; None for no limit.
         wait_for_room: a function to await before each call is sent. The function waits while too many results
@@ -114,7 +121,7 @@ class Dispatcher(Generic[Result]):
         repeats_aborted: whether a call that the engine aborted is sent again; see `RetryBudget`.
         on_failure: called for each sample that failed, while the other samples continue. With a callback,
             each prompt is sent in its own call, because a server that refuses one prompt refuses the whole
-            call. With None, the first error ends the request.
+            call. If `on_failure` is None, the first error ends the request.
     """
 
     def __init__(
@@ -138,7 +145,7 @@ class Dispatcher(Generic[Result]):
         self._repeats_aborted, self._on_failure = repeats_aborted, on_failure
 
     async def run(self, sink: ResultSink[Result]) -> None:
-        """Send all calls and give `sink` every result, or stop all calls and raise the first error."""
+        """Send all calls and pass every result to `sink`. On an error, stop all calls and raise the error."""
         kind = await self._endpoints.kind()
         exchange_type = self._operation.exchanges[kind]
         new_exchange = functools.partial(exchange_type, **self._options.get(kind, {}))
@@ -168,14 +175,14 @@ class Dispatcher(Generic[Result]):
             first = failed.exceptions[0]
         else:
             return
-        # Raise outside of the `except` block. A raise inside the block would overwrite the error's context,
-        # and `from None` would remove its cause.
+        # Raise outside of the `except` block. Inside the block, `raise first` would overwrite the context of
+        # `first`, and `raise first from None` would remove the cause of `first`.
         raise first
 
     def _samples_per_call(
         self, exchange_type: type[_Exchange[Result]], groups: Collection[Sequence[SampleRequest]]
     ) -> int:
-        """Return the maximum number of samples per call, low enough that every server gets a call."""
+        """Return the maximum number of samples per call, low enough that each server gets a call."""
         if self._on_failure is not None:
             return 1
         num_samples = sum(len(request.samples) for group in groups for request in group)
@@ -189,7 +196,7 @@ class Dispatcher(Generic[Result]):
         *,
         waits_for_engine: bool = False,
     ) -> None:
-        """Send one call. If `on_failure` is given, report failed samples to it instead of raising."""
+        """Send one call. Report failed samples to `on_failure`. Without `on_failure`, raise the error."""
         missing = {(request.prompt_index, sample) for request in requests for sample in request.samples}
         try:
             await self._call_until_complete(new_exchange, deliver, requests, missing, waits_for_engine)
@@ -207,7 +214,7 @@ class Dispatcher(Generic[Result]):
         missing: set[tuple[int, int]],
         waits_for_engine: bool,
     ) -> None:
-        """Send one call and its retries. Each retry asks for the `missing` samples, under a new id."""
+        """Send one call and its retries. Each retry asks only for the `missing` samples, under a new id."""
         requests = list(requests)
         keys: dict[int, str] = {}
         in_flight: tuple[_Exchange[Result], Endpoint] | None = None
@@ -238,7 +245,7 @@ class Dispatcher(Generic[Result]):
             try:
                 await self._exchange(endpoint, exchange, key, take)
             except SglangToppError as error:
-                # Ignore a connection that breaks after the last sample has arrived.
+                # Ignore a retryable error after the last sample has arrived, such as a broken connection.
                 if missing or not is_retryable(error):
                     raise
             finally:
@@ -343,7 +350,10 @@ class Dispatcher(Generic[Result]):
 def _batches(
     groups: Iterable[Sequence[SampleRequest]], samples_per_call: int
 ) -> Iterator[list[SampleRequest]]:
-    """Split each group into batches of consecutive requests. A batch ends at `samples_per_call` samples."""
+    """Split each group into batches of consecutive requests, one batch for each HTTP call.
+
+    A batch is complete once its requests ask for at least `samples_per_call` samples.
+    """
     for group in groups:
         batch: list[SampleRequest] = []
         num_samples = 0

@@ -28,8 +28,8 @@ __all__ = ["Endpoint", "Kind"]
 Kind: TypeAlias = Literal["sidecar", "sglang"]
 
 _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
-# Servers answer these paths at once, even while the engine is paused. SGLang's `/health` does not answer at
-# once, because `/health` generates a token.
+# A sidecar answers `/healthz` at once, and SGLang answers `/model_info` at once, even while the engine is
+# paused. SGLang's `/health` does not answer at once, because `/health` generates a token.
 _PROBE_PATHS: dict[Kind, str] = {"sidecar": "/healthz", "sglang": "/model_info"}
 _PROBE_TIMEOUT_S = 10.0
 # SGLang's scheduler answers `/server_info` only between two steps, so a short time limit would fail while the
@@ -46,7 +46,8 @@ class Endpoint:
 
     Args:
         config: the server's connection settings.
-        kinds: each server's kind, if known, by `base_url`; shared by all event loops.
+        kinds: maps the `base_url` of a server to its kind, `"sidecar"` or `"sglang"`, once the kind is known.
+            All event loops share this mapping.
         max_long_messages: see `LongMessageSlots`.
     """
 
@@ -60,20 +61,21 @@ class Endpoint:
         self._kind_lock = asyncio.Lock()
 
     def issued(self, routing_key: str) -> bool:
-        """Return whether a rollout with this routing key came from this server."""
+        """Return whether this server generated the rollout with this routing key (`Rollout.routing_key`)."""
         return routing_key.endswith(f"-{self._key_suffix}")
 
     def routing_key(self, earlier: str) -> str:
-        """Return the routing key of a request to this server.
+        """Return the value of the header `X-SMG-Routing-Key` for a request to this server.
 
         Args:
-            earlier: the key of the rollout that the request continues, or empty. The returned key has the
-                same prefix as `earlier`.
+            earlier: the routing key of the rollout that the request continues, or empty. The part of the
+                returned key before the `-` comes from `earlier`, or is random if `earlier` is empty. The part
+                after the `-` identifies this server.
         """
         return f"{earlier.partition('-')[0] or secrets.token_hex(8)}-{self._key_suffix}"
 
     async def kind(self) -> Kind:
-        """Return the server's kind. If the kind is unknown, send one `GET /info`.
+        """Return `"sidecar"` or `"sglang"`. If the server's kind is unknown, send one `GET /info`.
 
         Raises:
             SglangToppError: the server did not answer, or refused the request.
@@ -84,10 +86,10 @@ class Endpoint:
             return known
 
     async def info(self) -> dict[str, Any]:
-        """Return the server's description of itself.
+        """Return the answer of a sidecar's `/info` or of SGLang's `/server_info`.
 
         Raises:
-            SglangToppError: the server did not answer with a description.
+            SglangToppError: the server sends no answer, an error, or an answer that is not a JSON object.
         """
         path = _INFO_PATHS[await self.kind()]
         info = await self._http.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
@@ -98,7 +100,7 @@ class Endpoint:
     async def check_fields(self) -> None:
         """Check that the client's request fields reach the engine, and that the answer fields come back.
 
-        A sidecar checks its own engine, so the client only asks whether the sidecar is ready.
+        A sidecar checks its own engine, so the client asks a sidecar only whether the sidecar is ready.
 
         Raises:
             WireError: a field was lost; the error's `field` and message name the field.
@@ -125,7 +127,7 @@ class Endpoint:
     async def post(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str], on_received: Callable[[], None]
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
-        """Send a POST request with `HttpClient.post`. Fail if the health check finds that the server hangs.
+        """Send a POST request with `HttpClient.post`, while a health check watches the server.
 
         Raises:
             TransportError: the server hangs.
@@ -147,7 +149,7 @@ class Endpoint:
 
         Raises:
             BadRequestError: the template refuses the messages, or the server lacks the route.
-            SglangToppError: the server did not answer with ids.
+            SglangToppError: the server did not answer with token ids.
         """
         try:
             answer = await self._http.request_json(
@@ -163,11 +165,11 @@ class Endpoint:
         return sglang_chat.prompt_ids(answer)
 
     async def abort(self, request_id: str) -> None:
-        """Order the server to abort a request.
+        """Ask the server to abort a request.
 
         Args:
-            request_id: the name by which the server knows the request: an engine's own id, or the name that a
-                sidecar received.
+            request_id: the name by which the server knows the request: the id that an engine gave the
+                request, or the `request_id` that a sidecar received.
         """
         if await self.kind() == "sglang":
             await self._abort_engine_request(request_id)
@@ -181,7 +183,7 @@ class Endpoint:
                 raise
 
     async def abort_all(self) -> None:
-        """Order the server to abort every request in its engine."""
+        """Ask the server to abort every request in the engine."""
         if await self.kind() == "sidecar":
             await self._abort_by_sidecar({"all": True})
             return

@@ -1,4 +1,4 @@
-"""EndpointPool: run each call on one server, move it to another server on failure, and retry later."""
+"""EndpointPool: run each call on one server, move a failed call to another server, and retry it later."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _FILE_WAIT_S = 0.1
 
 
 class EndpointPool:
-    """The servers of one client, for one event loop.
+    """All servers of one client, as used from one event loop.
 
     The pool must be created while its event loop runs.
 
     Args:
         configs: the servers' connection settings. The `max_connections` of the first config limits the calls
             to all servers together.
-        kinds: each server's kind, if known, by `base_url`; shared by all event loops.
+        kinds: maps the `base_url` of a server to its kind, `"sidecar"` or `"sglang"`, once the kind is known.
+            All event loops share this mapping.
         max_long_messages: see `LongMessageSlots`.
         max_retries: how often a failed call is retried.
     """
@@ -53,11 +54,11 @@ class EndpointPool:
 
     @property
     def known_kind(self) -> Kind | None:
-        """The servers' kind, or None if it is still unknown."""
+        """The kind of the servers (sidecar or SGLang), or None if the kind is still unknown."""
         return next(iter(self._kinds.values()), None)
 
     async def kind(self) -> Kind:
-        """Return the servers' kind. If the kind is unknown, ask the servers until one answers."""
+        """Return `"sidecar"` or `"sglang"`. If the servers' kind is unknown, ask until one server answers."""
         known = self.known_kind
         return await self.call(Endpoint.kind) if known is None else known
 
@@ -70,7 +71,7 @@ class EndpointPool:
         waits_for_engine: bool = False,
         repeats_aborted: bool = False,
     ) -> _T:
-        """Run `attempt` on an endpoint, with retries, and return its result.
+        """Run `attempt` on an endpoint, with retries, and return the result of `attempt`.
 
         After a failed attempt, the call moves to another endpoint at once. A retry begins only once the call
         has failed on every ready endpoint.
@@ -96,7 +97,8 @@ class EndpointPool:
                     with self._balancer.pick(num_samples(), preferred, without=failed) as endpoint:
                         return await attempt(endpoint)
             except FileLimitError as error:
-                # Do not count a retry: other calls of this client free their file descriptors when they end.
+                # Wait without using up a retry: other calls of this client free their file descriptors when
+                # the calls end.
                 wait_s = _FILE_WAIT_S if self._balancer.num_in_flight else budget.next_delay_s(error)
                 if wait_s is None:
                     raise
@@ -112,7 +114,10 @@ class EndpointPool:
             await asyncio.sleep(wait_s)
 
     async def retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Run `attempt` on one server, with retries, and return its result."""
+        """Run `attempt`, and return its result. After a retryable error, run `attempt` again.
+
+        `attempt` calls the same server each time.
+        """
         budget = RetryBudget(self._max_retries)
         while True:
             try:
@@ -145,7 +150,10 @@ class EndpointPool:
             yield
 
     async def aborts_delivered(self, request_id: str | None = None) -> None:
-        """Wait up to three seconds for the aborts of `request_id`, or for all aborts if it is None."""
+        """Wait up to three seconds for the pending aborts of `request_id`.
+
+        If `request_id` is None, wait for all pending aborts.
+        """
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:
@@ -153,9 +161,9 @@ class EndpointPool:
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests by the server that generated the continued rollout.
+        """Group requests that continue rollouts by the server that generated the rollout.
 
-        Requests that continue no rollout, or a rollout of an unknown server, form one group.
+        One more group holds the requests that continue no rollout, or a rollout of an unknown server.
         """
         groups: dict[Endpoint | None, list[SampleRequest]] = {}
         for request in requests:
@@ -168,9 +176,10 @@ class EndpointPool:
         await asyncio.gather(*(endpoint.close() for endpoint in self.all))
 
     def _none_answers(self, error: SglangToppError) -> TransportError | None:
-        """Return a TransportError that names every server if all servers failed; otherwise return None.
+        """Return a TransportError that names every server if all servers failed.
 
-        Also return None if `error` is not a TransportError, or if there is only one server.
+        Otherwise, return None. Also return None if `error` is not a TransportError, or if there is only one
+        server.
         """
         failures = self._balancer.failures
         if len(self.all) == 1 or not isinstance(error, TransportError) or len(failures) < len(self.all):

@@ -11,16 +11,17 @@ from sglang_topp.errors import SglangToppError
 
 __all__ = ["GracefulAbort"]
 
-# An engine ignores an abort for a request that has not arrived yet, so the abort is repeated.
+# An engine ignores an abort for a request that has not reached the engine yet, so the client repeats each
+# abort.
 _REPEAT_ORDER_S = 0.25
 
 
 class GracefulAbort:
-    """The graceful abort of one caller's request, within one event loop.
+    """The graceful abort of one request of the caller, within one event loop.
 
     Args:
-        grace_s: idle timeout after an abort. The client stops waiting for an engine that sends nothing for
-            this many seconds.
+        grace_s: the idle timeout after an abort, in seconds. The client stops waiting for a server that sends
+            nothing for this long.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -32,13 +33,14 @@ class GracefulAbort:
     def request(self) -> None:
         """Begin the abort.
 
-        A call in `run` ends once the server has aborted the call, or at the idle timeout.
+        After `request`, a `run` ends once the server's answer is complete, or once the server has sent
+        nothing for `grace_s` seconds.
         """
         self.note_received()
         self._requested.set()
 
     def note_received(self) -> None:
-        """Restart the idle timeout, because bytes have arrived."""
+        """Restart the idle timeout, because the server has sent bytes."""
         self._received_at = self._clock()
 
     async def run(
@@ -46,19 +48,20 @@ class GracefulAbort:
         call: Coroutine[Any, Any, None],
         open_orders: Callable[[], Mapping[str, Callable[[], Awaitable[object]]] | None],
     ) -> None:
-        """Run a call until the call ends.
+        """Run one call to the server, and abort the call gracefully once `request` is called.
 
-        Once `request` has begun the abort, `run` also orders the server to abort the call.
+        `run` repeats the abort until the call ends. If the server sends nothing for `grace_s` seconds, `run`
+        cancels the call.
 
         Args:
-            call: a coroutine that makes the call, with its retries. The idle timeout cancels the call. If the
-                abort has already begun, the call is not started.
-            open_orders: returns one entry for each open HTTP request: the request's name at the server, and a
-                function that sends its abort. A request without a known name has no entry. Returns None if no
-                request is open, in which case `run` cancels the call.
+            call: a coroutine that makes the call, with its retries. If `request` was called before `run`, the
+                coroutine is not started.
+            open_orders: returns a mapping from the id of each open HTTP request, as the server knows the id,
+                to a function that sends an abort for this request. The mapping leaves out requests whose id
+                is unknown. If no request is open, `open_orders` returns None, and `run` cancels the call.
 
         Raises:
-            Exception: the call's own error.
+            Exception: the error that `call` raised.
         """
         if self._requested.is_set():
             call.close()

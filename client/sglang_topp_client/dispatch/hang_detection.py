@@ -1,4 +1,4 @@
-"""Detect a server that hangs: probe it when it sends nothing, and fail its calls if no probe is answered."""
+"""Detect a server that hangs: probe a silent server, and fail its calls if the server answers no probe."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from sglang_topp.errors import TransportError
 __all__ = ["HealthCheck"]
 
 _SILENCE_S = 10.0
-# One failed probe is not enough: a blocked event loop can time out a probe whose answer has arrived.
+# One failed probe is not enough: if the client's event loop is blocked, a probe can time out although its
+# answer has arrived.
 _MAX_FAILED_PROBES = 2
 
 
 class HealthCheck:
     """The health check of one server, within one event loop.
 
-    A generation may wait in the engine's queue for an hour before its first byte arrives. A timeout therefore
-    cannot tell a busy server from one that hangs. Instead, a server that sends nothing for 10 s is probed on
-    its own connection. After two failed probes in a row, the server's calls fail, and the client retries them
-    elsewhere.
+    A generation may wait in the engine's queue for an hour before its first byte arrives. A timeout of the
+    call could not tell a busy server from a server that hangs. `HealthCheck` therefore sends a probe to a
+    server that has sent nothing for 10 s. The probe has its own connection. After two failed probes in a row,
+    the server's calls fail, and the client moves the calls to other servers or retries the calls.
 
     Args:
-        probe: sends a request that a healthy server answers at once. Returns whether an answer came in time.
-        base_url: the server's address, which the error names.
+        probe: sends a request that a healthy server answers at once. Returns whether the server answered in
+            time.
+        base_url: the server's address, for error messages.
     """
 
     def __init__(self, probe: Callable[[], Awaitable[bool]], base_url: str) -> None:
@@ -36,12 +38,12 @@ class HealthCheck:
         self._probing: asyncio.Task[None] | None = None
 
     def note_received(self) -> None:
-        """Record that bytes have arrived from the server."""
+        """Record that the server has just sent bytes."""
         self._heard_at = asyncio.get_running_loop().time()
 
     @asynccontextmanager
     async def watch(self) -> AsyncGenerator[None, None]:
-        """Watch the server during one call.
+        """Run the `with` block, which makes one call, and stop the block if the server hangs.
 
         Raises:
             TransportError: the server hangs.

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class _State(Generic[_T]):
-    """The state of one endpoint."""
+    """The load and the recent failures of one endpoint."""
 
     endpoint: _T
     num_in_flight: int = 0  # samples
@@ -31,9 +31,9 @@ class _State(Generic[_T]):
 class LoadBalancer(Generic[_T]):
     """The load balancer of one client, within one event loop.
 
-    After a failure (an incomplete answer, 429, or 5xx), an endpoint gets no calls for the delay of a first
-    retry. Each further failure about doubles the delay. After the delay, a single call tests the endpoint. If
-    this call succeeds, the endpoint gets further calls.
+    After a failure (no complete answer, 429, or 5xx), an endpoint gets no calls until a delay has passed. The
+    delay about doubles with each failure in a row (`delay_s`). After the delay, the endpoint gets a single
+    call as a test. If the test call succeeds, the endpoint gets calls as before.
 
     Args:
         endpoints: one endpoint or several.
@@ -56,21 +56,24 @@ class LoadBalancer(Generic[_T]):
         return {state.endpoint: state.error for state in self._states if state.error is not None}
 
     def has_ready(self, *, without: Collection[_T]) -> bool:
-        """Return whether an endpoint other than `without` is ready."""
+        """Return whether an endpoint that is not in `without` is ready."""
         return any(self._is_ready(state) and state.endpoint not in without for state in self._states)
 
     @contextmanager
     def pick(
         self, num_samples: int, preferred: _T | None = None, *, without: Collection[_T] = ()
     ) -> Generator[_T, None, None]:
-        """Yield the endpoint for one call. The `with` block's success or error updates the endpoint's state.
+        """Choose the endpoint for one call, and yield the endpoint.
 
-        If no endpoint is ready, choose the one whose backoff ends first.
+        The `with` block makes the call. A retryable error in the block counts as a failure of the endpoint.
+        If no endpoint is ready, the balancer chooses the endpoint whose delay ends first.
 
         Args:
             num_samples: how many samples the call requests.
-            preferred: chosen if it is ready, because its prefix cache has the prompt.
-            without: endpoints that failed this call; chosen last.
+            preferred: the endpoint whose prefix cache has the prompt. The balancer chooses this endpoint if
+                it is ready.
+            without: endpoints on which this call failed. The balancer chooses one of these endpoints only if
+                there are no others.
         """
         state = self._choose(preferred, without)
         self._num_calls += 1
@@ -79,7 +82,7 @@ class LoadBalancer(Generic[_T]):
         try:
             yield state.endpoint
         except SglangToppError as error:
-            # The endpoint has not failed if this process has no free file descriptor.
+            # A lack of file descriptors in this process is no failure of the endpoint.
             if is_retryable(error) and not isinstance(error, FileLimitError):
                 self._note_failure(state, error)
             raise
@@ -107,6 +110,6 @@ class LoadBalancer(Generic[_T]):
         state.error = error
         now = self._clock()
         if now < state.retry_at:
-            return  # calls that fail together count as one failure
+            return  # a further failure during the delay does not count
         state.num_failures += 1
         state.retry_at = now + delay_s(state.num_failures, error)

@@ -1,7 +1,7 @@
 """MethodCallRunner: run one call of `generate`, `resume`, or `score`, stream its results, and abort it by id.
 
-Such a call has many prompts, and is called a request in this package. The caller may give it a `request_id`.
-`Dispatcher` splits the request into many HTTP requests.
+In this package, a request is one such method call, with all of its prompts. The caller may name the request
+with a `request_id`. `Dispatcher` splits the request into many HTTP requests.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from sglang_topp_client.types.score import Score
 __all__ = ["MethodCallRunner"]
 
 _CALLER_FIRST_S = 0.02
-# Idle timeouts after an abort, in seconds. The timeout for a sidecar is longer, because the sidecar first
-# waits for its engine.
+# After an abort, the client stops waiting for a server that sends nothing for this many seconds. The client
+# waits longer for a sidecar, because the sidecar first waits for its engine.
 _GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 _MAX_WAITING_RESULTS = 1024
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A request in flight. Several requests may have the same name."""
+    """One running request of the caller. Several requests may have the same name."""
 
     name: str
     results: ResultQueue[Any]
@@ -77,17 +77,18 @@ class _WholeResults(Generic[Result]):
 
 
 class MethodCallRunner:
-    """Runs one client's requests, whose arguments the caller has already checked.
+    """Runs the requests of one client. The code that calls the runner checks the arguments.
 
-    A runner works on several event loops at once. A connection belongs to the loop that opened it.
+    A runner works on several event loops at once. A connection belongs to the loop that opened the
+    connection.
 
     Args:
         configs: the connection settings of one or several servers, all of the same kind.
         kind: the servers' kind, or None to ask the servers.
         max_retries: how often a failed call is retried.
-        max_long_messages: see `LongMessageSlots`. By default, the client reads any number of long messages at
-            once. With a limit, the client stops reading some answers for a while, and a server may drop a
-            client that stops reading.
+        max_long_messages: how many long messages the client reads at once; see `LongMessageSlots`. The
+            default is no limit, because a limit makes the client stop reading some answers for a while. A
+            server may drop a client that stops reading.
     """
 
     def __init__(
@@ -122,14 +123,14 @@ class MethodCallRunner:
             requests: one request for each prompt.
             existing: rollouts to continue, by prompt index. A prompt with an existing rollout has one sample.
             on_abort: how to treat aborted samples.
-            timeout_s: the time limit.
+            timeout_s: the time limit of the whole request, in seconds.
             progress: see `Progress`.
             request_id: the caller's name for the request.
             on_failure: see `Dispatcher`.
 
         Raises:
-            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. The error is raised
-                when the method is called, not when the generator is iterated.
+            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. The method raises
+                this error when it is called, and not when the generator is iterated.
         """
         requests = mark_interruptible(requests, on_abort)
 
@@ -162,8 +163,9 @@ class MethodCallRunner:
 
         Args:
             requests: one request for each sequence.
-            is_repeated: whether to score a sequence again after the engine aborted it on request.
-            timeout_s: the time limit.
+            is_repeated: whether to score a sequence again after an abort request, a pause, or a weight update
+                made the engine abort the sequence.
+            timeout_s: the time limit of the whole request, in seconds.
             progress: see `Progress`.
             request_id: the caller's name for the request.
             on_failure: see `Dispatcher`.
@@ -184,7 +186,7 @@ class MethodCallRunner:
         )
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request by its name; see `AsyncRolloutClient.abort`."""
+        """Abort the requests named `request_id`; see `AsyncRolloutClient.abort`."""
         here = self._here()
         tasks = [task for task, request in here.running.items() if request.name == request_id]
         if not tasks:
@@ -203,11 +205,13 @@ class MethodCallRunner:
         await _wait_until_done(tasks)
 
     async def infos(self, base_urls: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
-        """Return the description of each server in `base_urls`, or of all servers, by base URL.
+        """Return each server's answer to `/info` or `/server_info`, by base URL.
+
+        Ask the servers in `base_urls`, or all servers if `base_urls` is None.
 
         Raises:
             InvalidInputError: a URL does not belong to one of the client's servers.
-            SglangToppError: a server did not answer with a description.
+            SglangToppError: a server sends no answer, an error, or an answer that is not a JSON object.
         """
         endpoints = self._here().endpoints
         by_url = {endpoint.base_url: endpoint for endpoint in endpoints.all}
@@ -306,7 +310,7 @@ class MethodCallRunner:
             task.cancel()
 
     def _here(self) -> _LoopState:
-        """Return the state of the running event loop."""
+        """Return the servers and the running requests of the current event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             # Iterate over a copy, because other threads may add their event loops to `_loops`.
@@ -327,12 +331,13 @@ class MethodCallRunner:
 async def _dispatch(
     endpoints: EndpointPool, dispatcher: Dispatcher[Result], sink: ResultSink[Result], deadline: float | None
 ) -> None:
-    """Run a request to its end.
+    """Run one request of the caller until the request ends.
 
     Raises:
-        TimeoutError: the deadline passed.
+        TimeoutError: the deadline passed before the request ended.
     """
-    # Report the deadline to the caller first, because cancelling the calls may take a second.
+    # Let `_run` report the passed deadline to the caller first, because cancelling the calls may take a
+    # second.
     end = None if deadline is None else deadline + _CALLER_FIRST_S
     with endpoints.aborts_expected():
         async with asyncio.timeout_at(end):
@@ -340,7 +345,7 @@ async def _dispatch(
 
 
 def _abort_gracefully(here: _LoopState, tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
-    """Find the `tasks` that return partial samples, start their graceful aborts, and return these tasks."""
+    """Begin graceful aborts of the `tasks` that return partial samples, and return only these tasks."""
     graceful = []
     for task in tasks:
         request = here.running[task]

@@ -22,12 +22,12 @@ async def collect_in_order(
     """Return one entry per sample of `requests`, in order.
 
     Args:
-        operation: rollouts or scores.
+        operation: `ROLLOUTS` or `SCORES`.
         requests: one request for each prompt.
-        stream: starts the request, and yields its results in any order. Errors from calling `stream`, such as
-            wrong arguments, are always raised.
-        return_exceptions: whether the entry of a failed sample is its error. Otherwise the first error is
-            raised.
+        stream: starts the request, and yields its results in any order. If the call of `stream` itself raises
+            an error, such as for a wrong argument, `collect_in_order` raises this error.
+        return_exceptions: if True, the entry of a failed sample is the error of the sample. If False, the
+            first error is raised.
 
     Raises:
         InvalidInputError: `return_exceptions` is not a boolean.
@@ -43,8 +43,8 @@ async def collect_in_order(
         async for result in results:
             outcomes[operation.place(result)] = result
     except SglangToppError as error:
-        # The error ended the whole request: the time limit passed, the request was aborted, or no server
-        # answered.
+        # This error ended all samples that were still missing: the time limit passed, the request was
+        # aborted, or no server answered.
         if not return_exceptions:
             raise
         for place in places:

@@ -21,11 +21,11 @@ class PartialRollouts:
 
     Args:
         requests: one request for each prompt, as if nothing had been generated yet.
-        on_abort: with `"resume"`, aborted samples are continued.
+        on_abort: if `"resume"`, aborted samples are continued.
         deliver: called with each sample that is finished, or aborted and not continued.
         existing: rollouts to continue, by prompt index. A prompt with an existing rollout has one sample,
-            which continues the rollout. This sample is delivered with the key as its prompt index, and with
-            the sample index 0.
+            which continues the rollout. The delivered sample has this prompt index and the sample index 0,
+            and not the indices of the existing rollout.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class PartialRollouts:
                 yield continuation_request(part, request, 0)
 
     def take(self, rollout: Rollout) -> tuple[SampleRequest, float] | None:
-        """Take a sample or its next part. Deliver the sample unless it must be continued.
+        """Join the next part of a sample to the earlier parts of the sample.
+
+        Deliver the sample unless the sample must be continued.
 
         Returns:
             A request for the rest of the sample, and the seconds to wait before that request is sent; None if
@@ -66,12 +68,14 @@ class PartialRollouts:
         joined = rollout if part is None else join_parts(part, rollout)
         request = self._requests[rollout.prompt_index]
         if self._on_abort != "resume" or joined.finish_reason != ABORT:
-            # Record the caller's parameters, because the requests for later parts have lower token limits.
+            # Store the caller's parameters in the rollout, and not those of the last HTTP request: requests
+            # for later parts have lower token limits.
             params, p = request.sampling_params, request.top_logprobs_p
             self._deliver(replace(joined, sampling_params=params, top_logprobs_p=p))
             return None
         self._parts[place] = joined
-        # Back off if a part has no tokens: an immediate retry would probably be aborted as well.
+        # If the engine aborted this part before the first token, wait before the next request, because the
+        # engine would probably abort an immediate request as well.
         before_s = self._waits_s.get(place, 0.0)
         wait_s = 0.0 if len(rollout.output_ids) else min(max(2 * before_s, _FIRST_WAIT_S), _MAX_WAIT_S)
         self._waits_s[place] = wait_s

@@ -13,12 +13,12 @@ _T = TypeVar("_T")
 class ResultQueue(Generic[_T]):
     """A queue with backpressure: while too many results wait for the caller, no further calls are sent.
 
-    The queue accepts the results of sent calls even beyond `max_waiting`. If the queue refused these results,
-    the client would stop reading answers. A sidecar would then drop the client after 30 s, and the samples
-    would be generated again.
+    The queue accepts the results of calls that were already sent, even beyond `max_waiting`. If the queue
+    refused results, the client would stop reading answers. After 30 s, a sidecar would drop the client, and
+    the samples would have to be generated again.
 
     Args:
-        max_waiting: the number of waiting results at which further calls are held back.
+        max_waiting: once this many results wait for the caller, the client sends no further calls.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -40,16 +40,20 @@ class ResultQueue(Generic[_T]):
     async def get(self) -> _T | None:
         """Wait for the next result and return it; return None after the last one."""
         result = await self._results.get()
-        # Wait until half of the results are taken, so that not every taken result wakes the waiting calls.
+        # Let calls continue only once the caller has taken half of the results. Otherwise, every taken result
+        # would wake the tasks in `wait_for_room`.
         if self._results.qsize() <= self._max_waiting // 2:
             self._has_room.set()
         return result
 
     async def wait_for_room(self) -> None:
-        """Wait until the caller has taken enough results."""
+        """Wait while the queue is full, until the caller has taken half of the results."""
         await self._has_room.wait()
 
     def lift_limit(self) -> None:
-        """Remove the limit, so that an aborted request ends even if its caller takes no more results."""
+        """Remove the limit `max_waiting`.
+
+        Without a limit, an aborted request ends even if its caller takes no more results.
+        """
         self._max_waiting = 1 << 60
         self._has_room.set()

@@ -21,14 +21,15 @@ _MAX_RETRY_AFTER_S = 60.0
 
 
 class RetryBudget:
-    """The remaining retries of one call.
+    """The number of retries that one call has left, and the delay before the next retry.
 
     Args:
         max_retries: how many retries the call has.
         waits_for_engine: whether the call waits without limit for an engine that refuses requests (429, 503).
-            These waits do not count as retries.
-        repeats_aborted: whether a call is repeated after its engine aborted it on request. Before the
-            repetition, the call waits for the engine, which may be paused.
+            These repeated attempts do not count as retries.
+        repeats_aborted: whether a call is sent again after an abort request, a pause, or a weight update made
+            the engine abort the call. Such a call then waits for the engine without limit, because the engine
+            may be paused.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RetryBudget:
 
 
 def is_retryable(error: SglangToppError) -> bool:
-    """Return whether another attempt may succeed: the answer was incomplete, or its status was 429 or 5xx.
+    """Return whether another attempt may succeed: no complete answer arrived, or the status was 429 or 5xx.
 
     A timeout that the caller set is not retryable.
     """
@@ -66,17 +67,17 @@ def delay_s(retry: int, error: SglangToppError) -> float:
     """Return the seconds to wait before retry number `retry`, counted from 1.
 
     If a 429 answer has a Retry-After header, the delay is the header's time, at most a minute, plus up to 25
-    percent. The added percentage is random, so that many clients do not return at once. In all other cases,
-    the delay is 0.5, 1, 2, 4, 8, 8, … seconds, minus a random part of up to 50 percent.
+    percent. The added part is random, so that many clients do not send their requests at the same time. In
+    all other cases, the delay is 0.5, 1, 2, 4, 8, 8, … seconds, minus a random part of up to 50 percent.
     """
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return min(error.retry_after_s, _MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)
-    # 16 doublings exceed the maximum delay. Without the limit of 16, `2.0**doublings` would overflow after
-    # hours of retries.
+    # After 16 doublings, the delay is far above the maximum. Without the limit of 16, `2.0**doublings` would
+    # overflow after hours of retries.
     doublings = min(retry - 1, 16)
     return min(_FIRST_DELAY_S * 2.0**doublings, _MAX_DELAY_S) * random.uniform(0.5, 1.0)
 
 
 def _is_refusal(error: SglangToppError) -> bool:
-    """Return whether the error shows that the server answers, but accepts no request now."""
+    """Return whether the server answered that it accepts no request at the moment (429 or 503)."""
     return isinstance(error, OverloadedError) or (isinstance(error, ServerError) and error.status == 503)

@@ -1,7 +1,8 @@
 """Detect lost fields: check that request fields reach a patched SGLang, and that its answer fields come back.
 
-A gateway may silently drop fields that it does not know. Each check request asks for one token. The answer
-shows whether every field of the request arrived.
+A gateway may silently drop fields that it does not know. To find lost fields, the client sends a few check
+requests for one token each. The engine's answer to a check request shows whether every field of the request
+arrived.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from sglang_topp_client.types.rollout import SAMPLER
 __all__ = ["REFUSABLE", "check_fields_of_answer", "field_check_requests"]
 
 REFUSABLE = ("top_logprobs_source", RESUMED)
-"""Fields that some releases of SGLang refuse. An error that names the field shows that the field arrived."""
+"""Request fields that some releases of SGLang refuse.
+
+If an error names one of these fields, the field has reached the engine.
+"""
 
 _Meta: TypeAlias = Mapping[str, Any]
 _BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
 
-# For each request field: what an answer contains if the field arrived, as a phrase for error messages and as
-# a predicate.
+# For each request field, how an answer shows that the field arrived: a phrase for error messages, and a
+# function that checks an answer.
 _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
     "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
     "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),
@@ -40,7 +44,10 @@ _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
 
 
 def field_check_requests() -> list[dict[str, Any]]:
-    """Return the bodies of the check requests. Each body asks for one token after a prompt of two tokens."""
+    """Return the bodies of the requests that check for lost fields.
+
+    Each body asks for one token after a prompt of two tokens.
+    """
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}
     asked: list[dict[str, Any]] = [
@@ -59,7 +66,7 @@ def check_fields_of_answer(base_url: str, body: Mapping[str, Any], answer: Any) 
     Raises:
         MissingCandidateSetsError: the answer has no candidate sets, because the field that asks for them was
             lost.
-        WireError: another field was lost; the error's `field` and message name the field.
+        WireError: any other field was lost. The error's `field` and message name the lost field.
     """
     meta_info = read_field(answer, "meta_info", dict) if isinstance(answer, dict) else None
     if meta_info is None:

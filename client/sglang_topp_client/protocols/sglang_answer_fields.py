@@ -18,16 +18,17 @@ __all__ = ["parse_token_logprobs", "read_weight_version"]
 def parse_token_logprobs(
     field: str, entries: list[Any], token_ids: NDArray[np.int32], *, of: str
 ) -> NDArray[np.float32]:
-    """Return the log-probs in SGLang's list of `[logprob, token_id, text or null]` entries, float32 [T].
+    """Return the log-probs in SGLang's list of `[logprob, token_id, text or null]` items, as float32 [T].
 
     Args:
-        field: the name of the field that holds the entries.
-        entries: one entry for each token.
+        field: the name of the answer's field that holds the list.
+        entries: the list, with one `[logprob, token_id, text or null]` for each token.
         token_ids: int32 [T], the expected tokens.
         of: the name of the tokens in error messages, such as `"output"`.
 
     Raises:
-        WireError: an entry is malformed, has no log-prob, or has another token id than expected.
+        WireError: an item of `entries` is malformed, has no log-prob, or has a token id that differs from
+            `token_ids`.
     """
     if len(entries) != len(token_ids):
         raise WireError(field, f"got {len(entries)} entries for {len(token_ids)} {of}_ids")
@@ -53,5 +54,5 @@ def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
     version = meta_info.get("weight_version")
     if version is None:
         return None
-    # SGLang returns the version that was sent with the weights, and that version may be a number.
+    # SGLang returns the version exactly as the weight update gave it, so the version may be a number.
     return str(version) if type(version) is int else read_text(meta_info, "weight_version")

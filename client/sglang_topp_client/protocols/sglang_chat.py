@@ -30,12 +30,12 @@ PATH = "/tokenize"
 
 
 def body(messages: Messages) -> dict[str, Any]:
-    """Return the JSON body of the request."""
+    """Return the JSON body of a `/tokenize` request."""
     return {"messages": messages}
 
 
 def prompt_ids(answer: Any) -> list[int]:
-    """Return the prompt's token ids from the answer.
+    """Return the prompt's token ids from the answer to `/tokenize`.
 
     Raises:
         WireError: the answer has no token ids.

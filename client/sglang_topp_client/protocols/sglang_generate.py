@@ -4,15 +4,17 @@ The client always requests a stream, and sets `stream_interval` to more tokens t
 sample therefore arrives in two chunks: the first token, and later the complete sample. A streamed request has
 these advantages over an unstreamed one:
 
-- If the client closes the connection, SGLang cancels the request's HTTP handler at once. The cancellation
-  aborts every sample of the request, including queued samples. SGLang checks the connection of an unstreamed
-  request only every 4 s.
-- The first chunk contains the engine's id of the sample. With `n > 1`, SGLang ignores the request's `rid` and
-  gives each sample a random id. To abort such a sample, `/abort_request` needs its random id.
+- If the client closes the connection, SGLang cancels the request's HTTP handler at once. The cancelled
+  handler aborts every sample of the request, including queued samples. SGLang checks the connection of an
+  unstreamed request only every 4 s.
+- The first chunk of a sample contains the id that the engine gave the sample. With `n > 1`, SGLang ignores
+  the request's `rid` and gives each sample a random id. To abort the sample, `/abort_request` needs this
+  random id.
 - With `n > 1`, each sample arrives as soon as it finishes.
 
-The client sends one request for all `n` samples of a prompt. SGLang prefills the prompt once and shares it
-through the prefix cache. With `n` simultaneous requests, SGLang would prefill the prompt `n` times.
+The client sends one request for all `n` samples of a prompt. SGLang prefills the prompt once and shares the
+KV cache of the prompt through the prefix cache. With `n` simultaneous requests, SGLang would prefill the
+prompt `n` times.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class StreamedExchange(ABC, Generic[_Result]):
     samples_per_call = 1
     """The number of samples at which the dispatcher stops adding prompts to one HTTP call.
 
-    A value of 1 puts one prompt in each call, with all `n` samples of the prompt.
+    The value 1 puts one prompt in each call, with all `n` samples of the prompt.
     """
     missing_route = ""
     prompts_field = "prompts"
@@ -76,7 +78,7 @@ class StreamedExchange(ABC, Generic[_Result]):
     def __init__(
         self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
     ) -> None:
-        """Prepare one call. `SidecarExchange` documents the arguments.
+        """Prepare one call. The arguments are those of `SidecarExchange`.
 
         SGLang has no time limit for a request, so the client does not send `timeout_s`.
 
@@ -123,18 +125,17 @@ class StreamedExchange(ABC, Generic[_Result]):
         return self.unfinished_ids()
 
     def unfinished_ids(self) -> list[str]:
-        """Return the known engine ids of the samples that may still be running."""
+        """Return the engine's ids of the unfinished samples, as far as the client knows these ids."""
         return list(self._engine_ids.values())
 
     def read(self, line: bytes) -> list[_Result]:
-        """Read one line of the answer.
+        """Parse one line of the answer.
 
-        If the line finishes a sample, return a list with the sample's result. For any other line, return an
-        empty list.
+        If the line finishes a sample, return a list with the result of the sample. If the line finishes no
+        sample, return an empty list.
 
         Raises:
-            WireError: the line is not in SGLang's format, or the sample is inconsistent or does not match the
-                request.
+            WireError: the line is not in SGLang's format, or the sample contradicts itself or the request.
             RolloutError: a sample's finish reason is not `"stop"`, `"length"`, or `"abort"`.
             AbortedError: the engine aborted a sample, and the request does not accept partial samples.
             ResponseError: the line reports an error, or the engine refused a sample.
@@ -154,7 +155,7 @@ class StreamedExchange(ABC, Generic[_Result]):
             self.complete = True
             return []
         try:
-            # Decode without copying the bytes, because a line may have hundreds of MB.
+            # Decode the JSON text without a copy of its bytes, because a line may have hundreds of MB.
             chunk = json.loads(str(memoryview(line)[start:], "utf-8"))
         except (ValueError, RecursionError) as error:
             raise WireError("stream", f"got {line[:200]!r}: {error}") from None
@@ -172,7 +173,8 @@ class StreamedExchange(ABC, Generic[_Result]):
                 f"got {describe(index)}, expected an unfinished one of {len(self._wanted.samples)} samples",
             )
         meta_info = read_field(chunk, "meta_info", dict)
-        # SGLang aborts by prefix, so an empty id would abort every request.
+        # SGLang aborts all requests whose id begins with the given id, so an empty id would abort every
+        # request.
         if not (engine_id := read_text(meta_info, "id")):
             raise WireError("id", "got an empty string, expected the engine's id of the request")
         self._engine_ids[index] = engine_id
@@ -180,8 +182,8 @@ class StreamedExchange(ABC, Generic[_Result]):
         if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
             _check_finish(reason, self.prompts_field)
         _check_resumed(self._wanted, meta_info)
-        # With --incremental-streaming-output, a chunk has only the new tokens. The sample's earlier chunks
-        # are therefore kept until the sample finishes.
+        # On an engine with --incremental-streaming-output, a chunk has only the new tokens, so keep all
+        # chunks of a sample until the sample finishes.
         is_whole = meta_info.get("completion_tokens") == len(read_field(chunk, "output_ids", list))
         earlier = [] if is_whole else self._chunks.get(index, [])
         self._chunks[index] = [*earlier, chunk]
@@ -196,7 +198,10 @@ class StreamedExchange(ABC, Generic[_Result]):
         """Decode the chunks of a finished sample."""
 
     def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
-        """Return the prompt's token ids, and check their number against `last`, a sample's last chunk."""
+        """Return the prompt's token ids.
+
+        Raise WireError if the sample's last chunk, `last`, reports another number of prompt tokens.
+        """
         if isinstance(self._wanted.prompt, str):
             prompt_ids = _text_prompt_ids(last)
         else:
@@ -244,8 +249,8 @@ class GenerateExchange(StreamedExchange[Rollout]):
             check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
             if wanted.top_logprobs_p is not None:
                 check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
-            # For a request without sets, SGLang itself writes `weight_versions`. In SGLang's own value, the
-            # boundary between two weight versions can be off by one token, so the client ignores the field.
+            # For a request without sets, SGLang itself writes the field `weight_versions`. SGLang's boundary
+            # between two weight versions can be off by one token, so the client ignores the field.
             weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
 
         return Rollout(
@@ -272,7 +277,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
 def _is_order(reason: Any) -> bool:
     """Return whether an abort request, a pause, or a weight update ended the sample.
 
-    If the engine refused the sample instead, its finish reason has an HTTP status code.
+    If the engine refused the sample instead, the finish reason has an HTTP status code.
     """
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 
@@ -323,8 +328,8 @@ def _check_finish(reason: Any, prompts_field: str) -> None:
             body=truncate(reason, MAX_BODY_CHARS),
         )
     message = f"{field}the engine gave up on a sample: {describe(kind)}, {words}"
-    # An abort with an HTTP status means that the engine refused the sample: its queue is full, or the prompt
-    # is too long.
+    # A finish reason `"abort"` with an HTTP status means that the engine refused the sample: the engine's
+    # queue is full, or the prompt is too long.
     raise _engine_error(message, reason.get("status_code"), RolloutError, reason)
 
 
@@ -336,7 +341,7 @@ def _reported_error(error: Any, prompts_field: str) -> ResponseError:
 
 
 def _field_at_fault(words: str, prompts_field: str) -> str:
-    """Return a message prefix with the name of the argument that is too long, or "".
+    """Return a prefix for an error message: the name of the argument that is too long, or "".
 
     SGLang's own messages do not name the argument.
     """
@@ -346,9 +351,9 @@ def _field_at_fault(words: str, prompts_field: str) -> str:
 
 
 def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
-    """Return the client's error for the HTTP status that the engine reports.
+    """Return an error whose type matches the HTTP status that the engine reports.
 
-    If `status` is not an HTTP error status, the error has the type `otherwise`.
+    If `status` is not an HTTP error status, the type of the error is `otherwise`.
     """
     kind = otherwise
     if status == 429:

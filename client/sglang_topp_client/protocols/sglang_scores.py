@@ -1,8 +1,8 @@
-"""Protocol of a patched SGLang's `POST /generate` for scores: an existing sequence, and no new tokens.
+"""Score one sequence through `POST /generate` of a patched SGLang, which generates no tokens.
 
-SGLang computes the next-token distribution at every position from `logprob_start_len` on. The first token
-with a log-prob is therefore at `logprob_start_len + 1`. Tokens before `logprob_start_len` may come from the
-prefix cache.
+SGLang computes the next-token distribution at every position from the request's `logprob_start_len` on. The
+distribution at position i gives the log-prob of the token at i + 1. SGLang therefore reports log-probs from
+the token at `logprob_start_len + 1` on. Tokens before `logprob_start_len` may come from the prefix cache.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sglang_topp_client.types.score import Score
 __all__ = ["GenerateScoreExchange"]
 
 _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
-# The client requests sets even if the caller wants only log-probs, and then uses the threshold 1e-9. With
-# sets, the engine guarantees one weight version per score. The sets also show that the engine is patched. At
-# the threshold 1e-9, a set has only one or two tokens.
+# If the caller wants only log-probs, the client still requests candidate sets, with the threshold 1e-9. With
+# sets, the engine guarantees one weight version per score. Sets in an answer also prove that the engine is
+# patched. At the threshold 1e-9, a set has only one or two tokens.
 _LEAST_P = 1e-9
 
 
@@ -87,8 +87,8 @@ class GenerateScoreExchange(StreamedExchange[Score]):
 def _logprobs(entries: list[Any], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
     """Return the log-probs of the tokens from `start` on, float32 [L - start].
 
-    `entries` is SGLang's list of input log-probs. Its first entry belongs to the token at `start - 1`, and
-    has no log-prob.
+    `entries` is SGLang's list `input_token_logprobs`. The first entry of the list belongs to the token at
+    `start - 1`, and has no log-prob.
     """
     first = entries[0] if entries else None
     if not isinstance(first, list) or not first or first[0] is not None:

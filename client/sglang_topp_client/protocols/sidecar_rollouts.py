@@ -6,8 +6,8 @@ Request::
      "top_logprobs_source": "sampler", "on_abort": "return", "resumed_tokens": k | [k, ...],
      "request_id": "...", "timeout_s": seconds | null, "stream": true}
 
-The sidecar sends one message as each sample finishes, and then a final message. A truncated answer has no
-final message. Answer::
+The sidecar sends one message as each sample finishes, and a final message after the last sample. A truncated
+answer has no final message. Answer::
 
     {"prompt_index": 0, "sample_index": 2, ...}
     {"done": true, "rollouts": 8}
@@ -15,8 +15,9 @@ final message. Answer::
 The message `{"error": {...}}` reports a failure. The client ignores all messages after an error message.
 
 The client's `Accept` header asks for binary frames. A sidecar that supports binary frames sends each message
-as a frame (`framing.py`). A frame holds a sample in binary form (`rollout_binary.py`), or another message in
-JSON. A sidecar without support for binary frames sends lines of JSON (`rollout_json.py`).
+as a frame (`framing.py`). A frame holds a sample in binary form (`rollout_binary.py`). The final message and
+error messages are JSON, even in a frame. A sidecar without support for binary frames sends every message as a
+line of JSON (`rollout_json.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["SERVICE", "RolloutsExchange", "SidecarExchange"]
 _Result = TypeVar("_Result")
 
 SERVICE = "sglang-topp"
-"""The value of the field `"service"` in a sidecar's `GET /info`. An engine's `/info` lacks the field."""
+"""The value of the field `"service"` in a sidecar's `GET /info`. An engine's `/info` lacks `"service"`."""
 
 
 class SidecarExchange(ABC, Generic[_Result]):
@@ -64,8 +65,8 @@ class SidecarExchange(ABC, Generic[_Result]):
     samples_per_call = 128
     """The number of samples at which the dispatcher stops adding prompts to one HTTP call.
 
-    The limit keeps a request body below a few MB, and spreads a large batch over several sidecars. A broken
-    connection loses only the unfinished samples of its call.
+    The limit keeps a request body below a few MB, and spreads a large batch over several sidecars. If a
+    connection breaks, only the unfinished samples of one HTTP call are lost.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class SidecarExchange(ABC, Generic[_Result]):
 
         Args:
             wanted: the prompts, and the samples to generate from each prompt.
-            request_id: the caller's id of the request. The client appends a random suffix before it sends the
-                id.
-            timeout_s: the time limit that the sidecar enforces. None means no limit.
+            request_id: the caller's id of the request. The client appends a random suffix to `request_id`
+                before it sends the request.
+            timeout_s: the time limit that the sidecar enforces, or None for no time limit.
             max_bytes: the maximum size of a sample after decompression, in bytes.
         """
         self.accept = f"{self.media_type}, application/x-ndjson;q=0.5"
@@ -101,14 +102,14 @@ class SidecarExchange(ABC, Generic[_Result]):
     def _from_bytes(self, raw: bytes) -> _Result:
         """Decode and check a binary record, and mark its sample as finished.
 
-        Return the result with its indices in the caller's request.
+        Return the result. The result's indices refer to the caller's whole request, and not to this POST.
         """
 
     @abstractmethod
     def _from_json(self, record: dict[str, Any]) -> _Result:
         """Decode and check a JSON record, and mark its sample as finished.
 
-        Return the result with its indices in the caller's request.
+        Return the result. The result's indices refer to the caller's whole request, and not to this POST.
         """
 
     def open_ids(self) -> list[str]:
@@ -116,19 +117,22 @@ class SidecarExchange(ABC, Generic[_Result]):
         return [self._request_id]
 
     def unfinished_ids(self) -> list[str]:
-        """Return an empty list. The sidecar itself aborts a request when its connection closes."""
+        """Return an empty list: the client has no request to abort.
+
+        The sidecar itself aborts a request when the connection of the request closes.
+        """
         return []
 
     def read(self, line: bytes) -> list[_Result]:
-        """Read one message of the answer.
+        """Parse one message of the sidecar's answer.
 
-        If the message holds a sample, return a list with the sample's result. For any other message, return
-        an empty list.
+        If the message holds a sample or a score, return a list with this one result. For an empty line or the
+        final message, return an empty list.
 
         Raises:
             WireError: the message is not in the sidecar's format, or the sample is inconsistent or does not
                 match the request.
-            SglangToppError: the sidecar reports this error in the message.
+            SglangToppError: the message reports this error.
         """
         if not line:
             return []
@@ -175,8 +179,8 @@ class RolloutsExchange(SidecarExchange[Rollout]):
             "timeout_s": self._timeout_s,
             "stream": True,
         }
-        # Older sidecars do not know `top_logprobs_source`, `on_abort`, and `resumed_tokens`. The body has
-        # such a field only if the request needs the field.
+        # Older sidecars do not know `top_logprobs_source`, `on_abort`, and `resumed_tokens`. The body
+        # therefore contains one of these fields only if a prompt needs the field.
         if SAMPLER in sources:
             body["top_logprobs_source"] = SAMPLER if set(sources) == {SAMPLER} else sources
         if any(one.is_interruptible for one in self._wanted):
@@ -193,7 +197,7 @@ class RolloutsExchange(SidecarExchange[Rollout]):
         return self._place(rollout_from_json(record))
 
     def _place(self, rollout: Rollout) -> Rollout:
-        """Check a sample, and return it with its prompt and sample indices in the caller's request."""
+        """Check a sample, and replace its indices within this POST by its indices in the caller's request."""
         at = (rollout.prompt_index, rollout.sample_index)
         if rollout.prompt_index >= len(self._wanted):
             raise WireError("prompt_index", f"got {at[0]}, expected one of {len(self._wanted)} prompts")

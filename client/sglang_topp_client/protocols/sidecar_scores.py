@@ -5,8 +5,8 @@ Request::
     {"sequences": [...], "start": [1, ...], "top_logprobs_p": p | [p, ...] | null, "request_id": "...",
      "timeout_s": seconds | null, "stream": true}
 
-The sidecar sends a message for each sequence once it is scored, and then a final message. A truncated answer
-has no final message. Answer::
+The sidecar sends one message as each sequence is scored, and a final message after the last score. A
+truncated answer has no final message. Answer::
 
     {"sequence_index": 0, ...}
     {"done": true, "scores": 8}
@@ -77,7 +77,7 @@ class ScoresExchange(SidecarExchange[Score]):
         return self._place(score_from_json(record))
 
     def _place(self, score: Score) -> Score:
-        """Check a score, and return it with its index in the caller's request."""
+        """Check a score, and replace its index within this POST by its index in the caller's request."""
         at = score.sequence_index
         if at >= len(self._sequences) or (at, 0) in self._finished:
             raise WireError(

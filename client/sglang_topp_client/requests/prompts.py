@@ -45,7 +45,7 @@ _NO_MEDIA = (
 
 
 def find_media(fields: Mapping[Any, Any]) -> str | None:
-    """Return an error message if a field holds images, audio, or video. Return None if no field does."""
+    """Return an error message if a value in `fields` holds images, audio, or video, or None otherwise."""
     found = next((name for name in _MEDIA if fields.get(name) is not None), None)
     return None if found is None else f"got {found}, expected text only; {_NO_MEDIA}"
 
@@ -54,8 +54,8 @@ def prompts_of(name: str, prompts: Any, *, takes_messages: bool = False) -> list
     """Check a caller's prompts, and return each one as text, token ids, or chat messages.
 
     Args:
-        name: the argument's name, for error messages.
-        prompts: the value of the argument.
+        name: the name of the caller's argument, for error messages.
+        prompts: the caller's prompts: one prompt or several.
         takes_messages: whether the prompts may be chat messages.
 
     Raises:
@@ -129,7 +129,7 @@ def _messages(name: str, messages: Any) -> Messages:
 
 def _check_content(name: str, content: Any) -> None:
     if content is None or isinstance(content, str):
-        return  # None is valid: an assistant's message with tool calls may have no content
+        return  # an assistant's message with tool calls may have the content None
     if not isinstance(content, list | tuple):
         raise InvalidInputError(f"{name}: got {type(content).__name__}, expected text or parts of text")
     for i, part in enumerate(content):

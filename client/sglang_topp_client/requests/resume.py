@@ -2,10 +2,12 @@
 
 The prompt of a resume request consists of the original prompt's ids and the ids generated so far.
 The field `resumed_tokens` tells the engine how many ids at the prompt's end were generated before the
-interruption. The engine then matches stop strings and returns text as for an uninterrupted sample.
+interruption. With `resumed_tokens`, the engine matches stop strings and returns text as for an uninterrupted
+sample.
 
-An interruption would change the effect of some sampling parameters. The client refuses these parameters
-(`sglang_topp.engine_contract.resumable_sampling_params`).
+Some sampling parameters, such as penalties, would act differently on an interrupted sample. The client
+refuses to resume samples with such parameters, which
+`sglang_topp.engine_contract.resumable_sampling_params` lists.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ OnAbort: TypeAlias = Literal["raise", "return", "resume"]
 The client raises an error, returns the partial sample, or resumes the sample.
 """
 
-# Sampling parameters that change the distribution of a token. A resume request must repeat their values, so
-# that all tokens of a rollout come from the same distribution.
+# Sampling parameters that change the distribution of a token. A resume request must repeat the values of
+# these parameters, so that the same parameters apply to all tokens of a rollout.
 _DISTRIBUTION_PARAMS = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -103,13 +105,14 @@ def plan_resume(
             rollout. `n` is ignored.
         top_logprobs_p: one threshold for all rollouts, or one threshold per rollout. None or 0 requests no
             sets.
-        top_logprobs_source: one value for all rollouts, or one value per rollout. `plan` describes the
-            values.
+        top_logprobs_source: one value for all rollouts, or one value per rollout. `generate.plan` describes
+            the values of `top_logprobs_source`.
 
     Returns:
-        The requests and the rollouts, as two lists of the same length. Each request asks for a complete
-        sample of the rollout's original prompt. `continuation_request` turns such a request into a request
-        for the missing tokens. A request's prompt index is the rollout's index in `rollouts`.
+        Two lists of the same length: one SampleRequest per rollout, and the rollouts. Each SampleRequest asks
+        for a complete sample of the rollout's original prompt. `continuation_request` converts a
+        SampleRequest of this list to a request for the missing tokens only. A request's prompt index is the
+        rollout's index in `rollouts`.
 
     Raises:
         InvalidInputError: an argument is wrong, or differs from the request that generated the rollout; the
@@ -138,8 +141,9 @@ def plan_resume(
 def as_finished(rollout: Rollout, wanted: SampleRequest) -> Rollout | None:
     """Return the rollout if it is finished, or None if tokens are left to generate.
 
-    A rollout that finished with `"stop"` is returned unchanged. Any other rollout is finished if its last
-    turn has `max_new_tokens` tokens or more. The returned copy then has the finish reason `"length"`.
+    A rollout that finished with `"stop"` is returned unchanged. A rollout with another finish reason counts
+    as finished if its last turn has `max_new_tokens` tokens or more. For a rollout that reached
+    `max_new_tokens`, this function returns a copy with the finish reason `"length"`.
     """
     if rollout.finish_reason == "stop":
         return rollout
@@ -154,14 +158,14 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
     """Return the request that continues a rollout.
 
     Args:
-        rollout: the unfinished rollout; see `as_finished`.
+        rollout: the unfinished rollout, for which `as_finished` returned None.
         wanted: the request for a complete sample of the original prompt.
         sample: the index in `wanted.samples` of the sample that the rollout continues.
     """
     start = rollout.turn_start
     num_tokens = len(rollout.output_ids) - start
-    # `wanted` may itself resume an earlier sample, whose tokens are at the end of its prompt. These tokens
-    # also count as resumed tokens.
+    # The request `wanted` may itself resume an earlier sample. The prompt of `wanted` then ends with the
+    # tokens of the earlier sample, and the new `resumed_tokens` must include these tokens.
     num_before = 0 if start else wanted.resumed_tokens or 0
     params = dict(wanted.sampling_params)
     if num_tokens:
@@ -181,7 +185,8 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
 def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollout | None:
     """Return a rollout without tokens for a sample that was aborted before its first token.
 
-    Return None if the prompt is text or chat messages, because its token ids are unknown.
+    Return None if the prompt is text or chat messages, because the client does not know the prompt's token
+    ids.
     """
     if not isinstance(wanted.prompt, list):
         return None
@@ -209,7 +214,7 @@ def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollou
 def _without_n(params: Any) -> Any:
     """Return the sampling parameters without `n`.
 
-    Values that are not mappings are returned unchanged, because `plan` checks the types.
+    A value that is not a mapping is returned unchanged, because `plan` later checks the types.
     """
     if isinstance(params, Mapping):
         return {name: value for name, value in params.items() if name != "n"}
@@ -233,9 +238,10 @@ def _check_whole(name: str, rollout: Rollout) -> None:
 
 
 def _check_sets(name: str, rollout: Rollout, wanted: SampleRequest) -> None:
-    """Raise InvalidInputError unless the new sets would be like the rollout's sets.
+    """Raise InvalidInputError if the request asks for another kind of candidate set than the rollout has.
 
-    `wanted` must have the rollout's `top_logprobs_source`, `top_logprobs_p`, and distribution parameters.
+    The request `wanted` must repeat the rollout's `top_logprobs_source`, `top_logprobs_p`, temperature,
+    top_p, top_k, and min_p.
     """
     if not len(rollout.output_ids):
         return

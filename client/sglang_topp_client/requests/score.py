@@ -26,7 +26,7 @@ Sequences: TypeAlias = (
 )
 Start: TypeAlias = int | Sequence[int | None] | None
 
-# With these sampling parameters, the engine does not generate a token, and scores at temperature 1.
+# Sampling parameters with which the engine generates no token, and scores at temperature 1.
 _NO_TOKEN = {"max_new_tokens": 0, "temperature": 1.0}
 _MAX_START = int(np.iinfo(np.int32).max)
 
@@ -52,8 +52,8 @@ def plan_scores(
             output tokens form the sequence.
         top_logprobs_p: one threshold for all sequences, or one threshold per sequence. None or 0 requests no
             sets.
-        start: the first scored position, one for all sequences or one per sequence. None means 1 or, for a
-            Rollout, the position of its first generated token.
+        start: the first scored position, one for all sequences or one per sequence. By default (None), a
+            Rollout is scored from its first generated token on, and any other sequence from position 1 on.
 
     Raises:
         InvalidInputError: an argument is wrong; the error names the argument.
@@ -68,8 +68,8 @@ def plan_scores(
         given = list(one_each("start", start, count, per="sequence"))
         names = [f"start[{i}]" for i in range(count)]
     firsts = [len(rollout.prompt_ids) for rollout in rollouts] or [1] * count
-    # A gateway sends a request with the rollout's routing key to the server that generated the rollout. That
-    # server has the sequence in its prefix cache.
+    # A gateway sends a request with the rollout's routing key to the server that generated the rollout. The
+    # server that generated a rollout has the sequence in its prefix cache.
     keys = [rollout.routing_key for rollout in rollouts] or [""] * count
     return [
         ScoreRequest(
@@ -87,7 +87,7 @@ def plan_scores(
 
 
 def _rollouts(sequences: Any) -> list[Rollout]:
-    """Return the sequences as a list if they are Rollouts. Return an empty list if they are not."""
+    """Return `sequences` as a list of Rollouts, or an empty list if `sequences` holds no Rollout."""
     if isinstance(sequences, Rollout):
         return [sequences]
     if not isinstance(sequences, list | tuple) or not any(isinstance(one, Rollout) for one in sequences):
@@ -112,7 +112,8 @@ def _start(name: str, given: Any, prompt: Prompt) -> int:
             f"{name}: got {describe(given)}, expected 1 or more: the token at position 0 has no distribution,"
             " because no token precedes it"
         )
-    # The client cannot check `start` against the length of a text, because only the engine tokenizes it.
+    # For a text, the client cannot check that `start` is within the sequence, because only the engine knows
+    # how many tokens the text has.
     most = _MAX_START if isinstance(prompt, str) else len(prompt)
     if given > most:
         raise InvalidInputError(

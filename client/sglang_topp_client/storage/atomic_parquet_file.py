@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AtomicParquetFile", "sync_directory"]
 
-# Only these text columns use dictionary encoding. In a float column, dictionary encoding may replace a value
-# by an equal value with other bits, such as -0.0 by 0.0.
+# The text columns that Parquet stores with dictionary encoding. Float columns must not use dictionary
+# encoding, because dictionary encoding may replace a value by an equal value with other bits, such as -0.0 by
+# 0.0.
 _DICTIONARIES = [
     "top_logprobs_source",
     "sampling_params",
@@ -32,10 +33,11 @@ _STATISTICS = ["prompt_index", "sample_index", "finish_reason", "weight_version"
 class AtomicParquetFile:
     """A context manager that writes a Parquet file under a hidden name, and renames it once it is complete.
 
-    After an error, the hidden file is removed.
+    After an error, the context manager removes the hidden file.
 
-    pyarrow writes to memory, and this class copies the bytes to disk. On a full disk, pyarrow itself would
-    still append a footer after a partial row group. The errors of pyarrow also do not name the path.
+    pyarrow writes to memory, and this class copies the bytes to disk, for two reasons. If pyarrow itself
+    wrote to a full disk, pyarrow would append a footer after a partial row group. Also, pyarrow's errors do
+    not name the path of the file.
 
     Args:
         path: the final path of the file.
@@ -55,7 +57,7 @@ class AtomicParquetFile:
             use_dictionary=_DICTIONARIES,
             write_statistics=_STATISTICS,
             write_page_checksum=True,
-            # Arrow's own schema would only repeat the column types that Parquet stores anyway.
+            # A copy of the Arrow schema would only repeat the column types that Parquet stores anyway.
             store_schema=False,
         )
         with self._naming_errors():
@@ -86,8 +88,8 @@ class AtomicParquetFile:
                     try:
                         sync_directory(self._path.parent)
                     except BaseException:
-                        # The file is removed, because a caller may write the rollouts again after an error.
-                        # The directory would then hold the rollouts twice.
+                        # After an error, remove the new file, because the caller may write the same rollouts
+                        # to another file. Otherwise, the directory could hold the same rollouts twice.
                         self._path.unlink()
                         raise
         finally:

@@ -45,7 +45,7 @@ def load_rows(
 
     Args:
         path: the file.
-        wanted: the row numbers to read, from 0. None reads all rows. Row groups without a wanted row are
+        wanted: the row numbers to read, from 0, or None to read all rows. Row groups without a wanted row are
             skipped.
     """
     pa = pyarrow()

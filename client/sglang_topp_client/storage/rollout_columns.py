@@ -110,7 +110,7 @@ def schema() -> Any:
 
 
 def check_rollout(rollout: Rollout) -> None:
-    """Raise InvalidInputError if the columns cannot hold `rollout`. The error names the field."""
+    """Raise InvalidInputError, with the field's name, if the columns cannot hold a field of `rollout`."""
     if not isinstance(rollout, Rollout):
         raise InvalidInputError(f"got {type(rollout).__name__}, expected a Rollout")
     for name in _COUNTS:
@@ -204,7 +204,9 @@ def to_table(rollouts: Sequence[Rollout]) -> Any:
 
 
 def to_rollouts(table: Any) -> Iterator[Rollout]:
-    """Yield the rollouts of a table that `to_table` made. Each rollout owns its arrays.
+    """Yield the rollouts of a table that `to_table` made.
+
+    Each rollout has its own copies of the arrays, so that a rollout does not keep the table in memory.
 
     Raises:
         InvalidInputError: a row does not hold a valid rollout.
@@ -231,7 +233,7 @@ def to_rollouts(table: Any) -> Iterator[Rollout]:
 
 
 class _Lists:
-    """A column of an Arrow table with one list in each row.
+    """An Arrow column that holds one list in each row.
 
     `column[row]` returns a copy of the row's list, so that the list does not keep the whole column in memory.
     """
@@ -272,9 +274,10 @@ class _Sets:
 
     @staticmethod
     def _flat(lists: _Lists, rows: slice) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Concatenate the lists of several consecutive rows.
+        """Concatenate the lists that the column `lists` holds in the consecutive rows `rows`.
 
-        Return the concatenated numbers as a new array, and the offset of each list in this array.
+        Return a new array with the numbers of all concatenated lists, and the offset of each list in the new
+        array.
         """
         offsets = lists.offsets[rows.start : rows.stop + 1].astype(np.int64)
         return lists.values.to_numpy()[offsets[0] : offsets[-1]].copy(), offsets - offsets[0]
@@ -293,8 +296,9 @@ def _nested(
 ) -> Any:
     """Return an Arrow column with a list of lists in each row.
 
-    A row is one rollout. Its outer list has one inner list for each candidate set of the rollout. The inner
-    list holds that set's part of `values`, which are token ids or log-probs.
+    One row is one rollout. The row's outer list has one inner list for each candidate set of the rollout.
+    Each inner list holds the token ids, or the log-probs, of one set, taken from the rollout's array in
+    `values`.
     """
     sizes = [None if one is None else one.sizes for one in sets]
     flat = np.concatenate([np.empty(0, dtype), *(row for row in values if row is not None)])

@@ -1,8 +1,8 @@
 """Save rollouts to Parquet files and load them. Needs pyarrow (`sglang-topp[data]`).
 
-The writer creates each file under a hidden name that ends in `.tmp`, syncs it to disk, and renames it. A file
-therefore appears under its final name only once it is complete and on disk. Parquet's checksums cover the
-file's pages. `rollout_columns.py` lists the columns.
+`save_rollouts` and `RolloutWriter` create each file under a hidden name that ends in `.tmp`, sync the file to
+disk, and rename it. A file therefore appears under its final name only once the file is complete and on disk.
+Parquet's checksums cover the file's pages. `rollout_columns.py` lists the columns.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ _MAX_GROUP_BYTES = 1 << 26
 def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: int = 256) -> None:
     """Write rollouts to one new Parquet file.
 
-    The file appears once it is complete. If iterating over `rollouts` raises, no file is written. To keep the
-    rollouts before an error, use `RolloutWriter`.
+    The file appears under the name `path` only once all rollouts are in the file. If iterating over
+    `rollouts` raises, no file is written. To keep the rollouts that came before the error, use
+    `RolloutWriter`.
 
     Args:
         path: the file, which must not exist yet.
         rollouts: any number of rollouts. The iterable is consumed one rollout at a time.
-        row_group_size: how many rollouts form a row group. This function and `load_rollouts` hold one row
-            group in memory. A row group also ends if the next rollout would increase its size beyond 64 MiB.
+        row_group_size: the maximum number of rollouts in a Parquet row group. `save_rollouts` and
+            `load_rollouts` hold one row group in memory. A row group also ends if the next rollout would
+            increase the row group's size beyond 64 MiB.
 
     Raises:
         InvalidInputError: the path exists, an array has another dtype or length than `Rollout` documents, or
@@ -71,8 +73,9 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
 def load_rollouts(path: _Path) -> Iterator[Rollout]:
     """Yield the rollouts of a file, or of all finished parts of a directory, in the order of writing.
 
-    Every field is restored bit for bit. One row group is held in memory at a time. Another process may write
-    to the directory at the same time. This function reads only the parts that exist when it is called.
+    Every field is restored bit for bit. The returned iterator holds one row group in memory at a time.
+    Another process may write to the directory at the same time. The iterator yields only the rollouts of
+    parts that existed when `load_rollouts` was called.
 
     Raises:
         WireError: a file was altered or cut, or does not hold rollouts; the error names the file. The
@@ -81,8 +84,8 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
         ModuleNotFoundError: pyarrow is not installed.
     """
     pyarrow()
-    # The files are listed before the generator starts, so that a wrong path raises an error in this call, and
-    # not at the caller's first `next`.
+    # List the files before the generator starts, so that `load_rollouts` raises the error for a wrong path,
+    # and not the caller's first `next`.
     files = files_of(path)
     return (rollout for file in files for _, rollout, _ in load_rows(file))
 
@@ -97,16 +100,18 @@ class RolloutWriter:
                 writer.write(rollout)
 
     Each part is a complete Parquet file, so other processes may read the directory while it is written.
-    `load_rollouts`, pandas, pyarrow, and `datasets` accept the directory's name; DuckDB and Polars accept the
-    pattern `rollouts/*.parquet`. A killed process loses only the part that is not yet on disk, at most
-    `part_size` rollouts. Several writers may add to one directory at once. All methods block.
+    To read all parts, pass the directory's name to `load_rollouts`, pandas, pyarrow, or `datasets`. DuckDB
+    and Polars take the pattern `rollouts/*.parquet` instead. A killed process loses only the part that is not
+    yet on disk, at most `part_size` rollouts. Several writers may add to one directory at once. All methods
+    block.
 
     Args:
-        path: the directory; it is created if it does not exist.
-        append: whether to add parts to a directory that already has parts. If False, such a directory raises
-            an error, so that two runs are not mixed by accident.
-        part_size: how many rollouts form a part. A part is held in memory until it is written. A part also
-            ends if the next rollout would increase its size beyond 64 MiB.
+        path: the directory, which the writer creates if it does not exist.
+        append: whether to add parts to a directory that already has parts. If False, a directory that already
+            has parts raises InvalidInputError, so that two runs are not mixed by accident.
+        part_size: the maximum number of rollouts in a part. The writer holds the rollouts of a part in memory
+            until it writes the part's file. The writer also ends a part if the next rollout would increase
+            the part's size beyond 64 MiB.
 
     Attributes:
         path: the directory.
@@ -135,13 +140,13 @@ class RolloutWriter:
                 " them"
             )
         self._next_number = max(numbers, default=-1) + 1
-        # Another writer may use the same part numbers in this directory. The random suffix keeps the file
-        # names of both writers distinct.
+        # Another writer may use the same part numbers in this directory. The random suffix distinguishes the
+        # file names of the two writers.
         self._suffix = uuid.uuid4().hex[:8]
 
     @property
     def num_rollouts(self) -> int:
-        """The number of rollouts in this writer's finished parts."""
+        """The number of rollouts that this writer has written to disk."""
         return self._num_rollouts
 
     def write(self, rollout: Rollout) -> None:
@@ -149,9 +154,10 @@ class RolloutWriter:
 
         Raises:
             InvalidInputError: an array has another dtype or length than `Rollout` documents, or a text cannot
-                be encoded as UTF-8; the error names the field. The writer does not keep this rollout.
-            OSError: the part cannot be written; the error names the part. The writer does not keep this
-                rollout, but keeps the earlier rollouts of the part. The caller may retry.
+                be encoded as UTF-8; the error names the field. The writer discards the rejected rollout.
+            OSError: the part cannot be written; the error names the part. The writer discards the argument
+                `rollout`, and keeps the part's earlier rollouts in memory. The caller may call `write` again
+                with the same rollout.
         """
         self._check_open()
         check_rollout(rollout)
@@ -166,17 +172,17 @@ class RolloutWriter:
                 raise
 
     def flush(self) -> None:
-        """Write the current part to disk. All rollouts written so far are then on disk.
+        """Write the unfinished part to disk, so that all rollouts given to `write` are on disk.
 
         Raises:
             OSError: the part cannot be written; the error names the part. The writer keeps the rollouts of
-                the part in memory, so the caller may retry.
+                the part in memory, so the caller may call `flush` again.
         """
         self._check_open()
         if not self._group.rollouts:
             return
-        # If a write fails, the retry uses the same file name as the failed write, so no rollout is stored
-        # twice.
+        # If this write fails, the next `flush` reuses the part number and the file name, so that no rollout
+        # is stored twice.
         name = f"part-{self._next_number:06}-{self._suffix}.parquet"
         with AtomicParquetFile(Path(self.path, name)) as file:
             file.write(self._group.rollouts)
@@ -184,11 +190,11 @@ class RolloutWriter:
         self._next_number += 1
 
     def close(self) -> None:
-        """Write the current part to disk and close the writer. Closing a closed writer does nothing.
+        """Write the unfinished part to disk and close the writer. Closing a closed writer does nothing.
 
         Raises:
             OSError: the part cannot be written; the error names the part. The writer stays open and keeps the
-                rollouts of the part in memory, so the caller may retry.
+                rollouts of the part in memory, so the caller may call `close` again.
         """
         if not self._is_closed:
             self.flush()
@@ -208,7 +214,7 @@ class RolloutWriter:
 
 
 class _Group:
-    """A buffer for the rollouts of the next row group or part."""
+    """A buffer of rollouts that are not yet written, and that form the next row group or part."""
 
     def __init__(self, max_rollouts: int) -> None:
         self._max_rollouts = max_rollouts

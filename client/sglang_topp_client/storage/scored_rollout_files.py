@@ -25,7 +25,7 @@ _MAX_ROWS, _MAX_BYTES = 256, 1 << 26
 
 
 class ScoredRollout(NamedTuple):
-    """A rollout, and the log-probs and the reward that a trainer recorded for it."""
+    """A rollout, and the log-probs and the reward that a trainer recorded for the rollout."""
 
     rollout: Rollout
     scores: TrainerScores = NO_SCORES
@@ -34,11 +34,12 @@ class ScoredRollout(NamedTuple):
 def load_scored_rollouts(
     path: _Path, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, ScoredRollout]]:
-    """Yield the number of each rollout in a file or a directory, and the rollout with the trainer's values.
+    """Yield each saved rollout's number, and a ScoredRollout with the rollout and the trainer's values.
 
     Args:
         path: a file, or a directory written by `RolloutWriter`.
-        wanted: the numbers of the rollouts to read, counted from 0 over all files. None reads all rollouts.
+        wanted: the numbers of the rollouts to read, counted from 0 over all files, or None to read all
+            rollouts.
 
     Raises:
         WireError: a file was altered or cut, or does not hold rollouts; the error names the file.
@@ -68,14 +69,16 @@ def add_trainer_columns(
 ) -> None:
     """Copy saved rollouts to a new Parquet file, and add a trainer's log-probs and rewards as columns.
 
-    `load_rollouts` can read the new file. `sglang-topp view` shows its importance ratios and rewards. Each
-    column has one value per rollout, in the order of the saved rollouts. None stands for a missing value.
+    `load_rollouts` can read the new file. `sglang-topp view` shows the importance ratios and the rewards in
+    the new file. Each argument for a new column has one value per rollout, in the order of the saved
+    rollouts. A value may be None, which the new file stores as null.
 
     Args:
         path: the file of the saved rollouts, or a directory written by `RolloutWriter`.
         target: the new file, which must not exist yet.
         trainer_logprobs: float [T] for each rollout, the trainer's log-probs of the output tokens over the
-            whole vocabulary, at the rollout's temperature. Values at appended tokens are ignored.
+            whole vocabulary, at the rollout's temperature. `sglang-topp view` ignores the log-probs of tokens
+            that `Rollout.extend` appended.
         trainer_masked_logprobs: float [T] for each rollout, the trainer's log-probs of the output tokens over
             their candidate sets, as `sglang_topp.replay.masked_logprobs` returns them.
         rewards: one number for each rollout.
@@ -118,7 +121,7 @@ def add_trainer_columns(
 
 
 class _Column:
-    """One column of a trainer's values, read from the caller's iterable and checked one rollout at a time."""
+    """One column of a trainer's values, which the caller gives as an iterable with one value per rollout."""
 
     def __init__(self, name: str, values: Iterable[Any]) -> None:
         self._name, self._values = name, iter(values)
@@ -126,7 +129,7 @@ class _Column:
         self._num_taken = 0
 
     def take(self, num_tokens: int) -> None:
-        """Read, check, and keep the value of the next rollout."""
+        """Take the next rollout's value from the caller's iterable, check it, and keep it until `flush`."""
         try:
             value = next(self._values)
         except StopIteration:
@@ -162,11 +165,11 @@ class _Column:
         return floats
 
     def flush(self) -> Any:
-        """Return the values read since the last `flush`, as a `pyarrow.Array`."""
+        """Return the values that `take` kept since the last `flush`, as a `pyarrow.Array`."""
         taken, self._taken = self._taken, []
         return pyarrow().array(taken, trainer_fields()[self._name].type)
 
     def check_end(self) -> None:
-        """Raise InvalidInputError if the column has more values than there are rollouts."""
+        """Raise InvalidInputError if the caller's iterable has more values than there are rollouts."""
         if next(self._values, self) is not self:
             raise InvalidInputError(f"{self._name}: got more values than the {self._num_taken} rollouts")

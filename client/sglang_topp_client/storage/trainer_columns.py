@@ -1,7 +1,7 @@
 """Columns that a trainer adds to saved rollouts: its own log-probs, and rewards.
 
-Each column is optional, and a row may have null in any of these columns. T is the number of output tokens of
-the row's rollout. The columns are::
+A file may lack any of the trainer's columns, and any trainer's column may have null in some rows. T is the
+number of output tokens of the row's rollout. The columns are::
 
     trainer_logprobs                list<float>, T; natural log-probs over the whole vocabulary
     trainer_masked_logprobs         list<float>, T; natural log-probs over the candidate sets
@@ -43,7 +43,7 @@ NO_SCORES = TrainerScores()
 
 
 def trainer_fields() -> dict[str, Any]:
-    """Return the `pyarrow.Field` of each column, by name."""
+    """Return a mapping from the name of each trainer's column to its `pyarrow.Field`."""
     pa = pyarrow()
     floats = pa.list_(pa.field("element", pa.float32(), nullable=False))
     return {name: pa.field(name, floats) for name in _LISTS} | {"reward": pa.field("reward", pa.float64())}
@@ -58,7 +58,10 @@ def has_rollout_columns(found: Any) -> bool:
 
 
 class TrainerRows:
-    """The trainer's columns of a `pyarrow.Table` of rollouts. A missing column is None in every row."""
+    """Reader of the trainer's columns in a `pyarrow.Table` of rollouts.
+
+    If the table lacks a column, `read` returns None for this column in every row.
+    """
 
     def __init__(self, table: Any) -> None:
         self._columns = {

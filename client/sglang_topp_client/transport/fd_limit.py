@@ -1,8 +1,8 @@
 """File-descriptor limit: how many connections a client may open, and the error if no descriptor is left.
 
-Every connection takes one file descriptor. The soft limit on descriptors (`ulimit -n`, RLIMIT_NOFILE) is
-often 1,024, and 256 on macOS. The client does not raise the limit, because other code in the process may call
-`select`, which fails on descriptors of 1,024 and above.
+Every connection takes one file descriptor. The soft limit on open descriptors (`ulimit -n`, RLIMIT_NOFILE) is
+often 1,024, and 256 on macOS. The client does not raise the soft limit, because other code in the process may
+call `select`, which fails on descriptors of 1,024 and above.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ except ImportError:  # pragma: no cover - Windows has no such limit
 __all__ = ["FileLimitError", "max_connections", "shortage"]
 
 # The number of descriptors to keep free for files that the process opens later, and for attempts to connect.
-# One attempt to connect may take several descriptors: a thread resolves the host name, and the client may try
-# two addresses at once.
+# One attempt to connect may take several descriptors, because a thread resolves the host name, and the client
+# may try two addresses at once.
 _RESERVE = 64
 
 
 class FileLimitError(TransportError):
-    """A connection failed to open, because the process or the machine has no free file descriptor."""
+    """Raised if a connection fails to open because the process or the machine has no free file descriptor."""
 
 
 def max_connections(wanted: int) -> int:
     """Return how many connections a client may have.
 
-    The result is `wanted`, or less if the process's limit on open files is low. The upper bound is this
-    limit, minus the files open now and a reserve. The reserve is 64 files, or an eighth of the limit if that
-    is less. The result is at least 1, so that a client without a free descriptor raises an error, and does
-    not wait forever.
+    The returned number is the smaller of two numbers: `wanted`, and the process's limit on open files minus
+    the files that are open now and a reserve. The reserve is 64 files or an eighth of the limit, whichever is
+    smaller. The returned number is at least 1, so that a client without a free descriptor raises
+    an error, and does not wait forever.
     """
     limit = _limit()
     if limit is None:
@@ -46,7 +46,7 @@ def max_connections(wanted: int) -> int:
 def shortage(error: BaseException) -> str | None:
     """Return a sentence that names a remedy if `error` comes from a lack of file descriptors.
 
-    Return None for any other error.
+    Return None if `error` has another cause.
     """
     codes = _error_numbers(error, set())
     if errno.ENFILE in codes:
@@ -77,9 +77,10 @@ def _num_open() -> int:
 
 
 def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
-    """Return the `errno` values of `error` and of all errors that it contains.
+    """Return the `errno` values of `error` and of all errors linked to it.
 
-    The contained errors are the causes and contexts of `error`, and the members of an exception group.
+    The linked errors are the causes and contexts of `error` and, if `error` is an exception group, its
+    members.
     """
     if error is None or id(error) in seen:
         return set()
@@ -94,8 +95,8 @@ def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
 def _is_none_left() -> bool:
     """Try to open a file, and return whether the process has no file descriptor left.
 
-    The `errno` of an error is not enough. If no descriptor is left, a host-name lookup raises an error whose
-    `errno` is not EMFILE.
+    The `errno` of an exception does not always show that no descriptor is left. For example, a host-name
+    lookup without a free descriptor raises an error whose `errno` is not EMFILE.
     """
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))

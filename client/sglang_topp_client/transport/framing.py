@@ -3,8 +3,8 @@
 Lines end with a line feed (NDJSON, server-sent events). Frames may hold any bytes. Each frame begins with its
 length, a little-endian uint64.
 
-Memory for a frame grows only as its bytes arrive, so a huge length prefix allocates nothing. If a message is
-longer than the limit, the reader raises an error before the whole message has arrived.
+The buffer for a frame grows only as the frame's bytes arrive, so a huge length prefix allocates nothing. If a
+message is longer than `max_bytes`, `lines` and `frames` raise an error before the whole message has arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEAD_BYTES = 8
 
 
 def frame_head(num_bytes: int) -> bytes:
-    """Return the length prefix of a frame."""
+    """Return the length prefix of a frame that holds `num_bytes` bytes."""
     return num_bytes.to_bytes(_HEAD_BYTES, "little")
 
 
@@ -30,11 +30,11 @@ async def lines(
     """Yield the lines of an answer as they arrive, without their line ends.
 
     Raises:
-        WireError: a line is longer than `max_bytes`; the rest is not read.
+        WireError: a line is longer than `max_bytes`; the rest of the answer is not read.
         TransportError: the answer ends within a line.
     """
-    # A line is collected in one large buffer, and not in a list of chunks, because malloc returns the memory
-    # of a large buffer to the OS as soon as the buffer is freed.
+    # This function collects a line in one large buffer, and not in a list of chunks, because malloc returns
+    # the memory of a large buffer to the OS as soon as the buffer is freed.
     pending = bytearray()
     with limit.reader() as reader:
         async for data in body:
@@ -44,8 +44,8 @@ async def lines(
                 _check_length(len(pending) + len(end), max_bytes)
                 pending += end
                 line = bytes(pending).rstrip(b"\r")
-                # A line may have hundreds of MB. The buffer is therefore freed before the caller decodes the
-                # line, and the line is freed before the next line is read.
+                # A line may have hundreds of MB. To save memory, free the buffer `pending` before the caller
+                # decodes the line, and free `line` before reading the next line.
                 pending = bytearray()
                 yield line
                 del line

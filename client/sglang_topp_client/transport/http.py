@@ -1,12 +1,13 @@
 """HTTP client of one server, built on aiohttp: send requests, stream answers, and turn statuses into errors.
 
 The client supports hundreds of generations at once. The client has no read timeout, because a generation may
-take an hour. The connection pool has no limit, because the client already limits the calls in flight.
+take an hour. The connection pool has no size limit, because the client already limits the calls in flight.
 
-The client uses aiohttp for its speed. Paired runs against `benchmarks/harness/fake_engine.py` had 1,000
-samples in flight. aiohttp finished 1.2 to 1.4 times as many samples per second as a connection pool over
-httpcore. The pool of httpx finished only 0.6 times as many samples per second as the pool over httpcore.
-httpx compares every idle connection with every other idle connection whenever a request starts or ends.
+The client uses aiohttp because aiohttp is fast. Three connection pools were compared in paired runs with
+1,000 samples in flight, against `benchmarks/harness/fake_engine.py`. In these runs, aiohttp finished 1.2 to
+1.4 times as many samples per second as a pool over httpcore. The pool of httpx finished only 0.6 times as
+many samples per second as the pool over httpcore. Whenever a request starts or ends, httpx compares every
+idle connection with every other idle connection.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ from sglang_topp_client.transport.trace_context import trace_headers
 __all__ = ["HttpClient", "ServerConfig", "check_key", "check_url"]
 
 _CONNECT_TIMEOUT_S = 10.0
-# SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if it
-# starts while the server closes the connection. The client therefore closes idle connections earlier.
+# SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
+# request starts while the server closes the connection. The client therefore closes an idle connection before
+# the server does.
 _KEEPALIVE_S = 3.0
 # A request body above this size goes to aiohttp as a stream, because aiohttp warns about a large body of type
 # `bytes`.
@@ -64,7 +66,7 @@ _FRAMED = (rollout_binary.MEDIA_TYPE, score_codecs.MEDIA_TYPE)
 
 _log = logging.getLogger(__name__)
 
-# With these TCP keepalive options, the kernel detects a lost peer after 60 + 4 * 15 s.
+# With these TCP keepalive options, the kernel detects that a peer is gone after 60 + 4 * 15 s.
 _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
@@ -76,7 +78,7 @@ _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 class ServerConfig:
     """The configuration of one server's connections: address, key, headers, TLS settings, and limits.
 
-    The client ignores proxies from the environment, because rollouts stay inside a cluster.
+    The client ignores the proxy settings of the environment, because rollouts stay inside a cluster.
 
     Raises:
         InvalidInputError: the value of `base_url` is not an http(s) address, `api_key` or `headers` cannot be
@@ -105,7 +107,7 @@ class ServerConfig:
 
 
 def check_key(name: str, key: Any) -> None:
-    """Raise InvalidInputError unless `key` is None or valid in a header. The message hides the key."""
+    """Raise InvalidInputError, without showing the key, unless `key` is None or valid in an HTTP header."""
     if key is not None and not (
         isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key != ""
     ):
@@ -138,7 +140,7 @@ class HttpClient:
 
     Args:
         config: the server's connection settings.
-        max_long_messages: see `LongMessageSlots`.
+        max_long_messages: how many long messages the client reads at once; see `LongMessageSlots`.
     """
 
     def __init__(self, config: ServerConfig, max_long_messages: int) -> None:
@@ -183,7 +185,7 @@ class HttpClient:
             ResponseError: the answer's status is not 200. If a sidecar's 5xx answer names the class of an
                 SglangToppError, the client raises an error of that class instead.
             TransportError: the answer did not arrive completely.
-            WireError: a message is longer than `max_message_bytes`; the rest is not read.
+            WireError: a message is longer than `max_message_bytes`; the rest of the answer is not read.
         """
         content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         headers = {"Content-Type": "application/json", **(headers or {})}
@@ -222,8 +224,8 @@ class HttpClient:
         Args:
             method: the HTTP method.
             path: the route.
-            body: the object to send as JSON, or the JSON's bytes.
-            timeout_s: how long the whole exchange may take.
+            body: the object to send as JSON, or the bytes of a JSON text.
+            timeout_s: the time limit for the whole exchange.
 
         Raises:
             ResponseError: the answer's status is not 2xx.
@@ -246,8 +248,9 @@ class HttpClient:
     async def is_answering(self, path: str, *, timeout_s: float) -> bool:
         """Return whether the headers of an answer to a GET arrive within `timeout_s`, with any status.
 
-        A connection error within `timeout_s` also counts as an answer. For example, a server that is shutting
-        down refuses new connections, but still finishes its requests.
+        A connection error within `timeout_s` also returns True, because the server may still work on earlier
+        requests. For example, a server that is shutting down refuses new connections, but still finishes its
+        requests.
         """
         try:
             async with asyncio.timeout(timeout_s), self._send("GET", path, None, {}):
@@ -277,7 +280,7 @@ class HttpClient:
         try:
             yield response
         finally:
-            # Release the connection. aiohttp closes it if part of the answer is still unread.
+            # `release` closes the connection if part of the answer is still unread.
             response.release()
 
     async def _open(self) -> aiohttp.ClientSession:
@@ -294,8 +297,8 @@ class HttpClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
-            # When an event loop shuts down, the loop closes all of its asynchronous generators. This
-            # generator then closes the session, even if the caller never calls `aclose`.
+            # When an event loop shuts down, the loop closes all of its asynchronous generators. The generator
+            # `_closer` closes the aiohttp session at that time, even if the caller never calls `aclose`.
             self._closer = _close_at_end(self._session)
             await anext(self._closer)
         return self._session
@@ -306,7 +309,7 @@ async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, 
         yield
     finally:
         await session.close()
-        # aiohttp's transports close only in the next iteration of the event loop.
+        # Wait for one iteration of the event loop, in which aiohttp's transports close their sockets.
         await asyncio.sleep(0)
 
 
@@ -339,7 +342,7 @@ async def _body_of(
 
 @contextmanager
 def _transport_errors(url: str) -> Generator[None, None, None]:
-    """Convert exceptions of aiohttp and the OS into TransportError."""
+    """A context manager that converts exceptions of aiohttp and the OS to TransportError."""
     try:
         yield
     except TimeoutError as error:
@@ -347,8 +350,8 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
     except (aiohttp.ClientError, OSError) as error:
         is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
         if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
-            # The client retries after a FileLimitError, because descriptors may become free. The warning
-            # tells the user why the call takes long.
+            # The client retries after a FileLimitError, because descriptors may become free. The log message
+            # tells the user why a call with such retries takes long.
             _log.warning("%s: %s", url, sentence)
             raise FileLimitError(f"{url}: {sentence}") from error
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
@@ -383,7 +386,8 @@ async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
     if 400 <= status < 500:
         return BadRequestError(message, status=status, body=body)
     if status >= 500:
-        # A sidecar names the error type in its 5xx answers, because not every 5xx error is retryable.
+        # A sidecar names the class of the error in its 5xx answers, because the client must not retry every
+        # 5xx error.
         if isinstance(reported.get("type"), str) and reported["type"] in errors.__all__:
             return error_from_json(reported | {"status": status})
         return ServerError(message, status=status, body=body)
@@ -393,7 +397,7 @@ async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
 
 
 def _reported(raw: bytes) -> dict[str, Any]:
-    """Return the fields of an error body, or no fields if the body has none of the known forms.
+    """Return the fields of an error answer's body, or an empty dict if the body has none of the known forms.
 
     The known forms are `{"error": {...}}`, `{"error": "..."}`, and a flat object.
     """

@@ -1,8 +1,9 @@
 """LongMessageSlots: limit how many long messages the client reads at the same time, to save memory.
 
-A message holds all candidate sets of a sample, and can be decoded only after its last byte has arrived. Many
-samples may finish at the same time. Without slots, the client would hold all of their incomplete messages in
-memory. While a message waits for a slot, its unread part stays on the server.
+A message of an answer holds all candidate sets of a sample, and can be decoded only after its last byte has
+arrived. If many samples finished at the same time, a client without a limit would hold many incomplete
+messages in memory. With the limit, the client reads a long message only while the message holds one of
+`max_long_messages` slots. While a message waits for a slot, its unread part stays on the server.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class LongMessageSlots:
     """A limit on the number of long messages that an event loop reads at the same time.
 
     Args:
-        max_long_messages: the number of slots. Each long message takes one slot while it is read. If no
-            message with a slot makes progress for 5 s, the waiting messages are read without a slot.
+        max_long_messages: the number of slots. Each long message takes one slot while the client reads the
+            message. If no bytes of the messages that hold slots arrive for 5 s, the client reads the waiting
+            messages without slots.
     """
 
     def __init__(self, max_long_messages: int) -> None:
@@ -35,7 +37,7 @@ class LongMessageSlots:
 
     @contextmanager
     def reader(self) -> Generator[MessageReader, None, None]:
-        """Yield a reader for one answer. On exit, free the slot that the reader holds."""
+        """Yield a MessageReader for one HTTP answer. On exit, free the slot that this reader holds."""
         reader = MessageReader(self)
         try:
             yield reader
@@ -49,8 +51,8 @@ class LongMessageSlots:
     async def enter(self) -> bool:
         """Wait for a slot, and return whether the caller got one.
 
-        The wait ends without a slot if no long message makes progress for 5 s. A server that hangs in the
-        middle of its messages must not block the messages of other servers.
+        If no bytes of any long message arrive for 5 s, stop waiting and return False. Otherwise, a server
+        that hangs in the middle of its messages would block the messages of other servers.
         """
         while True:
             num_steps = self._num_steps
@@ -69,19 +71,21 @@ class LongMessageSlots:
 
 
 class MessageReader:
-    """A reader of one answer. Each long message of the answer takes a slot while the message is read."""
+    """The reader of one HTTP answer, which takes a slot while a long message of the answer arrives."""
 
     def __init__(self, limit: LongMessageSlots) -> None:
         self._limit = limit
         self._is_long = self._has_place = False
 
     def note_received(self) -> None:
-        """Record the arrival of a part of the answer, so that long messages count as making progress."""
+        """Record that a part of the answer has arrived, so that waiting messages go on waiting for a slot."""
         if self._is_long:
             self._limit.step()
 
     async def hold(self, num_bytes: int) -> None:
-        """Wait for a slot once more than `LONG_BYTES` of a message have arrived.
+        """Wait for a slot if the answer's current message is long and has no slot yet.
+
+        A message is long once more than `LONG_BYTES` of the message have arrived.
 
         Args:
             num_bytes: how many bytes of the message have arrived.
@@ -91,7 +95,7 @@ class MessageReader:
             self._has_place = await self._limit.enter()
 
     def end_message(self) -> None:
-        """Free the slot after a message was decoded or abandoned."""
+        """Free the slot of the current message, if any, after the message was decoded or abandoned."""
         if self._has_place:
             self._limit.leave()
         self._is_long = self._has_place = False

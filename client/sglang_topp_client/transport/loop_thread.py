@@ -21,23 +21,23 @@ _T = TypeVar("_T")
 class LoopThread:
     """A background thread with an event loop.
 
-    The first `run` starts the thread. In a forked process, the next `run` starts a new thread, because a fork
-    does not copy threads. The thread ends at `stop`, at the garbage collection of this object, or at the exit
-    of the interpreter.
+    The first call of `run` starts the thread. In a forked process, the next call of `run` starts a new
+    thread, because a fork does not copy threads. The thread ends when `stop` is called, when the LoopThread
+    is garbage-collected, or when the interpreter exits.
     """
 
     def __init__(self) -> None:
-        # The lock is reentrant, because `run` may be called on a thread that holds the lock. The garbage
-        # collector may close a client's generator on that thread, and the generator then calls `run`.
+        # The lock is reentrant, because a thread that holds the lock may call `run`. This happens if the
+        # garbage collector runs on the thread and closes a client's generator, which calls `run`.
         self._lock = threading.RLock()
         self._running: _Running | None = None
         self._pid = os.getpid()
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run `coroutine` on the loop and return its result.
+        """Run `coroutine` on the background event loop, wait until it ends, and return its result.
 
-        An exception such as KeyboardInterrupt may end the wait early. This method then cancels the coroutine,
-        and waits until the coroutine ends.
+        If an exception such as KeyboardInterrupt interrupts the wait, this method cancels the coroutine, and
+        waits until the coroutine ends.
 
         Raises:
             TransportError: the thread or its loop could not start, for example because no file descriptor is
@@ -73,9 +73,9 @@ class LoopThread:
 
     @property
     def can_wait(self) -> bool:
-        """Whether the caller may wait for the event loop.
+        """Whether the current thread may wait for a result of the background event loop.
 
-        The loop's thread must run, and must not be the caller's own thread.
+        The loop's thread must run, and must not be the current thread.
         """
         running = self._running
         return (
@@ -86,7 +86,7 @@ class LoopThread:
         )
 
     def stop(self) -> None:
-        """End the thread. The next `run` starts another thread."""
+        """End the background thread. The next call of `run` starts a new thread."""
         with self._lock:
             running, self._running = self._running, None
             if running is None:
@@ -96,9 +96,9 @@ class LoopThread:
         running.join()
 
     def _call(self, callback: Callable[[], None]) -> asyncio.AbstractEventLoop:
-        """Schedule `callback` on the loop, and return the loop."""
-        # Without the lock, `stop` could end the loop before the callback is scheduled. An ended loop would
-        # never run the callback.
+        """Schedule `callback` on the background event loop, and return the loop."""
+        # Without the lock, another thread's `stop` could end the loop before `callback` is scheduled. A loop
+        # that has ended would never run `callback`.
         with self._lock:
             if self._running is None or self._pid != os.getpid():
                 self._pid = os.getpid()
@@ -109,9 +109,9 @@ class LoopThread:
 
 
 class _Running:
-    """A running thread with an event loop, for one LoopThread.
+    """The running thread of one LoopThread, with the thread's event loop.
 
-    This object holds no reference to its LoopThread. The LoopThread can therefore be garbage-collected while
+    A `_Running` holds no reference to its LoopThread, so that the LoopThread can be garbage-collected while
     the thread runs.
     """
 

@@ -11,11 +11,11 @@ from sglang_topp.errors import InvalidInputError, describe
 __all__ = ["ROUTING_KEY", "as_headers"]
 
 ROUTING_KEY = "X-SMG-Routing-Key"
-"""The header of the routing key. Gateways send requests with the same key to the same worker."""
+"""The HTTP header that holds a routing key. Gateways send requests with the same key to the same worker."""
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# Headers that only the client may set. A caller's value for one of these headers would break the connection
-# or the decoding of the answer.
+# Headers that only the client may set. If a caller set one of these headers, the caller's value would break
+# the connection or the decoding of the answer.
 _RESERVED = {
     "accept",
     "accept-encoding",

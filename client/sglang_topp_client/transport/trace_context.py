@@ -11,8 +11,8 @@ from contextvars import ContextVar
 __all__ = ["forward_trace", "trace_headers"]
 
 _PARENT, _STATE = "traceparent", "tracestate"
-# The format of `traceparent` (https://www.w3.org/TR/trace-context/). Later versions of the format may append
-# fields, so the pattern accepts more fields at the end.
+# The format of `traceparent` (https://www.w3.org/TR/trace-context/). Later versions of the W3C format may
+# append fields, so this regular expression accepts more fields at the end.
 _PARENT_VALUE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?")
 _MAX_STATE_CHARS = 512
 
@@ -23,11 +23,11 @@ _forwarded: ContextVar[Mapping[str, str] | None] = ContextVar("forwarded_trace",
 def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
     """Send the trace context in `headers` with every request of this task and its child tasks.
 
-    An invalid `traceparent` is ignored, together with its `tracestate`.
+    If `headers` has no valid `traceparent`, requests get neither `traceparent` nor `tracestate`.
 
     Args:
-        headers: the headers of a received request. The header names must be lowercase, unless the mapping
-            ignores the case of its keys.
+        headers: headers to take the trace context from, such as those of a request that a sidecar received.
+            The header names must be lowercase, unless the mapping ignores the case of its keys.
     """
     parent, state = headers.get(_PARENT, ""), headers.get(_STATE, "")
     forwarded = {}
@@ -50,8 +50,8 @@ def trace_headers() -> Mapping[str, str]:
     """
     if (forwarded := _forwarded.get()) is not None:
         return forwarded
-    # A program that uses OpenTelemetry has already imported it. In any other program, the import would take
-    # time for nothing.
+    # A program that uses OpenTelemetry has already imported `opentelemetry`. In any other program, importing
+    # `opentelemetry` would only cost time.
     if "opentelemetry" not in sys.modules:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -1,1 +1,1 @@
-"""The client's result types, `Rollout` and `Score`, with helpers to join parts and to render HTML."""
+"""The client's result types, `Rollout` and `Score`, with helpers to join and to render rollouts."""

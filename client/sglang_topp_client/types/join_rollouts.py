@@ -18,8 +18,8 @@ def join_parts(first: Rollout, rest: Rollout) -> Rollout:
     """Return the rollout that consists of `first` and its continuation `rest`.
 
     Raises:
-        WireError: the prompt of `rest` is not the prompt of `first` followed by its output, or only one of
-            the two parts has candidate sets.
+        WireError: the prompt of `rest` is not the prompt of `first` followed by the output of `first`, or
+            only one of the two parts has candidate sets.
     """
     if rest.prompt_ids.tolist() != [*first.prompt_ids.tolist(), *first.output_ids.tolist()]:
         raise WireError("prompt_ids", "got other ids than those of the rollout that it continues")
@@ -28,8 +28,8 @@ def join_parts(first: Rollout, rest: Rollout) -> Rollout:
         first,
         request_id=rest.request_id,
         output_ids=np.concatenate([first.output_ids, rest.output_ids]),
-        # `rest.text` also covers the tokens of `first`, because `resumed_tokens` tells the engine which
-        # prompt tokens the interrupted request generated.
+        # `rest.text` also contains the text that `first` generated in its last turn, because the request
+        # field `resumed_tokens` tells the engine where this text begins in the prompt.
         text=rest.text if has_more else first.text,
         logprobs=np.concatenate([first.logprobs, rest.logprobs]),
         candidates=_joined_sets(first, rest),

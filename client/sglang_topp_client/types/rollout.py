@@ -18,10 +18,10 @@ from sglang_topp_client.types.weight_spans import WeightSpans, expand_spans, joi
 __all__ = ["ABORT", "DISTRIBUTION", "EXTENDED", "SAMPLER", "Rollout"]
 
 ABORT, EXTENDED = "abort", "extended"
-"""The finish reasons other than `"stop"` and `"length"`: aborted by the engine, or extended by the caller."""
+"""The finish reasons of a sample that the engine aborted, and of a sample extended by `Rollout.extend`."""
 
 DISTRIBUTION, SAMPLER = "distribution", "sampler"
-"""The values of `top_logprobs_source`, which says which tokens a candidate set holds.
+"""The values of `top_logprobs_source`, a field that says which tokens a candidate set holds.
 
 With `DISTRIBUTION`, a set holds the tokens up to a threshold p. With `SAMPLER`, a set holds all tokens that
 the engine's sampler could draw.
@@ -30,42 +30,45 @@ the engine's sampler could draw.
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One sample of one prompt. T is the number of output tokens, generated or appended by `extend`.
+    """A sample that an engine generated from a prompt, with candidate sets.
+
+    T is the number of output tokens: the tokens that the engine generated, and those that `extend` appended.
 
     Attributes:
-        prompt_index: the index of the prompt in the request, from 0.
+        prompt_index: the index of the prompt in the caller's request, from 0.
         sample_index: the index of the sample among the prompt's `n` samples, from 0.
         request_id: the engine's id of the request.
         prompt_ids: int32 [P], the prompt's token ids as the engine saw them.
         output_ids: int32 [T], the generated token ids, and the token ids that `extend` appended.
-        text: the generated text as the engine detokenized it. After `extend`, the text of the last turn only.
-        logprobs: float32 [T], natural log-prob of each generated token over the full vocabulary. The value is
-            0 for appended tokens.
-        candidates: the candidate set of each token, T sets. The set of an appended token is empty. The field
-            is None if the request did not ask for sets.
-        finish_reason: the engine's reason, `"stop"` or `"length"`. The reason is `"abort"` if the sample was
-            interrupted and the request had `on_abort="return"`. The reason is `"extended"` if `extend`
-            appended the last tokens.
-        weight_version: the weight version of the last token, as the engine reports it. The field is None if
-            the engine reports no version.
-        cached_tokens: how many prompt tokens came from the engine's prefix cache. For a resumed sample, this
-            is the count of its first request.
-        latency_s: seconds from the engine's receipt of the request to its last token. For a resumed sample,
-            this is the sum over its requests, without the time between the requests.
+        text: the generated text as the engine detokenized it. If `extend` appended tokens, `text` covers only
+            the turn after the last appended token.
+        logprobs: float32 [T], natural log-prob of each generated token over the full vocabulary, and 0 for
+            each token that `extend` appended.
+        candidates: the candidate set of each token, T sets, or None if the request did not ask for sets. A
+            token that `extend` appended has an empty set.
+        finish_reason: `"stop"` or `"length"` if the engine finished the sample, `"abort"` if the sample was
+            interrupted and the request had `on_abort="return"`, or `"extended"` if `extend` appended the last
+            tokens.
+        weight_version: the weight version of the last token, as the engine reports it, or None if the engine
+            reports no version.
+        cached_tokens: how many prompt tokens came from the engine's prefix cache. For a resumed sample, only
+            the sample's first request is counted.
+        latency_s: seconds from the engine's receipt of the request to the last token. For a resumed sample,
+            the latencies of all its requests are summed, without the time between the requests.
         top_logprobs_source: the kind of the sets, `"distribution"` (the tokens up to a threshold p) or
-            `"sampler"` (the tokens that the sampler could draw). The field is None for a rollout without
-            sets, and for sets that another inference engine made.
+            `"sampler"` (the tokens that the sampler could draw). The kind is None for a rollout without sets,
+            and for sets that another inference engine made.
         weight_spans: pairs `(version, number of tokens)`, one for each run of tokens of the same weight
-            version, in order, T tokens in total. Appended tokens have the version "". A rollout has several
-            spans if weights were pushed during a pause, or before the sample was resumed. The field is None
-            for a rollout without sets, because SGLang's own field `weight_versions` can be off by one token
-            for such a request.
+            version, in order, T tokens in total. Tokens that `extend` appended have the version "". A rollout
+            has several spans if weights were pushed during a pause, or before the sample was resumed. A
+            rollout without sets has None instead of spans, because SGLang's own field `weight_versions` can
+            be off by one token for a request without sets.
         routing_key: the value of the header `X-SMG-Routing-Key` that gateways receive with this prompt. The
-            key's suffix identifies the server that made the sample, so that `resume` can use that server's
-            prefix cache. Empty if unknown.
-        top_logprobs_p: the requested threshold. The field is None if no threshold was requested.
-        sampling_params: the sampling parameters that were sent, without `n`. For a resumed sample, these are
-            the parameters given to `resume`. None if unknown.
+            key's suffix identifies the server that generated the sample, so that `resume` can use that
+            server's prefix cache. The value is empty if unknown.
+        top_logprobs_p: the requested threshold p of the sets, or None if no threshold was requested.
+        sampling_params: the sampling parameters that were sent, without `n`, or None if unknown. For a
+            resumed sample, this attribute holds the parameters given to `resume`.
         appended_spans: `((start, end), ...)`, the ranges of `output_ids` that `extend` appended.
     """
 
@@ -90,9 +93,9 @@ class Rollout:
 
     @property
     def weight_versions(self) -> tuple[str, ...] | None:
-        """The version of the weights that generated each token and its set.
+        """The versions of the weights that generated the tokens and their sets, one version per token.
 
-        The tuple has one version per token. It is None if `weight_spans` is None.
+        This property is None if `weight_spans` is None.
         """
         return None if self.weight_spans is None else expand_spans(self.weight_spans)
 
@@ -100,7 +103,7 @@ class Rollout:
     def loss_mask(self) -> NDArray[np.int8]:
         """int8 [T], an argument of `collate_rl`: 1 for generated tokens, 0 for tokens that `extend` appended.
 
-        A token with an empty candidate set also has the value 0.
+        The mask is also 0 for a generated token with an empty candidate set.
         """
         mask = np.ones(len(self.output_ids), np.int8)
         for start, end in self.appended_spans:
@@ -118,9 +121,9 @@ class Rollout:
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
         """Return a copy of this rollout with the token ids of a tool or an environment appended.
 
-        Appended tokens get empty candidate sets, the log-prob 0, and the weight version "". Appended tokens
-        are left out of replay and of the loss. `resume` then generates the next turn. `max_new_tokens`, stop
-        strings, and `text` apply only to the turn that `resume` generates.
+        Appended tokens get empty candidate sets, the log-prob 0, and the weight version "". Replay and the
+        loss skip appended tokens. To generate the next turn, pass the copy to the client's `resume`.
+        `max_new_tokens`, stop strings, and `text` apply only to the turn that `resume` generates.
 
         Args:
             token_ids: one or more token ids.
@@ -153,7 +156,7 @@ class Rollout:
     def masked_logprobs(self) -> NDArray[np.float32]:
         """float32 [T]: each token's log-prob, renormalized over its candidate set.
 
-        The values are those of `candidates.masked_logprobs`.
+        This property returns `candidates.masked_logprobs`.
         """
         if self.candidates is None:
             raise InvalidInputError("this rollout has no candidate sets: none were requested")

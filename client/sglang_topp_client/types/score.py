@@ -23,14 +23,15 @@ class Score:
         sequence_index: the index of the sequence in the request, from 0.
         request_id: the engine's id of the request.
         token_ids: int32 [L], the token ids of the whole sequence.
-        start: the first scored position, 1 to L. The value is L if no position is scored.
+        start: the first scored position, 1 to L, where L means that no position is scored.
         logprobs: float32 [L - start], the natural log-prob over the full vocabulary of each token from
             `start` on, given all earlier tokens.
         candidates: the candidate set of each scored position, L - start sets, with `token_ids[t]` as the
-            sampled token. The field is None if the request did not ask for sets.
+            sampled token, or None if the request did not ask for sets.
         weight_version: the version of the weights that scored every position, as the engine reports it.
-            SGLang before 0.5.19 reports the version at the end of the request. On such a release, if weights
-            were pushed during an `in_place` pause, older weights may have scored earlier positions.
+            SGLang before 0.5.19 reports the weight version at the end of the request. On SGLang before
+            0.5.19, older weights may have scored earlier positions, if weights were pushed during an
+            `in_place` pause.
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """
 

@@ -1,7 +1,8 @@
-"""Build the page of `sglang-topp view` from rollouts, in two passes.
+"""Build the page of `sglang-topp view` from rollouts, in two passes over the rollouts.
 
-The first pass summarizes and ranks all rollouts. The second pass encodes only the rollouts that the page
-shows token by token, so memory never holds the tokens of all rollouts.
+The first pass over the rollouts computes the statistics, and ranks the rollouts by their worst tokens. The
+second pass encodes only the rollouts that the page shows token by token, so memory never holds the tokens of
+all rollouts.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ __all__ = ["MAX_DETAILED", "page_of_file", "page_of_rollouts"]
 
 MAX_DETAILED = 64
 _MAX_DETAIL_BYTES = 28 * 2**20
-"""The maximum total size of the encoded rollouts in bytes.
+"""The maximum total size in bytes of the encoded rollouts that one page contains.
 
-In base64, this size becomes 37 MiB, so that the page stays below 50 MB.
+The page holds the encoded rollouts in base64, which makes 37 MiB of 28 MiB. The page thus stays below 50 MB.
 """
 
 _CONTEXT = 12
@@ -50,14 +51,14 @@ def page_of_file(
 ) -> Iterator[bytes]:
     """Yield the HTML of the page for the rollouts in a file or a directory, in chunks.
 
-    At any time, memory holds one row group and the content of the page.
+    While this function runs, memory holds at most one row group of the file, and the content of the page.
 
     Args:
         path: a file written by `save_rollouts` or `add_trainer_columns`, or a directory written by
             `RolloutWriter`.
         max_detailed: the number of rollouts that the page shows token by token.
-        tokenizer: returns the texts of tokens. Without a tokenizer, the page shows token ids.
-        step: called with the progress after each rollout.
+        tokenizer: maps token ids to texts. Without a tokenizer, the page shows token ids.
+        step: a progress callback, called after each rollout; see `Step`.
 
     Raises:
         InvalidInputError: there are no rollouts.
@@ -139,11 +140,12 @@ def _page(
 
 
 def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], count: int) -> list[int]:
-    """Return the numbers of up to `count` rollouts to show token by token.
+    """Return the row numbers of up to `count` rollouts to show token by token.
 
-    The rollouts with the worst tokens of the page come first. Up to half of the remaining places go to other
-    samples of the same prompts. Next come rollouts whose worst tokens are
-    ranked just below those that the page lists. The first rollouts of the file fill the places that remain.
+    First come the rollouts that contain the tokens in `worst`, the page's list of the worst tokens. Other
+    samples of the same prompts fill up to half of the free places. Rollouts without a token in `worst`
+    follow, ordered by their own worst tokens. Places that are still free go to the first rollouts of the
+    file.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [
@@ -156,9 +158,12 @@ def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], coun
 
 
 class _Details:
-    """The encoded tokens of the rollouts to show token by token.
+    """The encoded tokens of the rollouts that the page may show token by token.
 
-    `chosen` returns only the rollouts that fit in the page.
+    The page has a size limit, so `chosen` returns only as many rollouts as fit in the page.
+
+    Args:
+        order: the row numbers of these rollouts, with the most important rollout first.
     """
 
     def __init__(self, order: list[int]) -> None:
@@ -169,14 +174,14 @@ class _Details:
         return len(self._encoded)
 
     def add(self, row: int, scored: ScoredRollout) -> None:
-        """Encode and keep a rollout if `order` contains its row number."""
+        """Encode the rollout, and keep the encoded tokens, if `order` contains the row number `row`."""
         if row in self._order:
             self._encoded[row] = encode_detail(scored)
 
     def chosen(self) -> list[tuple[int, bytes]]:
         """Return the row number and the encoded tokens of each rollout that fits in the page.
 
-        The rollouts have the order of `order`, which was given to this object.
+        The returned rollouts are sorted as in `order`.
         """
         chosen, num_bytes = [], 0
         for row in self._order:

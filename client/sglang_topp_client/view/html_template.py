@@ -1,7 +1,8 @@
 """Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
-The data are in script elements whose types browsers do not execute. The data never contain the character `<`,
-so the data cannot end a script element early. In JSON, `_json_text` escapes `<`. Base64 does not use `<`.
+The page holds its data in script elements whose types browsers do not execute. The data never contain the
+character `<`, and so cannot end a script element early. The data are JSON, in which `_json_text` escapes `<`,
+and base64, which does not use `<`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 __all__ = ["content_security_policy", "page_chunks", "script_text"]
 
-# The modules form one script in this order. Code outside of functions may use only the earlier modules.
+# The JavaScript modules, in the order in which `script_text` concatenates them to one script. A module's code
+# outside of functions may use only modules that come earlier in this list.
 _MODULES = (
     "dom.js",
     "number_format.js",
@@ -45,9 +47,9 @@ def _asset(name: str) -> str:
 
 @cache
 def script_text() -> str:
-    """Return all modules as one script, without imports and exports.
+    """Return all JavaScript modules as one script, without imports and exports.
 
-    All modules share one scope in this script, so two modules must not define the same name.
+    All modules share one scope in the script, so two modules must not define the same name.
     """
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _asset(name))) for name in _MODULES)
 
@@ -66,7 +68,7 @@ def content_security_policy() -> str:
 
 
 def _json_text(value: Any) -> str:
-    """Encode `value` as JSON with `<`, `>`, and `&` escaped, so that it contains no HTML tags."""
+    """Encode `value` as JSON with `<`, `>`, and `&` escaped, so that the JSON contains no HTML tags."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,7 +1,8 @@
 """Percentile bands for the charts of `sglang-topp view`: median, p10, and p90 by position in the output.
 
-Each value is counted at the nearest point of a fixed grid, so memory does not grow with the number of
-rollouts. A percentile is exact to one step of the grid. A chart cannot show a difference of one step.
+To keep memory constant, this module rounds each metric value to the nearest point of a fixed grid, and stores
+only the number of values at each grid point. A percentile is exact to the distance between two grid points, a
+difference too small to see in a chart.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ NUM_BINS = 128
 
 
 class Grid:
-    """A fixed grid of points. Each value is counted at the point nearest to it.
+    """The fixed grid points to which the values of one metric are rounded before they are counted.
 
     Args:
-        points: float64 [G], the grid points in ascending order. A value below the first point is counted at
-            the first point, and a value above the last point is counted at the last point.
+        points: float64 [G], the grid points in ascending order. A value below the first grid point is rounded
+            to the first grid point, and a value above the last grid point to the last grid point.
     """
 
     def __init__(self, points: NDArray[np.float64]) -> None:
@@ -32,13 +33,13 @@ class Grid:
         return len(self.points)
 
     def index(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the index of the grid point nearest to each value, int64."""
+        """Return int64 [N]: for each of the N values, the index of the nearest grid point."""
         index: NDArray[np.int64] = np.searchsorted(self._bounds, values, side="left")
         return index
 
 
 def _size_points() -> NDArray[np.float64]:
-    """Return every size from 1 to 1,024, and then sizes in steps of 1 % up to four million."""
+    """Return the grid points for set sizes: 1 to 1,024, then steps of 1 % up to four million."""
     above = np.unique(np.round(1024 * 1.01 ** np.arange(1, 836)))
     points: NDArray[np.float64] = np.concatenate([np.arange(1.0, 1025.0), above])
     return points
@@ -52,8 +53,8 @@ ENTROPY_GRID = Grid(np.arange(3001, dtype=np.float64) * 0.005)
 class PositionBands:
     """Percentiles of a token metric by position in the output, in at most 128 bins of equal width.
 
-    At first, each bin covers one position. If a rollout has a position beyond the last bin, neighboring bins
-    are merged in pairs.
+    At first, each bin covers one position in the output. If a rollout has a token beyond the last bin, `add`
+    merges neighboring bins in pairs, so that each bin covers twice as many positions.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -62,7 +63,12 @@ class PositionBands:
         self._width = 1
 
     def add(self, positions: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """Count each value in the bin of its position in the output. `positions` must be ascending."""
+        """Count the metric values of one rollout's tokens, each in the bin of the token's position.
+
+        Args:
+            positions: int64 [N], the positions of N tokens in the output, in ascending order.
+            values: the metric values of the N tokens, [N].
+        """
         if not len(positions):
             return
         while positions[-1] >= NUM_BINS * self._width:
@@ -82,7 +88,7 @@ class PositionBands:
         }
 
     def _percentile(self, bin_index: int, q: float) -> float | None:
-        """Return the `q`-quantile of a bin's values as a grid point, or None for an empty bin."""
+        """Return the quantile `q` of the values in one bin as a grid point, or None for an empty bin."""
         seen = np.cumsum(self._counts[bin_index])
         if not seen[-1]:
             return None

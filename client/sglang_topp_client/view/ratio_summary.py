@@ -10,18 +10,19 @@ from numpy.typing import NDArray
 __all__ = ["OFF", "RatioSummary"]
 
 OFF = 0.1
-"""The difference from 1 above which an importance ratio is an outlier."""
+"""The threshold for outliers: an importance ratio is an outlier if it differs from 1 by more than `OFF`."""
 
-# The bounds of the histogram's bars, in log-ratios. The middle bar is centered on 0, which is the ratio 1.
-# The first bar counts all smaller ratios, and the last bar counts all larger ratios.
+# The bounds of the histogram's bars, in log-ratios. The middle bar is centered on the log-ratio 0, which is
+# the ratio 1. The first bar counts all log-ratios below -1.01, and the last bar counts all log-ratios above
+# 1.01.
 _EDGES = np.concatenate([[-np.inf], np.arange(-50.5, 51.0) * 0.02, [np.inf]])
 
 
 class RatioSummary:
-    """Statistics of the importance ratios that a caller adds. `add` takes log-ratios.
+    """Statistics of the importance ratios that a caller adds as log-ratios.
 
     Attributes:
-        num_tokens: the number of ratios.
+        num_tokens: the number of tokens whose ratios have been added.
     """
 
     def __init__(self) -> None:
@@ -31,12 +32,12 @@ class RatioSummary:
         self._counts = np.zeros(len(_EDGES) - 1, np.int64)
 
     def add(self, log_ratios: NDArray[np.float64]) -> None:
-        """Add log-ratios; NaN is ignored."""
+        """Add the log-ratios of tokens, and ignore those that are NaN."""
         log_ratios = log_ratios[~np.isnan(log_ratios)]
         if not len(log_ratios):
             return
-        # Log-ratios are capped at 700 here, so that the ratios are finite in float64. The histogram needs no
-        # cap, because the last bar of the histogram counts all larger values.
+        # The cap of 700 keeps the ratios finite in float64. The histogram uses the log-ratios without a cap,
+        # because its last bar counts all larger values.
         ratios = np.exp(np.minimum(log_ratios, 700.0))
         self.num_tokens += len(ratios)
         self._sum += float(ratios.sum())
@@ -47,7 +48,7 @@ class RatioSummary:
         )
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return the statistics, or None if no ratio was added."""
+        """Return the statistics of all added ratios as JSON values, or None if no ratio was added."""
         if not self.num_tokens:
             return None
         return {

@@ -15,14 +15,17 @@ from sglang_topp_client.view.token_metrics import TokenMetrics
 __all__ = ["MAX_ROWS", "RolloutTable"]
 
 MAX_ROWS = 20_000
-"""The maximum number of rows in the table. The page says how many rollouts are left out."""
+"""The maximum number of rows in the table. The page says how many rollouts are not in the table."""
 
 _PREVIEW_CHARS = 120
 _MAX_VERSIONS = 8
 
 
 class RolloutTable:
-    """The table rows of the first `MAX_ROWS` rollouts. Later rollouts get no row."""
+    """The table with one row for each of the first `MAX_ROWS` rollouts.
+
+    The table ignores all later rollouts.
+    """
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -33,12 +36,12 @@ class RolloutTable:
         return len(self._rows)
 
     def add(self, scored: ScoredRollout, metrics: TokenMetrics) -> None:
-        """Add the next rollout."""
+        """Append a row for the next rollout, unless the table already has `MAX_ROWS` rows."""
         if len(self._rows) == MAX_ROWS:
             return
         rollout = scored.rollout
-        # A directory may hold several training steps, and each step numbers its prompts from 0. A prompt is
-        # therefore identified by its index and the hash of its token ids.
+        # A directory may hold several training steps, and each step numbers its prompts from 0. The table
+        # therefore identifies a prompt by the prompt's index and the hash of the prompt's token ids.
         key = (rollout.prompt_index, hashlib.sha256(rollout.prompt_ids.tobytes()).digest())
         prompt = self._prompts.setdefault(key, len(self._prompts))
         if prompt == len(self._members):

@@ -23,7 +23,9 @@ _MASS_EDGES = np.arange(51) / 50
 
 
 class RunSummary:
-    """The statistics that the page shows. `add` takes one rollout at a time and does not keep the rollout.
+    """The statistics of rollouts that the page of `sglang-topp view` shows.
+
+    `add` takes one rollout at a time, and keeps only the statistics of the rollout.
 
     Args:
         max_detailed: the number of rollouts that the page shows token by token.
@@ -53,7 +55,7 @@ class RunSummary:
         self._extremes = {name: TopTokens(max_detailed, per_rollout=1) for name in self._worst}
 
     def add(self, scored: ScoredRollout) -> None:
-        """Add the next rollout."""
+        """Add the next rollout to the statistics."""
         rollout, metrics, row = scored.rollout, token_metrics(scored), self.num_rollouts
         num_tokens = len(rollout.output_ids)
         self.num_rollouts += 1
@@ -63,8 +65,8 @@ class RunSummary:
         self._num_aborted += rollout.finish_reason == ABORT
         self._reasons[rollout.finish_reason] += 1
         for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
-            # Appended tokens have the version "". This version is not counted, because no weights generated
-            # appended tokens.
+            # Tokens that `Rollout.extend` appended have the weight version "". Do not count the version "",
+            # because no weights generated appended tokens.
             if version or not rollout.appended_spans:
                 self._versions[version] += count
         source = None if rollout.candidates is None else rollout.top_logprobs_source or "another source"
@@ -114,8 +116,8 @@ class RunSummary:
     def ranked_rows(self) -> list[int]:
         """Return the row numbers of rollouts, with the rollouts of the worst tokens first.
 
-        The rollout with the worst token of each metric comes first. The rollout with the second worst token
-        of each metric follows, and so on.
+        For each metric, this method ranks the rollouts by their worst token. The rollout in first place of
+        each metric comes first, then the rollout in second place of each metric, and so on.
         """
         ranked = [[place.row for place in top.places()] for top in self._extremes.values()]
         longest = max(map(len, ranked), default=0)
@@ -166,7 +168,7 @@ class RunSummary:
 
 
 def _added(some: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sum of two arrays of counts. The shorter array is padded with zeros."""
+    """Return the elementwise sum of two arrays of counts, with zeros appended to the shorter array."""
     longer, shorter = (some, others) if len(some) >= len(others) else (others, some)
     out = longer.astype(np.int64)
     out[: len(shorter)] += shorter

@@ -1,6 +1,6 @@
 """Per-token numbers of one rollout: set size, kept mass, entropy, and importance ratios.
 
-In shapes, T is the number of output tokens.
+In the shapes, T is the number of the rollout's output tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ class TokenMetrics:
     """The metrics of one rollout's T output tokens.
 
     Attributes:
-        sizes: int64 [T], the size of each token's set. The size is 0 for a token without a set.
+        sizes: int64 [T], the number of candidates in each token's set, or 0 for a token without a set.
         is_appended: bool [T], whether a tool or an environment appended the token.
-        is_missing: bool [T], whether a generated token has no set. A trainer must not train on such a token.
-        mass: float64 [T], the kept mass. NaN if unknown.
-        entropy: float64 [T], the entropy of the distribution within the set, in nats. NaN if unknown.
-        log_ratio: float64 [T], the log of the importance ratio without replay. The value is the trainer's
-            log-prob over the whole vocabulary minus the rollout's log-prob within the set. The value is NaN
-            if the trainer's log-prob is unknown.
-        log_replayed_ratio: float64 [T], the log of the importance ratio with replay. The value is the
-            trainer's log-prob minus the rollout's log-prob, both within the set. The value is NaN if the
+        is_missing: bool [T], whether the token was generated but has no set. A trainer must not train on
+            tokens with missing sets.
+        mass: float64 [T], the kept mass of each token's set, or NaN if unknown.
+        entropy: float64 [T], the entropy of the distribution within each token's set, in nats, or NaN if
+            unknown.
+        log_ratio: float64 [T], the log of the importance ratio without replay: the trainer's log-prob over
+            the whole vocabulary minus the rollout's log-prob within the set. The log-ratio is NaN if the
             trainer's log-prob is unknown.
+        log_replayed_ratio: float64 [T], the log of the importance ratio with replay: the trainer's log-prob
+            minus the rollout's log-prob, both within the set. The log-ratio is NaN if the trainer's log-prob
+            is unknown.
     """
 
     sizes: NDArray[np.int64]
@@ -48,15 +50,18 @@ class TokenMetrics:
     def log_ratio_or_mass(self) -> Float64Array:
         """float64 [T]: the log-ratio of each token without replay, or an estimate if the ratio is unknown.
 
-        The estimate is the log of the kept mass, which is the log-ratio of a trainer with the same weights as
-        the rollout.
+        The log of the kept mass serves as the estimate, because it is the exact log-ratio of a trainer with
+        the sampler's weights.
         """
         with np.errstate(divide="ignore"):
             return np.where(np.isnan(self.log_ratio), np.log(self.mass), self.log_ratio)
 
 
 def token_metrics(scored: ScoredRollout) -> TokenMetrics:
-    """Compute the metrics of a rollout's tokens. Without a trainer's columns, the ratios are NaN."""
+    """Compute the metrics of a rollout's tokens.
+
+    If a file has no log-probs of a trainer, both log-ratios of every token are NaN.
+    """
     rollout, scores = scored
     num_tokens = len(rollout.output_ids)
     is_appended = np.zeros(num_tokens, np.bool_)

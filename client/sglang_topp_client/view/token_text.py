@@ -18,7 +18,7 @@ from sglang_topp_client.types.rollout import Rollout
 __all__ = ["TokenTexts"]
 
 TokenText: TypeAlias = "str | list[int]"
-"""The text of one token. If the token's bytes alone are not valid UTF-8, a list of the bytes."""
+"""The text of one token, or the list of the token's bytes if these bytes alone are not valid UTF-8."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -27,7 +27,7 @@ class TokenTexts:
     """A mapping from token ids to their texts.
 
     Args:
-        path: a `tokenizer.json`, or a directory that holds one, such as a model's.
+        path: a `tokenizer.json`, or a directory that holds a `tokenizer.json`, such as a model's directory.
 
     Raises:
         InvalidInputError: the file does not exist, or holds no tokenizer.
@@ -75,23 +75,24 @@ class TokenTexts:
 
     def _to_bytes(self, piece: str) -> bytes:
         if self._bytes_of is not None:
-            # A character that is not in the byte-level alphabet stands for its own UTF-8 bytes.
+            # A byte-level BPE tokenizer writes each byte as one character of `_byte_level`. Any other
+            # character is encoded as UTF-8.
             return b"".join(self._bytes_of.get(one, one.encode()) for one in piece)
         if match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
         return piece.replace("▁", " ").encode()
 
     def texts_of(self, token_ids: Iterable[int]) -> dict[str, TokenText]:
-        """Return a mapping from ids to texts. Ids that the tokenizer lacks are left out."""
+        """Return a mapping from token ids to texts, without the ids that the tokenizer lacks."""
         texts = ((token_id, self.text_of(token_id)) for token_id in token_ids)
         return {str(token_id): text for token_id, text in texts if text is not None}
 
     def agrees_with(self, rollout: Rollout) -> bool:
-        """Return whether this tokenizer decodes the output to the text that the engine returned.
+        """Return whether this tokenizer decodes the rollout's output to the text that the engine returned.
 
         One text may be a prefix of the other text, because the engine leaves out stop strings and end tokens.
-        After `Rollout.extend`, only the last turn is compared, because `Rollout.text` is the text of that
-        turn.
+        If `Rollout.extend` appended tokens, this method compares only the last turn, because `Rollout.text`
+        covers only the last turn.
         """
         ids = rollout.output_ids[rollout.turn_start :].tolist()
         mine, theirs = (self._tokenizer.decode(ids).strip(), rollout.text.strip())
@@ -99,10 +100,10 @@ class TokenTexts:
 
 
 def _byte_level() -> dict[str, bytes]:
-    """Return a mapping from each character of the byte-level BPE alphabet to its byte.
+    """Return a mapping from characters to bytes: the 256 characters with which byte-level BPE writes bytes.
 
-    A printable Latin-1 character stands for its own byte. Characters from U+0100 on stand for the other
-    bytes.
+    Byte-level BPE writes a byte as the Latin-1 character whose code is the byte, if this character is
+    printable. Byte-level BPE writes every other byte as a character from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,11 +1,11 @@
-"""Encode one rollout's tokens for the token view of `sglang-topp view`. The page decodes them on demand.
+"""Encode one rollout's tokens for the page of `sglang-topp view`, which decodes a rollout on demand.
 
-An encoded rollout is a gzip stream of three parts. The first part is the length of the header (uint32). The
-second part is the header in JSON. The third part holds the arrays, each aligned to four bytes. All numbers
-are little-endian. The header's field `arrays` lists the `[name, dtype, length]` of each array.
+An encoded rollout is a gzip stream of three parts: the length of a JSON header (uint32), the JSON header, and
+arrays, each aligned to four bytes. All numbers are little-endian. The header's field `arrays` lists the
+`[name, dtype, length]` of each array.
 
-For each set, the arrays hold the first `MAX_LISTED` candidates, the sampled token, and the size and the kept
-mass of the whole set.
+For each candidate set, the arrays hold the first `MAX_LISTED` candidates, the sampled token, and the size and
+the kept mass of the whole set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = {"i": "int32", "f": "float32"}
 
 
 def encode_detail(scored: ScoredRollout) -> bytes:
-    """Encode one rollout."""
+    """Encode one rollout in the format that the module's docstring describes."""
     rollout, metrics = scored.rollout, token_metrics(scored)
     arrays = _arrays(rollout, metrics)
     header = {

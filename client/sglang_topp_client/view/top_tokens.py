@@ -1,7 +1,7 @@
-"""Keep the tokens with the highest values of a metric, while rollouts are added one by one.
+"""Keep the tokens with the highest values of a metric, while a caller adds rollouts one by one.
 
-`sglang-topp view` shows these tokens as the worst tokens. For a metric whose low values are bad, the caller
-adds negated values.
+`sglang-topp view` shows the kept tokens as the worst tokens. For a metric whose low values are bad, such as
+the kept mass, the caller adds negated values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class TokenPlace(NamedTuple):
 
 
 class TopTokens:
-    """The `count` tokens with the highest values. Among equal values, the earliest tokens are kept.
+    """The `count` tokens with the highest metric values. Of tokens with equal values, the earliest are kept.
 
     Args:
         count: the number of tokens to keep.
-        per_rollout: the maximum number of tokens to keep from one rollout. None means no maximum.
+        per_rollout: the maximum number of tokens to keep from one rollout, or None for no maximum.
     """
 
     def __init__(self, count: int, *, per_rollout: int | None = None) -> None:
@@ -35,7 +35,12 @@ class TopTokens:
         self._places = np.empty((0, 2), np.int64)
 
     def add(self, row: int, values: NDArray[Any]) -> None:
-        """Add the values of a rollout's tokens. NaN values are ignored."""
+        """Add a rollout's tokens.
+
+        Args:
+            row: the number of the rollout.
+            values: the metric value of each token of the rollout. NaN values are ignored.
+        """
         least = self._values[-1] if len(self._values) == self._count else -np.inf
         positions = np.flatnonzero(values > least)
         if not len(positions):
@@ -49,5 +54,5 @@ class TopTokens:
         self._values, self._places = merged[best], np.concatenate([self._places, places])[best]
 
     def places(self) -> list[TokenPlace]:
-        """Return the places of the tokens, with the highest value first."""
+        """Return the places of the kept tokens, with the highest value first."""
         return [TokenPlace(row, position) for row, position in self._places.tolist()]

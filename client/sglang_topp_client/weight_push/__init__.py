@@ -1,1 +1,1 @@
-"""Weight pushes: pause every engine of a fleet, update its weights, and continue."""
+"""Weight pushes: pause every engine of a fleet, update the engines' weights, and let the engines continue."""

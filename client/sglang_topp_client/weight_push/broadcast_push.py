@@ -1,6 +1,6 @@
 """Broadcast a model's tensors to every engine of a fleet, over a torch process group.
 
-The process group exists only during one push.
+Each push creates its own process group, and destroys the process group at the end.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sglang_topp_client.weight_push.named_tensors import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
 
-# How many seconds a push waits for the other engines once one engine has failed. The operation of the other
-# engines may never end.
+# How many seconds a push waits for the other engines once one engine has failed. Without this limit, a push
+# could hang, because the other engines may wait forever for the failed engine.
 _GRACE_S = 5.0
 
 
@@ -37,7 +37,7 @@ async def push_broadcasts(
     all engines take part in the same collective operations.
 
     Args:
-        engines: the engines. `EngineControl.check` must have set the `tp_size` of each engine.
+        engines: the paused engines. `EngineControl.check` must have set the `tp_size` of each engine.
         parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
         timeout_s: the time limit of each collective operation.
@@ -49,8 +49,8 @@ async def push_broadcasts(
     try:
         await group.broadcast(parts, version)
     except SglangToppError as error:
-        # The update sessions stay open, because an engine that still waits for other engines cannot end its
-        # session. The next push ends the sessions.
+        # Leave the engines' update sessions open, because an engine that still waits for other engines cannot
+        # end its session. The next push ends the open update sessions in `begin_update`.
         return [group.failures.get(engine, error) for engine in engines]
     finally:
         await group.destroy()
@@ -58,7 +58,7 @@ async def push_broadcasts(
 
 
 class _Group:
-    """A torch process group for one push. Its members are this process and all ranks of the engines."""
+    """The torch process group of one push, whose members are this process and all ranks of the engines."""
 
     def __init__(self, engines: Sequence[EngineControl], timeout_s: float) -> None:
         self._engines = engines
@@ -96,7 +96,7 @@ class _Group:
             bucket, is_last = await asyncio.to_thread(next, parts)
 
     async def destroy(self) -> None:
-        """Destroy the process group, unless one of its operations is still running."""
+        """Destroy the process group, unless an operation of the process group is still running."""
         if self._has_engines and not self.failures:
             await on_each(self._engines, lambda engine: engine.leave_group(self._name))
         if self._group is not None:
@@ -134,13 +134,14 @@ class _Group:
     def _join(self, store: Any, world_size: int, backend: str) -> None:
         """Join the process group as rank 0.
 
-        torch's public functions form a group only from members of the default group. The engines are not
-        members of the default group. SGLang's ranks therefore join through private functions of torch. This
-        process must call the same private functions, because all ranks exchange keys through one store.
+        torch's public functions create a process group only from members of torch's default group. This
+        process and the engines have no common default group, so SGLang's ranks join through private functions
+        of torch. This process must call the same private functions, because all ranks exchange keys through
+        one store.
         """
         from torch.distributed import distributed_c10d
 
-        # The module has the type `Any`, because its types differ between torch releases.
+        # Type the module as `Any`, because the types in the module differ between torch releases.
         c10d: Any = distributed_c10d
         group, _ = c10d._new_process_group_helper(
             world_size,
@@ -186,8 +187,8 @@ class _Group:
                 future.cancel()
             await asyncio.wait({own, *steps})
             if own.cancelled():
-                # The daemon thread of `work` still waits for the engines. The thread frees the process group
-                # when the operation of `work` times out.
+                # The daemon thread that runs `work` still waits for the engines in a collective operation.
+                # The thread frees the process group when the collective operation times out.
                 self._group, self._has_engines = None, False
         for task, engine in steps.items():
             error = None if task.cancelled() else task.exception()
@@ -203,7 +204,7 @@ class _Group:
 
 
 def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run `work` in a daemon thread, so that the program can exit even if an engine never answers."""
+    """Run `work` in a daemon thread, so that the program can exit even if `work` never ends."""
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:

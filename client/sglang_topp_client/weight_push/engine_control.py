@@ -15,8 +15,8 @@ PAUSE_MODES = ("retract", "abort", "in_place")
 Transport: TypeAlias = Literal["disk", "tensor", "distributed"]
 TRANSPORTS = ("disk", "tensor", "distributed")
 
-# How many seconds a flush waits for aborted requests to leave the scheduler. Aborted requests leave within a
-# few steps of the scheduler.
+# How many seconds a flush of the KV cache waits for aborted requests to leave SGLang's scheduler. The
+# scheduler removes an aborted request within a few of its steps.
 _ABORTED_LEAVE_S = 30
 
 
@@ -29,7 +29,8 @@ class EngineControl:
         via: the transport of the weights.
 
     Attributes:
-        tp_size: the number of tensor-parallel ranks. `check` sets this attribute, unless `via` is `"disk"`.
+        tp_size: the engine's number of tensor-parallel ranks, once `check` has read it from the server. With
+            the transport `"disk"`, `check` does not read this number, and `tp_size` stays 1.
     """
 
     def __init__(self, config: ServerConfig, timeout_s: float, via: Transport = "disk") -> None:
@@ -73,7 +74,7 @@ class EngineControl:
     async def pause(self, mode: PauseMode) -> None:
         """Stop generation. The mode `"abort"` ends the requests in flight.
 
-        In the other modes, the requests in flight wait until the engine continues.
+        In the modes `"retract"` and `"in_place"`, the requests in flight wait until the engine continues.
         """
         await self._post("/pause_generation", {"mode": mode})
 
@@ -85,11 +86,12 @@ class EngineControl:
         """Free the KV cache of a paused engine.
 
         Raises:
-            BadRequestError: requests still hold memory of the KV cache. SGLang before 0.5.21 also refuses a
-                flush while retracted requests wait. With --pp-size, every release of SGLang does so.
+            BadRequestError: SGLang refused the flush, because requests still hold memory of the KV cache, or
+                because retracted requests wait. Waiting requests block a flush only in SGLang before 0.5.21,
+                and in every release with --pp-size.
         """
-        # The request has a timeout only in the mode "abort", in which the scheduler keeps running. In the
-        # other modes, the scheduler is paused and never checks the timeout.
+        # The flush request has a timeout only in the mode "abort", in which SGLang's scheduler keeps running.
+        # In the mode "retract", the scheduler is paused and never checks the timeout.
         path = f"/flush_cache?timeout={_ABORTED_LEAVE_S}" if mode == "abort" else "/flush_cache"
         try:
             await self._http.request("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
@@ -104,41 +106,40 @@ class EngineControl:
             ) from error
 
     async def update_from_disk(self, path: str, version: str) -> None:
-        """Let the engine load the weights in a folder that it can read.
+        """Let the engine load the weights from the folder `path`, which the engine must be able to read.
 
         Raises:
-            SglangToppError: the update failed, and the engine's weights are unknown. SGLang reports a
-                rollback to the earlier weights, but the rollback loads the new folder again.
+            SglangToppError: the update failed, and the engine's weights are unknown. SGLang reports that it
+                rolled back to the earlier weights, but the rollback loads the new folder again.
         """
-        # The update does not flush the cache, because SGLang before 0.5.22 exits if a flush within an update
-        # fails. `push_to_fleet` flushes the cache before and after the update.
+        # This request must not ask for a flush of the KV cache, because SGLang before 0.5.22 exits if a flush
+        # within an update fails. `push_to_fleet` flushes the cache in separate requests, before and after the
+        # update.
         body = {"model_path": path, "weight_version": version, "flush_cache": False}
         await self._update("/update_weights_from_disk", body)
 
     async def begin_update(self) -> None:
-        """Begin an update session, in which the engine accepts tensors.
+        """Begin an update session, which lasts from `/begin_weight_update` to `/end_weight_update`.
 
-        SGLang 0.5.21 and later accept tensors only between `/begin_weight_update` and `/end_weight_update`.
-        On earlier releases, which lack these routes, this method does nothing.
+        SGLang 0.5.21 and later accept tensors only in an update session. On SGLang before 0.5.21, which has
+        no update sessions, this method does nothing.
 
         Raises:
-            SglangToppError: the engine did not begin a session.
+            SglangToppError: the engine did not begin an update session.
         """
         try:
             await self._update("/begin_weight_update", {})
         except BadRequestError as error:
             if error.status in (404, 405):
                 return
-            # An earlier push that failed may have left its update session open. Ending that session lets a
-            # new session begin.
+            # An earlier push may have failed and left its update session open. End the old update session, so
+            # that a new one can begin.
             await self._update("/end_weight_update", {})
             await self._update("/begin_weight_update", {})
         self._is_updating = True
 
     async def update_from_tensors(self, body: bytes) -> None:
-        """Let the engine load one bucket of tensors from the request body.
-
-        `body` is JSON that contains the values of the tensors.
+        """Let the engine load one bucket of tensors, which `body` contains as JSON.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.
@@ -146,11 +147,14 @@ class EngineControl:
         await self._update("/update_weights_from_tensor", body)
 
     async def join_group(self, body: dict[str, Any]) -> None:
-        """Let every rank of the engine join a process group. Return once all members have joined."""
+        """Let every rank of the engine join a torch process group.
+
+        Return once all members of the process group have joined.
+        """
         await self._update("/init_weights_update_group", body)
 
     async def update_from_broadcast(self, body: dict[str, Any]) -> None:
-        """Let the engine load one bucket of tensors, while rank 0 of the process group broadcasts them.
+        """Let the engine load one bucket of tensors, which rank 0 of the process group broadcasts.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.
@@ -158,14 +162,14 @@ class EngineControl:
         await self._update("/update_weights_from_distributed", body)
 
     async def leave_group(self, name: str) -> None:
-        """Let every rank of the engine leave a process group."""
+        """Let every rank of the engine leave the torch process group with this name."""
         await self._update("/destroy_weights_update_group", {"group_name": name})
 
     async def end_update(self) -> None:
-        """End the update session if `begin_update` began one.
+        """End the engine's update session if `begin_update` began one.
 
         Raises:
-            SglangToppError: the engine did not end the update session. Its weights are unknown.
+            SglangToppError: the engine did not end the update session, and the engine's weights are unknown.
         """
         if self._is_updating:
             self._is_updating = False

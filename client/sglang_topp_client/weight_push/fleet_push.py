@@ -1,4 +1,4 @@
-"""Push weights to every engine of a fleet. Generation continues only if every engine has the new weights."""
+"""Push weights to every engine of a fleet, and let the engines continue only if all have the new weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sglang_topp_client.weight_push.engine_control import EngineControl, PauseMo
 __all__ = ["Outcomes", "on_each", "push_to_fleet"]
 
 Outcomes: TypeAlias = list[SglangToppError | None]
-"""The outcome of one step on each engine, in the order of the engines: None or the error.
+"""The outcome of one step, such as a pause or an update, on each engine, in the order of the engines.
 
-None means that the step succeeded.
+If the step succeeded on an engine, the engine's outcome is None. Otherwise, the outcome is the error.
 """
 
 _PAUSED = "The engines stay paused until a push succeeds"
@@ -27,30 +27,32 @@ async def push_to_fleet(
     version: str,
     mode: PauseMode,
 ) -> None:
-    """Pause all engines, send them the weights, flush their caches, and continue.
+    """Pause all engines, send the weights to all engines, flush their KV caches, and let them continue.
 
-    After an error or a cancellation, paused engines stay paused, because this push or an earlier one may have
-    left them with different weights.
+    After an error or a cancellation, paused engines stay paused, because this push or an earlier push may
+    have left different weights on different engines.
 
     Args:
         engines: the engines.
         send: sends the weights to every engine.
-        version: the name of the weights, for messages.
-        mode: the pause mode of the engines. Every mode except `"in_place"` flushes the caches before and
-            after the update.
+        version: the name of the weights, for error messages.
+        mode: how the engines pause. With every mode except `"in_place"`, this function flushes the KV caches
+            before and after the update.
 
     Raises:
-        WeightPushError: the push failed after weights were sent. Some engines may have the new weights, and
-            some engines do not continue.
-        SglangToppError: an engine failed the check, or could not be paused or flushed. No weights were sent.
+        WeightPushError: the push failed after `send` began. Some engines may have the new weights, and at
+            least one engine does not continue.
+        SglangToppError: the push failed before `send`: an engine failed `EngineControl.check`, or could not
+            be paused or flushed. No engine has received new weights.
     """
     _raise_first(await on_each(engines, EngineControl.check))
     unsent = f"no weights were sent. {_PAUSED}"
     _raise_first(await on_each(engines, lambda engine: engine.pause(mode)), unsent)
     flush = None if mode == "in_place" else lambda engine: engine.flush_cache(mode)
     if flush is not None:
-        # If this flush fails, no engine has new weights yet. A flush within the update would fail only after
-        # the update, and some releases of SGLang would then exit.
+        # Flush the KV caches before the update, so that no engine has new weights if a flush fails. A flush
+        # as part of the update request could fail only after the update, and SGLang before 0.5.22 exits in
+        # that case.
         _raise_first(await on_each(engines, flush), unsent)
     try:
         outcomes = await send(engines)
@@ -87,8 +89,8 @@ async def on_each(
 ) -> Outcomes:
     """Run `step` on all engines at once, and return the outcome of each engine.
 
-    An outcome is None or the SglangToppError that `step` raised. `on_each` does not catch any other
-    exception.
+    An outcome is None or the SglangToppError that `step` raised. If `step` raises an exception of another
+    class, `on_each` raises the same exception.
     """
 
     async def outcome(engine: EngineControl) -> SglangToppError | None:

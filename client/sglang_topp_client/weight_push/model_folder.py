@@ -1,6 +1,7 @@
 """Provide the folder from which engines load the weights of a push.
 
-The folder is the caller's own folder, or a temporary folder to which a model in memory is saved.
+If the caller gives a path, engines load from that path. If the caller gives a model in memory, `model_folder`
+saves the model to a temporary folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["check_model", "check_path_or_model", "model_folder"]
 
 
 def check_path_or_model(weights: Any) -> None:
-    """Raise InvalidInputError unless `weights` is a path, or a model that saves all of its weights."""
+    """Raise InvalidInputError unless `weights` is a path, or a model without PEFT adapters."""
     if isinstance(weights, str | os.PathLike):
         if not isinstance(os.fspath(weights), str) or not os.fspath(weights):
             raise InvalidInputError(f"weights: got {describe(weights)}, expected a path as text")
@@ -42,13 +43,15 @@ def check_model(model: Any) -> None:
 
 @asynccontextmanager
 async def model_folder(weights: Any) -> AsyncGenerator[str, None]:
-    """Yield the name of a folder with the weights.
+    """Yield the name of a folder that contains the weights to push.
 
-    A model in memory is saved to a temporary folder. The temporary folder is removed when the context ends.
+    If `weights` is a model, this function saves the model to a temporary folder, and removes the temporary
+    folder when the context ends.
 
     Args:
-        weights: a path or a model, checked by `check_path_or_model`. The path of a local directory becomes
-            absolute. Any other path is passed on unchanged, because it may exist only where the engine runs.
+        weights: a path or a model, checked by `check_path_or_model`. If the path is a directory on this
+            machine, the yielded name is the absolute path. Any other path is yielded unchanged, because the
+            path may exist only on the engine's machine.
     """
     if isinstance(weights, str | os.PathLike):
         path = os.fspath(weights)

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 Bucket: TypeAlias = tuple[list[NamedTensor], bool]
-"""`(tensors, is_last)`: a group of consecutive tensors, and whether it is the last group of the model."""
+"""`(tensors, is_last)`: consecutive tensors of a model, and whether they are the model's last tensors."""
 
 __all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_or_tensors", "named_tensors"]
 
 MAX_BUCKET_BYTES = 128 * 2**20
-"""The maximum size of a bucket in bytes. The limit bounds the memory that an update takes.
+"""The maximum size of a bucket in bytes, which limits the memory that a weight push takes.
 
-A larger tensor forms its own bucket.
+A tensor above this size forms its own bucket.
 """
 
 
 def check_model_or_tensors(weights: Any) -> None:
-    """Raise InvalidInputError unless `weights` is a transformers model, or pairs of names and tensors."""
+    """Raise InvalidInputError unless `weights` is a transformers model or an iterable of pairs."""
     if callable(getattr(weights, "state_dict", None)):
         check_model(weights)
         if getattr(weights, "hf_quantizer", None) is not None:
@@ -43,11 +43,12 @@ def named_tensors(weights: Any) -> Iterator[NamedTensor]:
     """Yield the name and the tensor of each weight, as in a checkpoint.
 
     Args:
-        weights: a transformers model or pairs, checked by `check_model_or_tensors`. A model's weights get the
-            names and shapes that `save_pretrained` writes. Pairs must already have these names and shapes.
+        weights: a transformers model or (name, tensor) pairs, checked by `check_model_or_tensors`. The
+            weights of a model are yielded with the names and shapes that `save_pretrained` writes. If the
+            caller gives pairs, the pairs must already have the names and shapes of a checkpoint.
 
     Raises:
-        InvalidInputError: an entry is not a pair of a name and an unsharded tensor.
+        InvalidInputError: an entry of `weights` is not a pair of a name and an unsharded tensor.
     """
     import torch
 
@@ -70,7 +71,9 @@ def named_tensors(weights: Any) -> Iterator[NamedTensor]:
 
 
 def buckets(tensors: Iterable[NamedTensor]) -> Iterator[Bucket]:
-    """Yield buckets of at most `MAX_BUCKET_BYTES`. A larger tensor forms its own bucket.
+    """Group tensors in buckets of at most `MAX_BUCKET_BYTES`, and yield the buckets.
+
+    A tensor above `MAX_BUCKET_BYTES` forms its own bucket.
 
     Raises:
         InvalidInputError: there are no tensors.
@@ -94,8 +97,8 @@ def _as_saved(model: Any) -> dict[str, torch.Tensor]:
     seen: set[tuple[Any, ...]] = set()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     for name, tensor in model.state_dict().items():
-        # Tied weights are one tensor under several names. A checkpoint stores the tensor under the first name
-        # only.
+        # Tied weights are one tensor under several names. A checkpoint stores a tied tensor only under the
+        # first of its names.
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
         is_tied = bool(tensor.numel()) and not tensor.is_meta and place in seen
         seen.add(place)

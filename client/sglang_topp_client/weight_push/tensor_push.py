@@ -19,10 +19,10 @@ __all__ = ["push_tensors"]
 async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket], version: str) -> Outcomes:
     """Send a model's tensors to paused engines, and return the outcome of each engine.
 
-    An engine that fails gets no further tensors. The other engines get all tensors.
+    An engine that fails gets no further tensors. The engines that do not fail get all tensors.
 
     Args:
-        engines: the engines. `EngineControl.check` must have set the `tp_size` of each engine.
+        engines: the paused engines. `EngineControl.check` must have set the `tp_size` of each engine.
         parts: the tensors of the whole model, in buckets.
         version: the name of the weights.
     """
@@ -37,7 +37,7 @@ async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket]
 async def _send_to_healthy(
     engines: Sequence[EngineControl], outcomes: Outcomes, body_of: dict[int, bytes]
 ) -> None:
-    """Send a bucket to the engines that have not failed, and record new failures in `outcomes`."""
+    """Send one bucket of tensors to the engines that have not failed, and store new errors in `outcomes`."""
     healthy = [i for i, outcome in enumerate(outcomes) if outcome is None]
     results = await on_each(
         [engines[i] for i in healthy],
@@ -48,14 +48,15 @@ async def _send_to_healthy(
 
 
 def _bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
-    """Yield one mapping for each bucket of tensors.
+    """Yield the JSON request bodies for each bucket of tensors.
 
-    A mapping has the JSON request body for each tensor-parallel size in `tp_sizes`.
+    The body of a request depends on the engine's tensor-parallel size. For each bucket, this function
+    therefore yields a mapping from each size in `tp_sizes` to the body for engines of this size.
     """
     import torch
 
     for bucket, is_last in parts:
-        # The tensors are copied, because a pickled view would include the whole storage of its base tensor.
+        # Copy the tensors, because pickle writes the whole storage of the base tensor if a tensor is a view.
         values = [
             (name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format))
             for name, tensor in bucket

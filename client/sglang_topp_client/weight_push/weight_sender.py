@@ -1,4 +1,4 @@
-"""Send the weights of a push by one of three transports: model folder, HTTP requests, or process group."""
+"""Send the weights of a push in one of three ways: model folder, HTTP requests, or torch process group."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ async def weight_sender(
     """Yield a function that sends the weights to a list of paused engines.
 
     Args:
-        weights: the weights, already checked for this transport.
+        weights: the weights to push, which the caller has already checked for the transport `via`.
         version: the name of the weights.
-        via: the transport.
-        timeout_s: the time limit of each collective operation. Only the process group uses this limit.
+        via: the transport: `"disk"`, `"tensor"`, or `"distributed"`.
+        timeout_s: the time limit of each collective operation of the process group. Only the transport
+            `"distributed"` uses `timeout_s`.
 
     Raises:
         InvalidInputError: there are no tensors, or the first bucket has an invalid tensor.
@@ -40,7 +41,8 @@ async def weight_sender(
             yield lambda engines: on_each(engines, lambda engine: engine.update_from_disk(folder, version))
         return
     rest = buckets(named_tensors(weights))
-    # The first bucket is read here, so that invalid weights raise an error before any engine is paused.
+    # Read the first bucket of tensors now, so that invalid weights raise an error before any engine is
+    # paused.
     parts = chain([await asyncio.to_thread(next, rest)], rest)
     if via == "tensor":
         yield lambda engines: push_tensors(engines, parts, version)

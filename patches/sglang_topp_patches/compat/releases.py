@@ -2,8 +2,8 @@
 
 No other module looks up SGLang's release number. For each release, `RELEASES` names an adapter to SGLang's
 internals, the seams, and the refused features. A seam is an SGLang function that the hooks wrap or call. The
-patch set refuses an unlisted release even if the signatures of all seams match. The reason is that a
-signature does not show how a release defines its log-probs.
+patch set refuses an unlisted release even if the signatures of all seams match. A signature does not show how
+a release defines its log-probs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals
 
 
 class Feature(StrEnum):
-    """A feature that some releases cannot serve. Each value names a server option or a request field."""
+    """A feature that some releases cannot serve.
+
+    The value of a feature is the name of its server option, its request field, or its answer field.
+    """
 
     SAMPLER_SOURCE = "top_logprobs_source"
     WEIGHT_VERSIONS = "weight_versions"
@@ -55,7 +58,7 @@ class Release:
     Attributes:
         internals: the adapter to the release's internals.
         seams: the SGLang functions that the hooks wrap or call in this release.
-        refused: the features that are refused with this release, each with the reason.
+        refused: the features that the patch set refuses with this release, each with the reason.
     """
 
     internals: Internals
@@ -112,8 +115,8 @@ _BEFORE_0_5_19 = {
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
     # The prefill server of SGLang 0.5.12 does not convert the tensors of the top log-probs to lists before it
-    # sends the log-probs to the HTTP process. In addition, a nixl transfer in 0.5.12 completes only for
-    # hybrid models.
+    # sends the log-probs to the HTTP process. With nixl, SGLang 0.5.12 completes a transfer of the KV cache
+    # only for hybrid models.
     Feature.DISAGGREGATION: "a request for `top_logprobs_num` ends SGLang's prefill server",
 }
 
@@ -172,8 +175,8 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.17": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.16": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
-        # Speculative decoding was tested on 0.5.15.post1 and is served on 0.5.15 too, because the functions
-        # that the hooks wrap are the same in both releases.
+        # Speculative decoding was tested on 0.5.15.post1. The patch set also serves speculative decoding on
+        # 0.5.15, because the SGLang functions that the hooks wrap are the same in both releases.
         "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTESTED),
@@ -187,12 +190,14 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
 _REFUSING = (*_ALL, *seams.HTTP_CONTRACT, *seams.GRPC, *seams.NO_HTTP_CONTRACT)
 
 UNLISTED = Release(Sglang0523(), _REFUSING, dict.fromkeys(Feature, "is not a supported release"))
-"""Any release that `RELEASES` does not list. The hooks then only refuse requests and report problems."""
+"""Any release that `RELEASES` does not list.
+
+On an unlisted release, the hooks only refuse requests for sets and report problems."""
 
 
 @cache
 def installed() -> tuple[str, Release]:
-    """Return the installed SGLang's version and release. The version is empty if SGLang is not installed."""
+    """Return the installed SGLang's version, empty if SGLang is not installed, and its `Release`."""
     try:
         name = version("sglang")
     except PackageNotFoundError:
@@ -206,5 +211,5 @@ def internals() -> Internals:
 
 
 def refused(feature: Feature) -> str:
-    """Return why a feature is refused with the installed SGLang, or an empty string."""
+    """Return why the patch set refuses a feature with the installed SGLang, or an empty string."""
     return installed()[1].refused.get(feature, "")

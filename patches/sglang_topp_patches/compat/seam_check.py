@@ -1,8 +1,8 @@
 """Check that the running SGLang has every seam: each function and attribute that the patch set uses.
 
 SGLang logs and swallows a plugin's exceptions, so this module records problems instead of raising
-errors. If a check finds a problem, the request hooks refuse every request for sets. `GET /server_info` and
-`sglang-topp doctor` list all problems.
+errors. If this module finds a problem, the hooks in the HTTP process refuse every request for candidate sets.
+`GET /server_info` and `sglang-topp doctor` list all problems.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ __all__ = ["SeamCheck", "Status", "check_seams", "difference", "nearest", "statu
 
 @dataclass(frozen=True)
 class SeamCheck:
-    """The result of checking one seam. `problem` is empty if the check succeeded."""
+    """The result of the check of one seam, which is an SGLang function or class.
+
+    `problem` is empty if the check succeeded.
+    """
 
     seam: Seam
     problem: str = ""
@@ -31,12 +34,12 @@ class SeamCheck:
 
 @dataclass(frozen=True)
 class Status:
-    """The status of the patch set in this process.
+    """Whether this process can serve candidate sets, and the problems if it cannot.
 
     Attributes:
         sglang_version: the version of the installed SGLang; empty if SGLang is not installed.
         checks: one check per seam; empty if the release is not supported.
-        problems: every reason why candidate sets are refused; empty if this process serves sets.
+        problems: every reason why this process refuses requests for sets; empty if it serves sets.
     """
 
     sglang_version: str
@@ -48,7 +51,7 @@ class Status:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the status as `GET /server_info` shows it under `sglang_topp`."""
+        """Return the fields that `GET /server_info` shows under `sglang_topp`."""
         return {
             "version": version("sglang-topp"),
             "active": self.active,
@@ -72,7 +75,10 @@ def check_seams() -> Status:
 
 
 def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
-    """Return the supported release whose seams fit the installed SGLang best, and the check of each seam."""
+    """Return the supported release whose seams have the fewest problems in the installed SGLang.
+
+    Also return the check of each of the release's seams.
+    """
     found = {name: _checks(release) for name, release in RELEASES.items()}
     best = min(found, key=lambda name: sum(bool(check.problem) for check in found[name]))
     return best, found[best]
@@ -82,7 +88,7 @@ def _patch_of_slime() -> str:
     """Return a problem if slime's patch was applied to the installed SGLang, or an empty string.
 
     slime's patch of the sampler renormalizes the log-probs of some requests before the hooks read the
-    log-probs. No seam check finds that patch.
+    log-probs. The checks of the signatures do not find slime's patch.
     """
     for module in ("sampler", "utils.logprob", "logprob_processor"):
         try:
@@ -112,7 +118,7 @@ def status() -> Status:
 
     found = check_seams()
     patched: set[str] = getattr(HookRegistry, "_patched", set())
-    # If `found` has a problem, the plugin installs only the hooks that refuse requests and report problems.
+    # If `check_seams` finds a problem, the plugin installs only the hooks with `always`.
     expected = [c.seam.target for c in found.checks if any(found.active or h.always for h in c.seam.hooks)]
     idle = [target for target in expected if target not in patched]
     problems = found.problems + tuple(
@@ -136,7 +142,7 @@ def _problem(seam: Seam) -> str:
 
 
 def difference(seam: Seam, names: tuple[str, ...]) -> str:
-    """Return how the parameter names differ from those that the seam expects, or an empty string."""
+    """Return how a function's parameter names differ from those that `seam` expects, or an empty string."""
     missing = [name for name in seam.parameters if name not in names]
     if missing:
         return f"takes ({', '.join(names)}), expected {', '.join(missing)} among them"

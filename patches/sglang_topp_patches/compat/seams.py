@@ -1,8 +1,8 @@
 """List every SGLang function that the patch set depends on, in groups by feature and release.
 
 A seam is an SGLang function that hooks wrap or call. `seam_check` verifies at startup that each seam exists,
-and that it takes the parameters that the hooks rely on. `releases` selects the groups of seams that each
-SGLang release has.
+and that it takes the parameters that the hooks rely on. For each SGLang release, `compat.releases`
+selects the groups whose functions the release has.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ __all__ = ["Hook", "Seam"]
 
 @dataclass(frozen=True)
 class Hook:
-    """A function of this package that wraps a seam.
+    """A function of this package that wraps an SGLang function.
 
     Attributes:
-        kind: the name in SGLang's `HookType`, which is BEFORE, AFTER, or AROUND.
+        kind: the hook's kind in SGLang's `HookType`, which is BEFORE, AFTER, or AROUND.
         function: the hook's path in this package, as `module.function`.
-        always: whether the hook is installed even if sets are refused, because the hook refuses requests or
-            reports problems.
+        always: whether the plugin installs the hook even in a process that serves no candidate sets. A
+            hook with `always` refuses requests or reports problems.
         state: the field of `plugin.ProcessState` that the hook gets as its first argument; empty if the hook
             gets no state.
     """
@@ -38,9 +38,9 @@ class Seam:
     Attributes:
         target: the dotted path, `module.attribute` or `module.Class.method`.
         parameters: parameter names that the signature must have, in this order.
-        purpose: what the patch set does at this seam.
-        hooks: the hooks, the innermost first. A seam has no hooks if the patch set only calls or extends
-            the target.
+        purpose: what the patch set does with the function or class.
+        hooks: the hooks on the target, the innermost first. The tuple is empty if the patch set only calls or
+            extends the target.
     """
 
     target: str
@@ -223,7 +223,7 @@ COMMON = (
         (_after("http.server_info.report_state", always=True, state="scheduler"),),
     ),
 )
-"""The seams that every release has."""
+"""The SGLang functions and classes that the patch set uses with every release."""
 
 IN_PROCESS = (
     Seam(
@@ -239,7 +239,7 @@ IN_PROCESS = (
         (_around("http.offline_engine.async_generate"),),
     ),
 )
-"""The seams of the offline engine, which is `sglang.Engine` in the caller's process."""
+"""The methods of the offline engine, which is `sglang.Engine` in the caller's process."""
 
 OPENAI = (
     Seam(
@@ -267,7 +267,7 @@ OPENAI = (
         (_around("http.openai.add_to_stream"),),
     ),
 )
-"""The seams of the completion and chat routes in SGLang's OpenAI API."""
+"""The methods behind the completion and chat routes of SGLang's OpenAI API."""
 
 RESUME = (
     Seam(
@@ -312,7 +312,7 @@ RESUME = (
         (_after("http.resume.send_while_paused"),),
     ),
 )
-"""The seams for the request field `resumed_tokens`, since 0.5.23."""
+"""The SGLang functions that the request field `resumed_tokens` depends on, in SGLang 0.5.23 and later."""
 
 
 def _verification(logprobs: str) -> tuple[Seam, ...]:
@@ -333,10 +333,10 @@ def _verification(logprobs: str) -> tuple[Seam, ...]:
 
 
 VERIFICATION = _verification(f"{_LOGPROBS}.compute_spec_logprobs")
-"""The seams of speculative verification since 0.5.18."""
+"""The functions that verify the tokens of speculative decoding, in SGLang 0.5.18 and later."""
 
 VERIFICATION_BEFORE_0_5_16 = _verification("sglang.srt.layers.utils.logprob.compute_spec_v2_logprobs")
-"""The seams of speculative verification up to 0.5.15.post1."""
+"""The functions that verify the tokens of speculative decoding, in SGLang up to 0.5.15.post1."""
 
 GRPC = (
     Seam(
@@ -352,7 +352,7 @@ GRPC = (
         (_before("http.route_policy.refuse_grpc_openai", always=True),),
     ),
 )
-"""The seams of SGLang's gRPC server, which exists since 0.5.14."""
+"""The methods of SGLang's gRPC server, which exists since SGLang 0.5.14."""
 
 HTTP_CONTRACT = (
     Seam(
@@ -368,7 +368,7 @@ HTTP_CONTRACT = (
         (_after("http.server_info.add_status", always=True, state="http"),),
     ),
 )
-"""The seams for errors before a stream begins, and for `GET /server_info`, since 0.5.22."""
+"""The functions that check a request body and that answer `GET /server_info`, in SGLang 0.5.22 and later."""
 
 AUXILIARY_OUTPUT = (
     Seam(
@@ -384,7 +384,9 @@ AUXILIARY_OUTPUT = (
         (_around("scheduler.pipeline_parallel.take_from_stage_output"),),
     ),
 )
-"""The seams of auxiliary outputs, which SGLang sends between pipeline stages since 0.5.19."""
+"""The functions that send auxiliary outputs between pipeline stages, in SGLang 0.5.19 and later.
+
+An auxiliary output holds extra results of a forward pass, such as candidate sets."""
 
 COMPOSED = (
     Seam(
@@ -398,7 +400,7 @@ COMPOSED = (
         "knows which tokens became visible",
     ),
 )
-"""The seams for several auxiliary outputs in one pass, since 0.5.20."""
+"""The function and the class for several auxiliary outputs in one forward pass, since SGLang 0.5.20."""
 
 DISAGGREGATION = (
     Seam(
@@ -439,7 +441,7 @@ DISAGGREGATION = (
         ),
     ),
 )
-"""The seams of disaggregated servers, which only prefill or only decode."""
+"""The SGLang functions of disaggregated servers, each of which only prefills or only decodes."""
 
 
 def _weight_pushes(updater: str, *functions: str) -> tuple[Seam, ...]:
@@ -462,15 +464,15 @@ _PUSHES = (
 )
 
 WEIGHT_PUSHES = _weight_pushes(_UPDATER, *_PUSHES)
-"""The seams of weight pushes since 0.5.13."""
+"""The methods that receive pushed weights, in SGLang 0.5.13 and later."""
 
 WEIGHT_PUSHES_IN_MIXIN = _weight_pushes(_UPDATER_MIXIN, *_PUSHES)
-"""The seams of weight pushes in 0.5.12, where the scheduler itself handles pushes."""
+"""The methods that receive pushed weights in SGLang 0.5.12, where they belong to the scheduler itself."""
 
 WEIGHT_UPDATE_SESSIONS = _weight_pushes(_UPDATER, "begin_weight_update", "end_weight_update")
-"""The seams of `begin_weight_update` and `end_weight_update`, since 0.5.21.
+"""The methods `begin_weight_update` and `end_weight_update`, which exist since SGLang 0.5.21.
 
-Between these two calls, other processes may write the weights directly (P2P or RDMA)."""
+Between the calls of these two methods, other processes may write the weights directly (P2P or RDMA)."""
 
 WEIGHT_VERSIONS = (
     Seam(
@@ -484,7 +486,7 @@ WEIGHT_VERSIONS = (
         "reads the weight version",
     ),
 )
-"""The seams through which the scheduler knows the weight version, since 0.5.19."""
+"""The functions that set and read the scheduler's weight version, in SGLang 0.5.19 and later."""
 
 SAMPLER_SOURCE = (
     Seam(
@@ -499,7 +501,9 @@ SAMPLER_SOURCE = (
         "reads which backend samples",
     ),
 )
-"""The seams of the sampler. Since 0.5.20, the sampler can return the token weights that it drew from."""
+"""The functions that show from which tokens the sampler draws.
+
+SGLang 0.5.20 and later can return the probabilities that the sampler's filters leave."""
 
 TOP_K_RANKING = (
     Seam(
@@ -509,7 +513,7 @@ TOP_K_RANKING = (
         (_around("scheduler.sampler_support.rank_only_top_k"),),
     ),
 )
-"""The seam of SGLang's torch sampler, which can rank only the tokens that top_k keeps since 0.5.22."""
+"""SGLang's torch sampler. Since SGLang 0.5.22, this sampler can rank only the tokens that `top_k` keeps."""
 
 LOGPROB_PROCESSORS = (
     Seam(
@@ -534,7 +538,7 @@ LOGPROB_PROCESSORS = (
         (_around("scheduler.prompt_sets.forward"),),
     ),
 )
-"""The seams of the classes that compute log-probs since 0.5.16."""
+"""The methods of the log-prob processors, which compute log-probs in SGLang 0.5.16 and later."""
 
 NORMALIZER = (
     Seam(
@@ -543,7 +547,9 @@ NORMALIZER = (
         "computes prompt log-probs as SGLang does",
     ),
 )
-"""The seam of `compute_row_log_normalizer`, which may replace `log_softmax` for prompts since 0.5.18."""
+"""`compute_row_log_normalizer`.
+
+SGLang 0.5.18 and later may score prompts with this function instead of `log_softmax`."""
 
 SCORED_ROWS_ON_HOST = (
     Seam(
@@ -557,7 +563,7 @@ SCORED_ROWS_ON_HOST = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The seam of `LogitsMetadata` since 0.5.21. Its list of the rows that score prompt tokens is on the host."""
+"""`LogitsMetadata` since SGLang 0.5.21, whose list of rows that score prompt tokens is on the host."""
 
 SEND_WITH_STATE = (
     Seam(
@@ -567,7 +573,9 @@ SEND_WITH_STATE = (
         (_around("http.tokenizer_manager.write_sets", state="http"),),
     ),
 )
-"""The seam of `_stream_one_response`, which sends an answer since 0.5.19 and takes SGLang's `ReqState`."""
+"""`_stream_one_response`, which sends an answer in SGLang 0.5.19 and later.
+
+SGLang passes its `ReqState` to `_stream_one_response`."""
 
 FEW_STATUSES = (
     Seam(
@@ -577,7 +585,7 @@ FEW_STATUSES = (
         (_after("http.tokenizer_manager.answer_with_status"),),
     ),
 )
-"""The seam for error statuses before 0.5.23, where SGLang answers only some errors with their own status."""
+"""`_stream_one_response` in SGLang before 0.5.23, which loses the HTTP status of some errors."""
 
 STREAMER = (
     Seam(
@@ -587,7 +595,7 @@ STREAMER = (
         (_after("scheduler.generated_sets.free_sent_entries"),),
     ),
 )
-"""The seam of `SchedulerOutputStreamer`, which sends the scheduler's output since 0.5.13."""
+"""`SchedulerOutputStreamer`, which sends the scheduler's output in SGLang 0.5.13 and later."""
 
 DETOKENIZER = (
     Seam(
@@ -597,7 +605,7 @@ DETOKENIZER = (
         (_after("memory.detokenizer_malloc_trim.trim_after_batch", state="in_flight"),),
     ),
 )
-"""The seam of the detokenizer, which loads plugins since 0.5.22."""
+"""A method of the detokenizer process, in which SGLang 0.5.22 and later load plugins."""
 
 SCORED_ROWS = (
     Seam(
@@ -606,7 +614,7 @@ SCORED_ROWS = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""The seam of `LogitsMetadata` before 0.5.21. The list of rows that score prompt tokens is on the device."""
+"""`LogitsMetadata` before SGLang 0.5.21, whose list of rows that score prompt tokens is on the device."""
 
 COPY_TO_HOST = (
     Seam(
@@ -616,7 +624,7 @@ COPY_TO_HOST = (
         (_before("scheduler.auxiliary_output_before_0_5_19.copy_to_host"),),
     ),
 )
-"""The seam of the function that copies a pass's results to the host before 0.5.19."""
+"""The function that copies a forward pass's results to the host, in SGLang before 0.5.19."""
 
 
 def _commit(results: str, streamer: str) -> tuple[Seam, ...]:
@@ -653,10 +661,12 @@ def _commit(results: str, streamer: str) -> tuple[Seam, ...]:
 
 
 COMMIT = _commit(_RESULTS, _STREAMER)
-"""The seams of the functions that append new tokens to requests and send them, in SGLang 0.5.13 to 0.5.18."""
+"""The functions that append new tokens to requests and send the tokens, in SGLang 0.5.13 to 0.5.18."""
 
 COMMIT_IN_MIXIN = _commit(_RESULTS_MIXIN, _RESULTS_MIXIN)
-"""The seams of the functions in `COMMIT` for SGLang 0.5.12, where a mixin of the scheduler has them."""
+"""The functions that append new tokens to requests and send the tokens, in SGLang 0.5.12.
+
+In SGLang 0.5.12, these functions belong to mixins of the scheduler."""
 
 SAMPLER_LOGPROBS = (
     Seam(
@@ -700,7 +710,7 @@ SAMPLER_LOGPROBS = (
         (_after("scheduler.prompt_sets.observe_logits"),),
     ),
 )
-"""The seams where the sampler and the logits processor compute log-probs, up to 0.5.15.post1."""
+"""The methods of the sampler and the logits processor that compute log-probs, up to SGLang 0.5.15.post1."""
 
 SEND_BY_LOOKUP = (
     Seam(
@@ -710,7 +720,9 @@ SEND_BY_LOOKUP = (
         (_around("http.tokenizer_manager.write_sets_of", state="http"),),
     ),
 )
-"""The seam of `_wait_one_response`, which sends an answer before 0.5.19 and looks up SGLang's `ReqState`."""
+"""`_wait_one_response`, which sends an answer in SGLang before 0.5.19.
+
+`_wait_one_response` itself looks up SGLang's `ReqState`."""
 
 PROMPT_TOKEN_IDS = (
     Seam(
@@ -738,7 +750,9 @@ PROMPT_TOKEN_IDS = (
         (_after("http.prompt_token_ids.write"),),
     ),
 )
-"""The seams for the token ids of text prompts, which SGLang does not return before 0.5.13."""
+"""The functions that the patch set wraps to return the token ids of text prompts.
+
+SGLang before 0.5.13 does not return the token ids of text prompts."""
 
 NO_HTTP_CONTRACT = (
     Seam(
@@ -748,4 +762,6 @@ NO_HTTP_CONTRACT = (
         (_after("http.middleware_before_0_5_22.install", always=True, state="http"),),
     ),
 )
-"""The seam that replaces `HTTP_CONTRACT` before 0.5.22, where SGLang lacks the functions of that group."""
+"""The method that installs the patch set's middleware in SGLang before 0.5.22.
+
+SGLang before 0.5.22 lacks the functions in `HTTP_CONTRACT`."""

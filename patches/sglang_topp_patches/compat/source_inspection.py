@@ -1,13 +1,14 @@
 """Find a package's functions, classes, and signatures in its source code, without importing the package.
 
-`sglang-topp doctor` uses this module to find where a missing function moved. The tests use this module to
-check the functions that the hooks rely on, in SGLang releases that are not installed.
+`sglang-topp doctor` uses this module to find the new place of an SGLang function that is missing at its old
+place. The tests use this module to check SGLang releases that are not installed.
 
-The package griffe 2.4.1 was tried in place of this module, on SGLang 0.5.23. The patch set uses 65 names of
-that release: it hooks or calls 53 functions, and has 12 imports. griffe found none of the 65 names. The
-folder `sglang/srt` has no `__init__.py`, so griffe does not treat that folder as a part of the package.
-Loading the folder alone took griffe 30 s of CPU time, and names imported from `sglang.srt` stayed unresolved.
-This module finds all 65 names in 1.3 s.
+The package griffe 2.4.1 was tried on SGLang 0.5.23, but cannot replace this module. The patch set uses 65
+names of SGLang 0.5.23, namely 53 functions that the patch set hooks or calls, and 12 names that it imports.
+griffe found none of these 65 names. The folder `sglang/srt` has no `__init__.py`, so griffe does not treat
+the folder as a part of the package `sglang`. To load `sglang/srt` alone took griffe 30 s of CPU time, and
+griffe did not resolve the names that are imported from `sglang.srt`. This module finds all 65 names of SGLang
+in 1.3 s.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _Found = tuple[str, ast.AST]
 
 
 class PackageSource:
-    """The source code of the package `name`, in the folder `root`.
+    """The source code of one Python package. The source code of other packages is not read.
 
     Args:
-        root: the parent of the package's folder.
-        name: the package's name. This class does not follow imports from other packages.
+        root: the folder that contains the package's own folder.
+        name: the package's name.
     """
 
     def __init__(self, root: Path, name: str = "sglang") -> None:
@@ -39,7 +40,7 @@ class PackageSource:
 
     @classmethod
     def installed(cls, name: str = "sglang") -> PackageSource:
-        """Return the source of an installed package.
+        """Return the `PackageSource` of an installed package.
 
         Raises:
             LookupError: the package is not installed.
@@ -52,13 +53,13 @@ class PackageSource:
     def parameters(self, target: str) -> tuple[str, ...]:
         """Return the parameter names of `module.function`, `module.Class`, or `module.Class.method`.
 
-        The names and their order match `inspect.signature`: `self` is included, but a classmethod's class
-        argument is not. For a class, the result is the constructor's parameters, or the fields of a dataclass
-        or struct.
+        The parameters have the same names and order as in `inspect.signature`. `self` is included, but the
+        class argument of a classmethod is not. For a class, the result is the constructor's parameters, or
+        the fields of a dataclass or struct.
 
         Raises:
-            LookupError: the target does not exist, or has no parameters. The error message names
-                the missing part.
+            LookupError: `target` does not exist, or has no parameters. The error message names the part of
+                `target` that does not exist.
         """
         module, node = self._resolve(target)
         if isinstance(node, ast.ClassDef):
@@ -68,7 +69,7 @@ class PackageSource:
         raise LookupError(f"{target} is neither a function nor a class")
 
     def has(self, target: str) -> bool:
-        """Return whether a module, or a name in a module, exists."""
+        """Return whether `target`, a module or a name in a module, exists."""
         try:
             self._resolve(target)
         except LookupError:
@@ -76,7 +77,7 @@ class PackageSource:
         return True
 
     def elsewhere(self, target: str) -> tuple[str, ...]:
-        """Return, sorted, all other dotted paths where the target's last name is defined.
+        """Return, sorted, all other dotted paths at which the package defines the last name in `target`.
 
         The search covers definitions at a module's top level and within a class.
         """
@@ -201,7 +202,11 @@ class PackageSource:
 
 
 def _definitions(tree: ast.AST, *, nested: bool = True) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the names that a module or class defines, also in `if` or `try`. `nested` adds `Class.name`."""
+    """Yield each name that a module or class defines, with the syntax node of the definition.
+
+    A definition may also be in an `if`, `try`, or `with` statement. `nested` adds names of the form
+    `Class.name`.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, _Function | ast.ClassDef):
             yield node.name, node
@@ -234,7 +239,7 @@ def _of_function(node: _Function) -> tuple[str, ...]:
 
 
 def _says(node: ast.ClassDef, name: str) -> bool:
-    """Return whether a class, or one of its decorators, passes True for the keyword called `name`."""
+    """Return whether a class statement, or a decorator of the class, has the keyword argument `name=True`."""
     words = [*node.keywords]
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call):

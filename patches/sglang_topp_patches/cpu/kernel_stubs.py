@@ -1,8 +1,8 @@
 """Stubs of two kernel packages that SGLang before 0.5.14 imports on a CPU but never calls there.
 
 `sgl_kernel` cannot be imported without the CUDA driver. `vllm` may be missing, because SGLang does not depend
-on it. Our CPU platform takes SGLang's plain-torch paths, which call no kernel from either package. Calling a
-stub raises an error that names the kernel.
+on it. This package's CPU platform runs SGLang's plain-torch code, which calls no kernel from either package.
+Calling a stub raises an error that names the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 __all__ = ["install"]
 
-# Only these vllm modules are stubbed, so code that looks for other parts of vllm finds them missing.
+# No other vllm module has a stub, so code that looks for another vllm module does not find the module.
 _MODULES = ("vllm", "vllm._custom_ops")
 _PACKAGE = "sgl_kernel"
 
@@ -25,14 +25,14 @@ _PACKAGE = "sgl_kernel"
 def install() -> None:
     """Make `import sgl_kernel`, with its submodules, and `import vllm._custom_ops` succeed in this process.
 
-    Only the CPU platform calls this function. A second call does nothing.
+    Only the CPU platform calls this function. If `install` is called again, it does nothing.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Kernel:
-    """The stub of a kernel. Every attribute of a stub is another stub, and calling a stub raises an error."""
+    """A stub for a kernel. Every attribute of a stub is another stub, and calling a stub raises an error."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,14 +1,15 @@
 """An SGLang platform that serves on a CPU, on machines without an accelerator.
 
 `SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang chooses its platform at import, before it
-parses arguments, so `--device cpu` comes too late. Without `SGLANG_PLATFORM`, this package changes nothing,
+parses arguments, so `--device cpu` comes too late. Without `SGLANG_PLATFORM`, the platform changes nothing,
 and SGLang still refuses to start on a machine whose driver is broken.
 
-SGLang's own CPU engine needs kernels that no package ships. This platform takes SGLang's plain-torch paths
-instead. These paths are slow, but the scheduler, sampler, and HTTP server are the same as on other platforms.
+SGLang's own CPU engine needs kernels that no package ships. This platform runs SGLang's plain-torch code,
+which needs no kernels. The plain-torch code is slow, but the scheduler, the sampler, and the HTTP server are
+the same as on other platforms.
 
-SGLang's platform interface changed between 0.5.12 and 0.5.23. `TorchCpuPlatform` implements all versions of
-the interface, so no method depends on the release.
+SGLang's platform interface changed between 0.5.12 and 0.5.23. `TorchCpuPlatform` implements every version of
+the platform interface, so no method depends on the SGLang release.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sglang_topp_patches.cpu import kernel_stubs
 
 __all__ = ["TorchCpuPlatform", "activate", "register"]
 
-_NAME = "sglang_topp_cpu"  # the name of the platform entry point and of the plugin entry point
+_NAME = "sglang_topp_cpu"  # the platform entry point and the plugin entry point have this name
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
 
 
@@ -39,7 +40,7 @@ def activate() -> str | None:
 
     Raises:
         PatchError: the machine has an accelerator, or `SGLANG_USE_CPU_ENGINE=1` asks for another platform.
-            SGLang does not start after this error.
+            The error keeps SGLang from starting.
     """
     if not _is_selected():
         return None
@@ -51,8 +52,8 @@ def activate() -> str | None:
             f"SGLANG_PLATFORM: got {_NAME} on a machine with an accelerator ({accelerator.type}), which parts"
             " of SGLang would use all the same; unset it, or hide the accelerator (CUDA_VISIBLE_DEVICES=)"
         )
-    # In older releases, tensor-parallel ranks use NCCL wherever its library loads. NCCL does not work on a
-    # CPU.
+    # In older releases of SGLang, tensor-parallel ranks use NCCL wherever its library loads. NCCL does not
+    # work on a CPU.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
     if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # SGLang before 0.5.14
         kernel_stubs.install()
@@ -60,19 +61,19 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Plugin entry point (group `sglang.srt.plugins`): register the hooks that 0.5.12 needs on a CPU."""
+    """Plugin entry point (group `sglang.srt.plugins`): register the hooks that SGLang 0.5.12 needs."""
     if not _is_selected():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
     # SGLang 0.5.12 does not ask the platform for the device, so `_name_device` sets the device. A later
-    # release removed the hooked function.
+    # SGLang release removed `_handle_missing_default_values`.
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
-    # In 0.5.12, the two methods in `pins` pin memory without asking the platform. The method
-    # `_expand_metadata_for_logprobs` exists only in 0.5.12, so its presence identifies the release.
+    # In SGLang 0.5.12, the two methods in `pins` pin memory without asking whether the platform can. The
+    # method `_expand_metadata_for_logprobs` exists only in 0.5.12, so its presence identifies the release.
     pins = [f"{_LOGITS}._get_pruned_states", f"{_LOGITS}._expand_metadata_for_logprobs"]
     if PackageSource.installed().has(pins[-1]):
         for target in pins:
@@ -156,7 +157,7 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
         gc.collect()
 
     def synchronize(self) -> None:
-        """Do nothing: no operation on a CPU is asynchronous."""
+        """Do nothing: torch runs all CPU operations synchronously."""
 
     def get_torch_distributed_backend_str(self) -> str:
         return "gloo"
@@ -167,8 +168,9 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
 
-    # SGLang up to 0.5.21 calls `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls`. Later releases call
-    # `get_kv_pool_cls`, where None selects the same classes.
+    # SGLang up to 0.5.21 calls `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls`. Later releases of SGLang call
+    # `get_kv_pool_cls`. If `get_kv_pool_cls` returns None, SGLang selects the classes that the two older
+    # methods return here.
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

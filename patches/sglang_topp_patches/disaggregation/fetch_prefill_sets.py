@@ -1,9 +1,9 @@
 """Fetch the candidate sets of a prompt and its first token from the prefill server, on a decode server.
 
 While a request runs, the decode server's HTTP process asks the prefill server's bootstrap server for the sets
-(`open_question`). The sets cannot use the connection between the schedulers, because its buffers have a fixed
-size. The schedulers do not wait for the sets. If the prefill server has no sets, or its first token is not
-the first token that the decode server received, the request ends as an error.
+(`open_question`). SGLang's transfer of the KV cache cannot carry the sets, because the transfer's buffers
+have a fixed size. The schedulers of the two servers do not wait for the sets. The request ends as an error if
+the prefill server has no sets, or if the two servers have different first tokens for the request.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _LATE_S = 30.0
 
 
 def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
-    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: note where the first token's set is.
+    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: note that the prefill server has a set.
 
-    The first token arrives with the KV cache. The hook runs in the decode server's scheduler, and records
-    that the prefill server has the first token's set.
+    The prefill server sends a request's first token with the KV cache, but without the first token's set.
+    This hook runs in the decode server's scheduler, and records that the first token's set is on the prefill
+    server.
     """
     req = decode_req.req
     if not req.return_logprob or not asking_field(custom_params(req).get) or is_refused(req):
@@ -44,8 +45,8 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
-    # After a retraction, SGLang transfers a request again with its last token. That token already has an
-    # entry in `entries`.
+    # After a retraction, SGLang transfers a request's KV cache and last token again. `entries` already has an
+    # entry for the last token.
     while len(entries) < len(req.output_ids):
         if getattr(decode_req, "is_rebootstrap", False):  # `is_rebootstrap` exists since 0.5.16
             entries.append(Entry(None, "the prefill server drew the token again, without log-probs"))
@@ -54,11 +55,11 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
 
 
 def num_scored_here(server_args: Any, state: Any) -> int | None:
-    """Return the number of prompt positions that need a set, because SGLang reports their log-probs.
+    """Return the number of prompt positions with a log-prob from this server. Each of them needs a set.
 
     Returns:
-        None on a decode server, because a decode server gets the prompt's sets together with the first
-        token's set. The number of positions on any other server.
+        The number of positions, or None on a decode server. A decode server gets the prompt's sets from the
+        prefill server, together with the first token's set.
     """
     return None if server_args.disaggregation_mode == "decode" else len(state.input_token_logprobs_val)
 
@@ -68,8 +69,8 @@ async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Tas
     """Ask the prefill server for the sets of a request's first token and prompt.
 
     Yields:
-        The task that fetches the sets, or None if this server is not a decode server. The task is canceled
-        when the context exits.
+        The asyncio task that fetches the sets, or None if this server is not a decode server. When the
+        context exits, the asyncio task is canceled.
     """
     if server_args.disaggregation_mode != "decode":
         yield None
@@ -84,12 +85,15 @@ async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Tas
 async def fetch_first_token(
     question: asyncio.Task[FirstToken] | None, state: Any, token_id: int | None
 ) -> FirstToken:
-    """Return the first token with the sets from the prefill server. If this fails, `entry.problem` says why.
+    """Return the first token and the sets from the prefill server.
+
+    If the sets are missing or invalid, `entry.problem` of the returned `FirstToken` says why.
+
 
     Args:
-        question: the task that `open_question` yielded.
+        question: the asyncio task from `open_question`, which fetches the sets.
         state: SGLang's `ReqState`.
-        token_id: the first token of the answer.
+        token_id: the id of the first token in the answer.
     """
     assert question is not None, "only a decode server's scheduler leaves a token's set elsewhere"
     try:

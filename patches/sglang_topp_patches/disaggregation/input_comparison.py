@@ -15,8 +15,8 @@ __all__ = ["differing_names", "first_token_inputs"]
 def first_token_inputs(obj: Any) -> dict[str, str]:
     """Return the inputs that determine the sets of a request's prompt and first token, as strings by name.
 
-    `max_new_tokens` is left out, because a router may send different values to the two servers. The prefill
-    server draws only one token in any case.
+    `max_new_tokens` is left out, because a router may send different values to the prefill server and the
+    decode server. The prefill server draws one token, whatever the value of `max_new_tokens` is.
 
     Args:
         obj: SGLang's `GenerateReqInput`.
@@ -24,8 +24,8 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     sampling = {**(obj.sampling_params or {})}
     sampling.pop("max_new_tokens", None)
     if isinstance(custom := sampling.get("custom_params"), dict):
-        # Leave out the patch set's own fields, and `KEY`, which holds the cost of a candidate. The returned
-        # dict has `THRESHOLD` and `SOURCE` anyway, wherever the caller put these two fields.
+        # Leave out the patch set's own fields, and `KEY`, to which the HTTP process sets the memory cost
+        # of a candidate. The values of `THRESHOLD` and `SOURCE` have their own keys in the returned dict.
         others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
         sampling["custom_params"] = others or None
     if sampling.get("custom_params") is None:

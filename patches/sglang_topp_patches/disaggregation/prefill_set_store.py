@@ -1,9 +1,10 @@
 """Store a prefill server's candidate sets until a decode server fetches them.
 
-The prefill server draws a request's first token and scores its prompt. SGLang sends the token and the KV
-cache to the decode server, in buffers of fixed size. The sets have no fixed size. So the sets wait in the
-prefill server's HTTP process until the decode server's HTTP process asks for them. The store finds the sets
-by the request's bootstrap room.
+The prefill server draws a request's first token and scores the request's prompt. SGLang sends the token and
+the KV cache to the decode server, in buffers of fixed size. Candidate sets vary in size, and do not fit
+buffers of fixed size. The prefill server's HTTP process therefore keeps the sets until the decode server's
+HTTP process asks for them. The store finds a request's sets by the bootstrap room, which is the request's
+number on both servers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ PATH = "/sglang_topp/first"
 """The route, on a prefill server's bootstrap server, that delivers the sets of first tokens."""
 
 KEPT_S = 120.0
-"""The number of seconds for which the store keeps a request's sets. The request itself ends earlier."""
+"""The number of seconds for which the store keeps sets that no decode server fetches.
+
+On the decode server, the request ends before this time is over.
+"""
 
 _FIELD = "the first token's set"
 _LINE_END = b"\n"
@@ -37,13 +41,13 @@ _LINE_END = b"\n"
 
 @dataclass(frozen=True)
 class FirstToken:
-    """A request's first token, with its set and the sets of the prompt.
+    """A request's first token, the candidate set of the first token, and the candidate sets of the prompt.
 
     Attributes:
-        token_id: the id of the token.
+        token_id: the id of the first token.
         inputs: the request's inputs on the prefill server, from `input_comparison.first_token_inputs`.
-        entry: the token's set, or the reason why it is missing.
-        prompt: the set of each scored prompt position, with None for the first position.
+        entry: the first token's candidate set, or the reason why the set is missing.
+        prompt: the candidate set of each prompt position with a log-prob. `prompt[0]` is None.
     """
 
     token_id: int
@@ -53,13 +57,14 @@ class FirstToken:
 
     @property
     def num_candidates(self) -> int:
-        """The number of candidates in all sets together."""
+        """The number of candidates in the sets of the first token and the prompt."""
         return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
 
     def to_bytes(self) -> bytes:
-        """Return a line of JSON, followed by all token ids (int32) and all log-probs (float32).
+        """Return a line of JSON, then the token ids (int32) and the log-probs (float32) of all candidates.
 
-        Both arrays are little-endian. Only `from_bytes` of the same package version can read the result.
+        The token ids and log-probs are little-endian. Only `from_bytes` of the same package version can read
+        the result.
         """
         positions = join((self.entry.candidates, *self.prompt))
         head = {
@@ -81,10 +86,10 @@ class FirstToken:
 
     @classmethod
     def from_bytes(cls, body: bytes) -> FirstToken:
-        """Read what `to_bytes` wrote.
+        """Decode the bytes that `to_bytes` returned.
 
         Raises:
-            WireError: another version of this package wrote the bytes, or they are incomplete.
+            WireError: another version of this package wrote the bytes, or the bytes are incomplete.
         """
         line, _, arrays = body.partition(_LINE_END)
         try:
@@ -118,7 +123,7 @@ def _little_endian(values: np.ndarray[Any, Any]) -> bytes:
 
 
 Answer: TypeAlias = FirstToken | tuple[str, ...]
-"""The answer to a decode server: the sets, or the names of the inputs that differ on the two servers."""
+"""The answer to a decode server: a `FirstToken`, or the names of inputs that differ on the two servers."""
 
 
 @dataclass(eq=False)
@@ -130,11 +135,12 @@ class _Question:
 
 
 class PrefillSets:
-    """The sets that wait in a prefill server's HTTP process, and the pending requests of decode servers.
+    """A prefill server's store of candidate sets that no decode server has fetched yet.
 
-    All calls must come from one event loop. Each entry is delivered once, and only to a caller whose request
-    inputs match. The candidates of all entries count against the process's budget. If the budget is exceeded,
-    the store may replace an entry's sets with an error message.
+    The store also holds the pending requests of decode servers for such sets. All methods must be called from
+    one event loop. The store delivers a request's sets once, and only to a decode server whose request has
+    the same inputs. All candidates in the store count against the memory budget of the HTTP process. If the
+    budget is exceeded, the store may replace a request's sets with an error message.
     """
 
     def __init__(self, in_flight: InFlight, kept_s: float = KEPT_S) -> None:
@@ -148,7 +154,7 @@ class PrefillSets:
         return len(self._entries)
 
     async def wait_for_question(self, room: int, wait_s: float) -> bool:
-        """Return whether a decode server has asked for the room's sets, or asks within `wait_s` seconds."""
+        """Return whether a decode server asks for a bootstrap room's sets within `wait_s` seconds."""
         self._without_sets.discard(room)
         if room in self._questions:
             return True
@@ -167,12 +173,13 @@ class PrefillSets:
                     del self._expected[room]
 
     def put(self, room: int, first: FirstToken) -> None:
-        """Send `first` to the decode server that waits for the room, or store `first` until one asks.
+        """Send `first` to the decode server that asked for the bootstrap room, or store `first`.
 
-        An earlier entry of the room is dropped.
+        The store drops an earlier `FirstToken` of the same bootstrap room.
         """
         is_taken = False
-        # Answer the newest pending request first, because older requests may come from closed connections.
+        # Answer the decode server's newest request first, because older ones may come from closed
+        # connections.
         for question in reversed(self._questions.pop(room, [])):
             names = differing_names(question.inputs, first.inputs)
             if question.answer.done() or (is_taken and not names):
@@ -188,10 +195,10 @@ class PrefillSets:
         asyncio.get_running_loop().call_later(self._kept_s, self._drop, room, account)
 
     def note_request_without_sets(self, room: int) -> None:
-        """Record that the room's request does not ask for sets.
+        """Record that the prefill server's request in a bootstrap room does not ask for sets.
 
-        The store answers all pending and later requests of decode servers for the room with `top_logprobs_p`,
-        the name of the input that differs.
+        If a decode server asks for the sets of this bootstrap room, the store answers with `top_logprobs_p`,
+        the name of the input that differs on the two servers.
         """
         self._without_sets.add(room)
         asyncio.get_running_loop().call_later(self._kept_s, self._without_sets.discard, room)
@@ -200,12 +207,12 @@ class PrefillSets:
                 question.answer.set_result((THRESHOLD,))
 
     async def take(self, room: int, inputs: Mapping[str, str], wait_s: float) -> Answer | None:
-        """Wait for the room's sets, and remove them from the store.
+        """Wait for the sets of a bootstrap room, and remove the sets from the store.
 
         Returns:
-            The sets, if the prefill server's request has the same inputs as `inputs`. If some inputs differ,
-            the result is the names of those inputs, and the sets stay in the store. If no sets arrive within
-            `wait_s` seconds, the result is None.
+            A `FirstToken`, or None if no sets arrive within `wait_s` seconds. If `inputs` differ from the
+            inputs of the prefill server's request, `take` leaves the sets in the store, and returns the names
+            of the inputs that differ.
         """
         if room in self._entries:
             first, account = self._entries[room]
@@ -233,7 +240,7 @@ class PrefillSets:
                     del self._questions[room]
 
     def _drop(self, room: int, account: Account | None = None) -> None:
-        """Free the room's entry. If `account` is given, free the entry only if `account` is its counter."""
+        """Free the sets of a bootstrap room. If `account` is given, free only sets that `account` counts."""
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):
             del self._entries[room]

@@ -1,10 +1,10 @@
 """Serve the candidate sets of prompts and first tokens from a prefill server to decode servers.
 
-The decode server answers the client, but the prefill server draws the first token. So while a generation
-runs, the decode server's HTTP process fetches the sets from the prefill server's HTTP process, through
+The decode server answers the client, but the prefill server draws the first token. While a generation runs,
+the decode server's HTTP process therefore fetches the sets from the prefill server's HTTP process, through
 SGLang's bootstrap server. A decode server without the patch set does not fetch the sets, and would answer
-without sets. So the prefill server does not start a request for sets until a decode server has asked for the
-request's sets.
+without sets. The prefill server therefore starts a request for sets only after a decode server has asked for
+that request's sets.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
 
 __all__ = ["PrefillServer"]
 
-# If the sets are not ready within this number of seconds, the prefill server answers without sets. The decode
-# server then asks again. Without this limit, a proxy between the servers might close the idle connection.
+# If the sets are not ready within this number of seconds, the prefill server answers without sets, and the
+# decode server asks for the sets again. Without this limit, a proxy between the servers might close the idle
+# connection.
 _QUESTION_S = 20.0
 _RETRY_S = 0.5
-# A request waits at most this number of seconds until a decode server asks for the request's sets. Both
-# servers receive a request at about the same time, unless one of them is paused.
+# A request waits at most this number of seconds until a decode server asks for the request's sets. The
+# prefill server and the decode server receive a request at about the same time, unless one server is paused.
 _SKEW_S = 30.0
 
 
 class PrefillServer:
-    """The hooks of a prefill server's HTTP process. On other servers, the hooks do nothing.
+    """The hooks of a prefill server's HTTP process. On other kinds of server, the hooks do nothing.
 
     Attributes:
-        sets: the sets that wait for a decode server. Only the HTTP process's event loop accesses the sets.
+        sets: the candidate sets that no decode server has fetched yet. Only the HTTP process's event loop
+            accesses the attribute `sets`.
     """
 
     def __init__(self, in_flight: InFlight) -> None:
         self.sets = PrefillSets(in_flight)
-        self._loop: asyncio.AbstractEventLoop | None = None  # set by the first request
+        self._loop: asyncio.AbstractEventLoop | None = None  # None until the first request arrives
 
     async def await_decode_server(
         self, original: Callable[..., Awaitable[Any]], manager: Any, obj: Any
     ) -> Any:
-        """AROUND hook on `TokenizerManager._tokenize_one_request`: wait for a decode server.
+        """AROUND hook on `TokenizerManager._tokenize_one_request`: wait until a decode server asks.
 
         The hook waits until a decode server has asked for the request's sets. SGLang sends the request to the
         scheduler only after the hook returns.
@@ -59,7 +61,7 @@ class PrefillServer:
     async def await_decode_servers(
         self, original: Callable[..., Awaitable[Any]], manager: Any, batch_size: int, obj: Any
     ) -> Any:
-        """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: wait for decode servers.
+        """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: wait until decode servers ask.
 
         SGLang calls the hooked function to tokenize all prompts of a request at once. The hook waits until
         decode servers have asked for the sets of every prompt.
@@ -71,11 +73,11 @@ class PrefillServer:
         return tokenized
 
     async def _await_question(self, obj: Any) -> None:
-        """Wait until a decode server asks for the sets of a request.
+        """Wait until a decode server asks for the sets of a request, for at most `_SKEW_S` seconds.
 
         Raises:
-            CallEndedError: no decode server asked in time, and the answer is streamed.
-            HTTPException: no decode server asked in time, and the answer is not streamed.
+            CallEndedError: no decode server asked for the sets, and the answer is streamed.
+            HTTPException: no decode server asked for the sets, and the answer is not streamed.
         """
         from fastapi import HTTPException
 
@@ -108,8 +110,9 @@ class PrefillServer:
         Args:
             server_args: SGLang's `ServerArgs`.
             obj: SGLang's `GenerateReqInput`.
-            token_id: the first token, or None if no token became visible.
-            first_entry: returns the first token's entry, and the set of each scored prompt position.
+            token_id: the id of the first token in the answer, or None if the answer has no token.
+            first_entry: a function that returns the first token's `Entry`, and the candidate set of each
+                prompt position with a log-prob.
         """
         if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
             first = FirstToken(token_id, first_token_inputs(obj), *first_entry())
@@ -132,7 +135,7 @@ class PrefillServer:
             return web.Response(status=400, text="expected a JSON object with room and inputs")
         if type(room) is not int or not isinstance(inputs, dict):
             return web.Response(status=400, text="room: expected an integer; inputs: an object")
-        if self._loop is None:  # no request has arrived yet
+        if self._loop is None:  # no request has reached this prefill server yet
             await asyncio.sleep(_RETRY_S)
             return web.Response(status=204)
         answer = await asyncio.wrap_future(

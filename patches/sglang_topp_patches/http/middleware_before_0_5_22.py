@@ -1,8 +1,8 @@
 """Middleware that checks requests and reports the patch set's status, for SGLang before 0.5.22.
 
 The middleware answers bad input to `/generate` with a 400 before a stream begins. The middleware also
-adds the patch set's status to `GET /server_info`. Since 0.5.22, SGLang has a function for each of these two
-tasks, and hooks wrap both functions.
+adds the patch set's status to `GET /server_info`. Since 0.5.22, SGLang itself has a function that checks a
+body and a function that answers `GET /server_info`. Hooks wrap these two functions.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class OlderReleaseMiddleware:
 def install(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: install the middleware in front of SGLang's routes.
+    """AFTER hook on `TokenizerManager.__init__`: install `OlderReleaseMiddleware` in SGLang's application.
 
     A process that has not imported SGLang's HTTP server needs no middleware.
     """
@@ -83,10 +83,10 @@ def _manager() -> Any:
 
 
 def _names_our_fields(body: bytes) -> bool:
-    """Return whether a body may contain one of our fields.
+    """Return whether a request body may contain a field of the patch set.
 
-    The result is True for any body with JSON escapes, because an escape can hide a field's name. If the
-    result is False, the middleware passes the body on to SGLang without a check.
+    Return True for any body with JSON escapes, because an escape can hide a field's name. If this function
+    returns False, the middleware passes the body on to SGLang without a check.
     """
     return b"\\u" in body or any(field.encode() in body for field in FIELDS)
 
@@ -102,8 +102,8 @@ def _problem(process: HttpProcess, body: bytes, manager: Any) -> str | None:
 def _sampling_problem(body: Any, manager: Any) -> str | None:
     """Return the problem that SGLang's own checks of `sampling_params` find, or None.
 
-    SGLang itself checks `sampling_params` later. If the answer is streamed, SGLang reports the problem
-    without a status, or closes the connection.
+    SGLang itself checks `sampling_params` later. If the answer is streamed, SGLang then reports invalid
+    sampling parameters without an HTTP error status, or closes the connection.
     """
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -114,7 +114,7 @@ def _sampling_problem(body: Any, manager: Any) -> str | None:
                 checked = SamplingParams(**{**(manager.preferred_sampling_params or {}), **params})
                 checked.normalize(manager.tokenizer)
                 checked.verify(manager.model_config.vocab_size)
-            except Exception as error:  # a bad `stop_regex` or `stop` may raise any error
+            except Exception as error:  # an invalid `stop_regex` or `stop` may raise any error
                 return f"sampling_params: {error}"
     return None
 

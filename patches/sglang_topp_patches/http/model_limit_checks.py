@@ -1,7 +1,8 @@
 """Refuse a request for sets if a value does not fit the served model and would crash the scheduler.
 
 SGLang does not check all values of a request against the model. This module checks texts, token ids,
-embeddings, positions, list lengths, and sampling parameters. The server answers a bad value with a 400.
+embeddings, positions, list lengths, and sampling parameters. If a value does not fit, the server answers the
+request with HTTP status 400.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ _ONE_OR_PER_PROMPT = (
     *("custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
     *("decode_tp_size", "extra_key"),
 )
-# A prefill server sends its results to a decode server in SGLang's `MetadataBuffers`. These buffers hold at
-# most this number of top log-probs.
+# A prefill server sends its results to a decode server in SGLang's `MetadataBuffers`. The `MetadataBuffers`
+# hold at most this number of top log-probs.
 _MAX_TRANSFERRED_TOP_LOGPROBS = 128
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of the served model.
+    """The limits that the served model sets for the values of a request.
 
     Attributes:
-        model: the vocabulary size, the context length, and the longest token's number of characters.
+        model: the vocabulary size, the context length, and the number of characters in the longest token.
         hidden_size: the width of one input embedding.
         dtype: the name of the model's dtype.
         is_disaggregated: whether the server only prefills or only decodes.
@@ -77,15 +78,16 @@ class ModelLimits:
         return asdict(self.model)
 
     def check_request(self, field: Callable[[str], Any]) -> None:
-        """Check a request for candidate sets.
+        """Check the values of a request for candidate sets against the served model.
 
         Args:
-            field: returns a field's value as the caller sent it, before SGLang normalized the request. The
-                result is None for a field that the caller did not send.
+            field: a function that returns the value of a request field by the field's name. The value is the
+                one that the caller sent, before SGLang normalized the request, or None if the caller did not
+                send the field.
 
         Raises:
-            InvalidInputError: a value is bad. The error message names the field, the value, and what is
-                expected.
+            InvalidInputError: a value does not fit the model. The error message names the field, the value,
+                and the expected values.
         """
         for name, text in _each("text", field("text"), str):
             if not text:
@@ -98,7 +100,7 @@ class ModelLimits:
         is_batch = _holds(ids, list)
         if (
             isinstance(ids, list) and not ids and field("text") is not None
-        ):  # without a text, SGLang itself refuses an empty `input_ids`
+        ):  # if there is no text, SGLang itself refuses an empty `input_ids`
             raise InvalidInputError("input_ids: got no token id, expected at least one")
         for name, one in (
             _each("input_ids", ids, list) if is_batch else [("input_ids", () if ids is None else ids)]
@@ -114,8 +116,8 @@ class ModelLimits:
         overrides = field("positional_embed_overrides")
         given = overrides if isinstance(overrides, list) and overrides else [overrides]
         if any(isinstance(one, _JSON) for one in given):
-            # `positional_embed_overrides` needs Python objects that JSON cannot express. If the field holds a
-            # JSON value, the scheduler fails.
+            # `positional_embed_overrides` needs Python objects that JSON cannot express. The scheduler fails
+            # if `positional_embed_overrides` holds a JSON value.
             raise InvalidInputError(
                 "positional_embed_overrides: got JSON, which cannot hold it; leave it out"
             )
@@ -137,8 +139,8 @@ class ModelLimits:
                     f"{name}.n: got {n}, expected 1: SGLang's decode server never ends it"
                 )
             if self.is_disaggregated and params.get("max_new_tokens") == 0:
-                # If `max_new_tokens` is 0, the prefill server still draws a token, but the decode server ends
-                # the request without that token.
+                # The prefill server draws a token even if `max_new_tokens` is 0. The decode server then ends
+                # the request without the prefill server's token.
                 raise InvalidInputError(
                     f"{name}.max_new_tokens: got 0, expected 1 or more: on a disaggregated server a prompt's"
                     " sets come with the first token"
@@ -170,7 +172,8 @@ def _session_fields() -> set[str]:
 def _check_processor(name: str, given: str) -> None:
     """Raise InvalidInputError unless a custom logit processor has SGLang's serialized form.
 
-    The scheduler fails on any other form. This function does not check the processor's code.
+    The scheduler fails on a custom logit processor in any other form. The code of the custom logit processor
+    is not checked.
     """
     try:
         bytes.fromhex(json.loads(given)["callable"])
@@ -200,7 +203,7 @@ def _check_embeds(embeds: Any, limits: ModelLimits) -> None:
 
 
 def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
-    """Check fields that hold one value, or a list of one value per prompt. Return the number of prompts."""
+    """Check fields that hold one value, or a list with one value per prompt. Return the number of prompts."""
     count = num_prompts(field)
     for name in _ONE_OR_PER_PROMPT:
         value = field(name)
@@ -215,7 +218,7 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
             if not isinstance(one, int):
                 continue
             if name == "logprob_start_len" and one < -1:
-                # The scheduler does not read a negative position as an offset from the prompt's end.
+                # The scheduler does not count a negative position from the end of the prompt.
                 raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
             if name == "top_logprobs_num" and one > limits.max_top_logprobs:
                 is_all = limits.max_top_logprobs == limits.model.vocab_size
@@ -235,9 +238,10 @@ def _holds(value: Any, kind: type) -> bool:
 
 
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
-    """Return a field's entries with their names. The field holds one value, or one per prompt.
+    """Return the field's values of the type `kind`, each with its name in error messages.
 
-    Entries of a type other than `kind` are left out, because SGLang itself refuses such entries.
+    `value` is one value, or a list with one value per prompt. Values of other types are left out, because
+    SGLang itself refuses such values.
     """
     entries = enumerate(value) if isinstance(value, list) else ()
     given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]

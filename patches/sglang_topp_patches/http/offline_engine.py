@@ -1,8 +1,9 @@
 """Accept the patch set's request fields as keyword arguments of the offline engine, `sglang.Engine`.
 
 The hooks on `Engine.generate` and `Engine.async_generate` put the keyword arguments into a context variable.
-The hook on `TokenizerManager.generate_request` copies the arguments to the request object. SGLang awaits
-nothing between the two functions, so the context variable still holds the arguments of the same request.
+The hook on `TokenizerManager.generate_request` copies these keyword arguments to the request object. SGLang
+awaits nothing between `Engine.generate` or `Engine.async_generate` and `generate_request`. The context
+variable therefore still holds the keyword arguments of the same request.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _keywords: ContextVar[dict[str, Any] | None] = ContextVar("sglang_topp_keywords"
 
 
 def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `Engine.generate`: accept our fields as keyword arguments."""
+    """AROUND hook on `Engine.generate`: accept the patch set's fields as keyword arguments."""
     with _fields_taken_from(kwargs):
         return original(self, *args, **kwargs)
 
@@ -29,13 +30,13 @@ def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 async def async_generate(
     original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND hook on `Engine.async_generate`: accept our fields as keyword arguments."""
+    """AROUND hook on `Engine.async_generate`: accept the patch set's fields as keyword arguments."""
     with _fields_taken_from(kwargs):
         return await original(self, *args, **kwargs)
 
 
 def set_fields(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `TokenizerManager.generate_request`: copy the keyword arguments to the request."""
+    """BEFORE hook on `TokenizerManager.generate_request`: copy the engine's keyword arguments to `obj`."""
     fields = _keywords.get() or {}
     while fields:
         name, value = fields.popitem()

@@ -1,15 +1,16 @@
 """Serve candidate sets on the OpenAI routes, in the HTTP process.
 
-SGLang turns an OpenAI request into a native request. `route_policy.Guard` finds our fields in the OpenAI
-body, and the hooks copy the fields to the native request. The hooks then collect the sets from the engine's
-answers. Finally, the hooks add the sets to `sglext`, which is the field of the OpenAI answer for SGLang's
-extensions:
+SGLang turns the body of an OpenAI request into a `GenerateReqInput`. `route_policy.Guard` finds the patch
+set's fields in the body, and the hooks copy the fields to the `GenerateReqInput`. The hooks collect the
+candidate sets from the engine's answers, and add the sets to the OpenAI answer. The sets are in `sglext`,
+which is the answer's field for SGLang's extensions::
 
     "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 
-`candidate_sets` has one entry for each choice. Each entry holds its choice's index, and the fields that
-`/generate` returns in `meta_info`. A stream ends with an additional chunk, which has the entries and no
-choices. If the engine sends no sets for a choice, the client gets an error.
+The list `candidate_sets` has one entry for each choice of the answer. The entry of a choice holds the
+choice's index, and the fields for sets that `/generate` returns in `meta_info`. A stream ends with an
+additional chunk, which has `sglext` and no choices. If the engine sends no sets for a choice, the client gets
+an error.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _COLLECTOR = "sglang_topp_collector"
 
 
 class _Collector:
-    """A collector of one call's sets from the engine's answers.
+    """The candidate sets of one OpenAI call, collected from the engine's answers.
 
     Attributes:
-        entries: the sets of each finished sample, by the sample's index; None for a sample that did not ask
-            for sets.
+        entries: the sets of each finished sample, by the sample's index. A sample that did not ask for sets
+            has None instead of its sets.
         problem: why a finished sample has no sets, or an empty string.
-        status: the HTTP status of the error that ended the call, or 0.
+        status: the HTTP status of the error that ended the OpenAI call, or 0.
     """
 
     def __init__(self, request: Any) -> None:
@@ -56,10 +57,10 @@ class _Collector:
             self.status = self.status or int(reason.get("status_code") or 0)
 
     def sglext(self) -> dict[str, Any]:
-        """Return the entry for the answer's `sglext`.
+        """Return the entry that the patch set adds to `sglext` in the answer.
 
         Raises:
-            RuntimeError: a choice has no sets.
+            RuntimeError: a choice of the answer has no candidate sets.
         """
         request = self._request
         expected = 1 if request.is_single else request.batch_size * request.parallel_sample_num
@@ -77,7 +78,7 @@ async def add_to_answer(
     collector = _ask(adapted_request)
     answer = await original(self, adapted_request, request, raw_request)
     if collector is None or not hasattr(answer, "model_dump"):
-        return answer  # the call asks for no sets, or SGLang's answer is an error
+        return answer  # the OpenAI call asks for no sets, or SGLang's answer is an error
     import orjson
     from starlette.responses import Response
 
@@ -102,14 +103,14 @@ def add_to_stream(
 def collect_sets(
     original: Callable[..., AsyncGenerator[Any, None]], self: Any, obj: Any, request: Any = None
 ) -> AsyncGenerator[Any, None]:
-    """AROUND hook on `TokenizerManager.generate_request`: collect the sets of an OpenAI call."""
+    """AROUND hook on `TokenizerManager.generate_request`: collect an OpenAI call's candidate sets."""
     answers = original(self, obj, request)
     collector = getattr(obj, _COLLECTOR, None)
     return answers if collector is None else _collect(answers, collector)
 
 
 def _ask(adapted_request: Any) -> _Collector | None:
-    """Set the call's fields on SGLang's request, and return a collector for the call's sets.
+    """Set the OpenAI call's fields on SGLang's request, and return a collector for the call's sets.
 
     Return None if the OpenAI call asks for no sets.
     """
@@ -119,7 +120,7 @@ def _ask(adapted_request: Any) -> _Collector | None:
     for name, value in call.fields.items():
         setattr(adapted_request, name, value)
     call.fields = None
-    # `return_logprob` adds nothing to the OpenAI answer. Only the caller's `logprobs` adds log-probs.
+    # The sets need `return_logprob`. An OpenAI answer contains log-probs only if the caller sets `logprobs`.
     adapted_request.return_logprob = True
     setattr(adapted_request, AT_END, True)
     collector = _Collector(adapted_request)
@@ -149,8 +150,8 @@ async def _collect(answers: AsyncGenerator[Any, None], collector: _Collector) ->
 async def _with_sets(events: AsyncGenerator[str, None], collector: _Collector) -> AsyncGenerator[str, None]:
     """Yield a stream's events, and insert an event with the sets before the last event (`[DONE]`).
 
-    If a choice has no sets, insert an error event in place of the event with the sets. If the stream has
-    already sent an error event, insert no event.
+    If a choice of the answer has no sets, insert an error event instead. If SGLang has already sent an error
+    event in the stream, insert nothing.
     """
     template: dict[str, Any] = {}
     is_answered = False

@@ -16,20 +16,22 @@ from sglang_topp_patches.refusal_reasons import server_problems
 __all__ = ["HTTP_SERVER", "HttpProcess", "mark_guarded", "note_model", "note_server_args"]
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-"""The module that defines SGLang's HTTP server and application. Some processes do not import this module."""
+"""The module that defines SGLang's HTTP server and application.
+
+Not every process imports SGLang's HTTP server."""
 
 
 @dataclass
 class HttpProcess:
-    """The state of one HTTP process.
+    """The state that all hooks of one HTTP process share.
 
     Attributes:
-        in_flight: the counter of the candidates that the process holds.
-        prefill_server: the hooks of a prefill server, and its sets that wait for decode servers.
+        in_flight: the counter of all candidates that the HTTP process holds.
+        prefill_server: the hooks of a prefill server, and its sets that decode servers have not fetched yet.
         server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
-        model: the served model's limits, or None before the tokenizer manager exists.
-        scheduler_states: the status of each scheduler at the last `GET /server_info`; None for a scheduler
-            without the patch set.
+        model: the limits that the served model sets, or None before the tokenizer manager exists.
+        scheduler_states: the patch set's status in each scheduler, as of the last `GET /server_info`. A
+            scheduler without the patch set has None instead of a status.
     """
 
     in_flight: InFlight
@@ -39,11 +41,14 @@ class HttpProcess:
     scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
 
     def problems(self) -> tuple[str, ...]:
-        """Return every reason why this process refuses candidate sets, or an empty tuple."""
+        """Return every reason why this process refuses requests for sets, or an empty tuple."""
         return (*server_problems(self.server_args), *self.route_problems())
 
     def route_problems(self) -> tuple[str, ...]:
-        """Return a problem if SGLang's routes run without `Guard`, and so could ignore requests for sets."""
+        """Return a problem if SGLang's routes run without `Guard`.
+
+        Without `Guard`, SGLang's routes could ignore requests for sets.
+        """
         module = sys.modules.get(HTTP_SERVER)
         # A process without a tokenizer manager serves no requests, even if it imports SGLang's HTTP server.
         if self.server_args is None or module is None:
@@ -56,12 +61,13 @@ class HttpProcess:
         """Check a request for candidate sets against the served model.
 
         Args:
-            get: returns a field's value as the caller sent it, before SGLang normalized the request. The
-                result is None for a field that the caller did not send.
+            get: a function that returns the value of a request field by the field's name. The value is the
+                one that the caller sent, before SGLang normalized the request, or None if the caller did not
+                send the field.
 
         Raises:
-            InvalidInputError: a value is bad. The error message names the field, the value, and what is
-                expected.
+            InvalidInputError: a value does not fit the model. The error message names the field, the value,
+                and the expected values.
         """
         if self.model is None:
             raise InvalidInputError("the model's sizes are not known in this process; nothing can be checked")

@@ -13,7 +13,7 @@ _IDS = "_sglang_topp_prompt_ids"
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy `FIELD` to one request of a batch."""
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy `return_prompt_token_ids` to one request."""
     setattr(item, FIELD, getattr(self, FIELD))
     return item
 
@@ -21,7 +21,7 @@ def get_item(item: Any, self: Any, i: int) -> Any:
 def note(self: Any, tokenized_obj: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE hook on `TokenizerManager._send_one_request`: store one prompt's token ids."""
     state = self.rid_to_state[tokenized_obj.rid]
-    if getattr(state.obj, FIELD, False):  # a request for embeddings lacks `FIELD`
+    if getattr(state.obj, FIELD, False):  # an embedding request lacks this field
         setattr(state, _IDS, list(tokenized_obj.input_ids))
 
 

@@ -1,8 +1,8 @@
 """Check the patch set's request fields in the HTTP process, and pass them to the scheduler.
 
-The fields travel to the scheduler in `sampling_params.custom_params`, which SGLang already transmits. If a
-caller's library passes on only sampling parameters, the caller may write the fields into `custom_params`
-directly.
+This module puts the request fields into `sampling_params.custom_params`, which SGLang sends to the scheduler.
+If a caller's library passes on only sampling parameters, the caller may put the request fields into
+`custom_params`.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ __all__ = [
 
 
 def extend_request_class(cls: type[Any]) -> None:
-    """Add our request fields to the dataclass `cls` (`GenerateReqInput`), in place.
+    """Add the patch set's request fields to the dataclass `cls` (`GenerateReqInput`), in place.
 
     SGLang's decorator `dataclasses.dataclass` has replaced each `field(...)` in the class body with the
-    field's default. This function restores the `field(...)` objects, and then applies the decorator again. So
-    the class keeps its keyword-only fields and default factories. Fields that `cls` inherits from a base
-    class stay in the base class.
+    field's default. `extend_request_class` restores the `field(...)` objects in the class body, and applies
+    the decorator again. `cls` thereby keeps its keyword-only fields and default factories. Fields that `cls`
+    inherits from a base class stay in the base class.
     """
     for name, field in cls.__dataclass_fields__.items():
         if name in cls.__annotations__:
             setattr(cls, name, field)
-    # The type of the fields is `Any`, because pydantic would silently coerce some bad input to another type.
-    # `check_body` refuses bad input with a message.
+    # The type of the fields is `Any`, because pydantic would silently coerce some invalid values to another
+    # type. `check_body` refuses invalid values with a message.
     cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
     for name in (*FIELDS, RESUMED):
         setattr(cls, name, False if name in (BASE64, NUCLEUS) else None)
@@ -77,8 +77,8 @@ def extend_request_class(cls: type[Any]) -> None:
 def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None:
     """AFTER hook on `generate_contract_error`: return the message of an HTTP 400, or None.
 
-    After a stream has begun with status 200, an error can no longer change the status. So this hook checks
-    the body before the stream begins.
+    After a stream has begun with status 200, an error can no longer change the status. The hook
+    `check_body` therefore checks the body before the stream begins.
     """
     if error is not None or not isinstance(body, Mapping):
         return error
@@ -94,7 +94,11 @@ def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None
 
 
 def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) -> None:
-    """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`: check our fields and pass them on."""
+    """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`: check the patch set's fields.
+
+    `normalize` also puts the patch set's fields into the sampling parameters, which SGLang sends to the
+    scheduler.
+    """
     get = vars(self).get
     names = (*FIELDS, RESUMED, "input_ids", "sampling_params", "return_logprob")
     raw = {name: get(name) for name in (*names, "top_logprobs_num", "token_ids_logprob")}
@@ -126,7 +130,7 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy our fields to one request of a batch."""
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy the patch set's fields to one request."""
     for name in (*FIELDS, RESUMED):
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)
@@ -137,14 +141,16 @@ def get_item(item: Any, self: Any, i: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _RequestedSets:
-    """The sets that a request asks for. Each attribute has one entry per prompt.
+    """The kinds of candidate sets for which a request asks.
+
+    Each attribute is a list with one entry per prompt.
 
     Attributes:
-        thresholds: the threshold p; None or 0 if the prompt does not ask for sets with a threshold.
+        thresholds: the nucleus threshold p of the prompt's sets, or None or 0 if the prompt has no threshold.
         sampler: whether the prompt asks for the tokens that the sampler could draw.
-        base64: whether the sets are returned as packed arrays.
-        nucleus: whether the sets are returned in slime's fields. With slime's fields, the threshold is
-            the prompt's `top_p`.
+        base64: whether the answer has the sets as packed arrays.
+        nucleus: whether the answer has the sets in slime's fields. The prompt's `top_p` is then the
+            threshold.
     """
 
     thresholds: Sequence[float | None]
@@ -154,7 +160,7 @@ class _RequestedSets:
 
     @property
     def wanted(self) -> list[bool]:
-        """Whether each prompt asks for sets."""
+        """One bool per prompt: whether the prompt asks for candidate sets."""
         return [bool(p) or drawn for p, drawn in zip(self.thresholds, self.sampler, strict=True)]
 
     @property
@@ -163,13 +169,13 @@ class _RequestedSets:
 
     @property
     def field(self) -> str:
-        """The field that asks for the sets. Error messages name this field."""
+        """The name, for error messages, of the request field that asks for the sets."""
         if any(self.nucleus):
             return NUCLEUS
         return THRESHOLD if any(self.thresholds) else SOURCE
 
     def fields(self) -> dict[str, list[Any]]:
-        """Return our request fields by name, each with one value per prompt."""
+        """Return the patch set's request fields by name, each with one value per prompt."""
         sources = [SAMPLER if drawn else None for drawn in self.sampler]
         return {
             THRESHOLD: list(self.thresholds),
@@ -179,11 +185,11 @@ class _RequestedSets:
         }
 
     def to_scheduler(self, i: int, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a prompt's sampling parameters with our fields and the cost of a candidate.
+        """Return a prompt's sampling parameters, with the patch set's fields and a candidate's memory cost.
 
-        The scheduler's budget counts each candidate at this cost. Only this method adds the cost, so the
-        scheduler refuses requests without it, because they bypassed the HTTP checks
-        (`scheduler.refuse_unchecked_requests`).
+        The scheduler counts each candidate of the prompt `cost` times against its memory budget. Only
+        `to_scheduler` adds the cost to a request. The scheduler therefore refuses a request without the cost,
+        because the request bypassed the HTTP checks (`scheduler.refuse_unchecked_requests`).
         """
         custom = sampling_params.get("custom_params") or {}
         asked: dict[str, Any] = {NUCLEUS: True} if self.nucleus[i] else {}
@@ -193,17 +199,18 @@ class _RequestedSets:
 
     @classmethod
     def of(cls, process: HttpProcess, field: Callable[[str], Any], num_prompts: int) -> _RequestedSets:
-        """Read and check the fields of one request.
+        """Read and check the patch set's fields of one request.
 
         Args:
-            process: the state of this HTTP process.
-            field: returns a field's value as the caller sent it, before SGLang normalized the request. The
-                result is None for a field that the caller did not send.
+            process: the `HttpProcess` of this HTTP process.
+            field: a function that returns the value of a request field by the field's name. The value is the
+                one that the caller sent, before SGLang normalized the request, or None if the caller did not
+                send the field.
             num_prompts: the number of prompts.
 
         Raises:
-            InvalidInputError: a value is bad. The error message names the field, the value, and what is
-                expected.
+            InvalidInputError: a value is invalid. The error message names the field, the value, and the
+                expected values.
         """
         thresholds = [
             _threshold(THRESHOLD, each) for each in _spread(THRESHOLD, field(THRESHOLD), num_prompts)

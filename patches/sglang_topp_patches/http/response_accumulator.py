@@ -19,20 +19,21 @@ class ResponseAccumulator:
     """The sets that the HTTP process received for one sample and may still send to the client.
 
     Attributes:
-        num_tokens: the number of visible tokens.
-        first_token_id: the first visible token, or None until a token is visible.
-        generated: the set of each visible token. An entry is None if the set is missing or was freed.
-        prompt: the set of each scored prompt position, with None for the first position.
+        num_tokens: the number of generated tokens that the HTTP process has received.
+        first_token_id: the id of the first generated token, or None until a token has arrived.
+        generated: the candidate set of each generated token, or None if the set is missing or was freed.
+        prompt: the candidate set of each prompt position with a log-prob. `prompt[0]` is None.
         weight_spans: the weight versions that generated the tokens and scored the prompt.
         problem: why a token has no set, or an empty string.
-        refusal: the scheduler's entry with the reason why it refuses the request, or None. A refused request
-            ends as an error.
-        lacks_first: whether the first token is visible, but its set is still on the prefill server.
+        refusal: the `Entry` in which the scheduler says why it refuses the request, or None. A refused
+            request ends as an error.
+        lacks_first: whether the first token has arrived, but its candidate set is still on the prefill
+            server.
         is_aborted: whether the HTTP process aborted the sample because a position has no set.
     """
 
     def __init__(self, cost: int) -> None:
-        """Create an empty accumulator. The budget counts each candidate `cost` times."""
+        """Create an empty accumulator. Each candidate counts `cost` times against the memory budget."""
         self.num_tokens = 0
         self.first_token_id: int | None = None
         self.generated: list[Span | None] = []
@@ -53,7 +54,7 @@ class ResponseAccumulator:
         entries: Sequence[Entry | None],
         prompt_rows: Sequence[Span | Entry | None],
     ) -> None:
-        """Add new tokens, the entry of each token, and the prompt's sets if they have arrived."""
+        """Add new tokens, the `Entry` of each token, and the prompt's sets if `prompt_rows` has any."""
         if self.first_token_id is None and token_ids:
             self.first_token_id = token_ids[0]
         self.num_tokens += len(token_ids)
@@ -78,14 +79,15 @@ class ResponseAccumulator:
             else:
                 rows.append(row)
         if rows:
-            # A row at one prompt position holds the candidates for the token at the next position. So the
-            # prompt's first token has no row, and the last row belongs to the first generated token.
+            # The row of a prompt position holds the candidates for the token at the next position. Therefore
+            # no row belongs to the prompt's first token, and the last row belongs to the first generated
+            # token.
             self.prompt = [None, *rows[:-1]]
         new = [*(entry.candidates for entry in entries if entry), *rows]
         self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
 
     def add_first_token(self, first: FirstToken) -> None:
-        """Add the sets of the first token and the prompt, which the prefill server sent."""
+        """Add the candidate sets of the first token and the prompt, which the prefill server sent."""
         self.lacks_first = False
         if first.entry.is_refusal:
             self.refusal = first.entry
@@ -99,7 +101,7 @@ class ResponseAccumulator:
             self._count(first.num_candidates, len(first.prompt))
 
     def first_entry(self, problem: str) -> tuple[Entry, tuple[Span | None, ...]]:
-        """Return the first token's entry and the prompt's sets, for the request's decode server.
+        """Return the first token's `Entry` and the prompt's sets, for the request's decode server.
 
         Args:
             problem: why a token or prompt position has no set, or an empty string.
@@ -112,10 +114,10 @@ class ResponseAccumulator:
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Add the sample's candidates to the count of the HTTP call.
+        """Count the sample's candidates as candidates of the HTTP call.
 
-        If the call is ended early, the accumulator frees the sets and calls `abort`. The callback `abort`
-        stops the sample in the scheduler.
+        If the HTTP call is ended early, the accumulator frees the sets and calls `abort`. The callback
+        `abort` stops the sample in the scheduler.
         """
         if call is not None and self._call is None:
             self._call, self._account = call, call.open_account(in_flight)
@@ -131,7 +133,7 @@ class ResponseAccumulator:
             raise CallEndedError(f"candidate sets: {self._call.problem}")
 
     def forget(self, start: int, stop: int) -> None:
-        """Free the sets from position `start` up to `stop`, because they are not sent again."""
+        """Free the sets of the tokens from index `start` up to `stop`, which no later chunk needs."""
         gone = [span for span in self.generated[start:stop] if span]
         self.generated[start:stop] = [None] * (stop - start)
         self._count(-sum(len(span[0]) // 4 for span in gone), -len(gone))
@@ -151,7 +153,7 @@ class ResponseAccumulator:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the sample will end as an error."""
+        """Whether the sample ends as an error, because a set is missing or the request was refused."""
         return self.refusal is not None or bool(self.problem) or None in self.prompt[1:]
 
     @property
@@ -160,11 +162,11 @@ class ResponseAccumulator:
         return self.refusal.status if self.refusal else HTTPStatus.INTERNAL_SERVER_ERROR
 
     def check(self, num_prompt: int | None) -> str:
-        """Return why a visible token or a prompt position has no set, or an empty string.
+        """Return why a generated token or a prompt position has no set, or an empty string.
 
         Args:
-            num_prompt: the number of prompt positions that need a set. None skips the check of the
-                prompt's sets, because the server that scores the prompt makes this check.
+            num_prompt: the number of prompt positions that need a set. If `num_prompt` is None, the number of
+                the prompt's sets is not checked, because the server that scores the prompt checks the number.
         """
         if self.refusal is not None:
             return self.refusal.problem

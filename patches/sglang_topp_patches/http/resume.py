@@ -1,17 +1,16 @@
 """Resume an interrupted answer, with the request field `resumed_tokens`.
 
-The prompt of a resuming request ends with tokens that an earlier request generated. `resumed_tokens` is the
-number of these tokens. If `resumed_tokens` is 0, the answer is new, and a later request may resume the
-answer. The answer's text and the search for stop strings begin at the resumed tokens, as if nothing had
-interrupted the answer.
+If a request resumes an answer, the end of its prompt consists of tokens that an earlier request generated.
+`resumed_tokens` is the number of tokens from the earlier request. If `resumed_tokens` is 0, the request
+begins a new answer that a later request may resume. The answer's text and the search for stop strings begin
+at the resumed tokens, as if nothing had interrupted the answer.
 
 If a request with `resumed_tokens` is aborted, two hooks make its answer complete up to the abort:
 
-- `finish_or_abort` first checks whether the last token ends the answer. An answer that the last token ends
-  counts as finished. SGLang alone would report the answer as aborted, and a caller would resume a complete
-  answer.
-- `send_all_tokens` sends all tokens of a retracted request that is aborted while it waits. SGLang alone would
-  send only the tokens that were already streamed.
+- `finish_or_abort` reports the aborted answer as finished if the last token completes the answer. SGLang
+  alone would report a complete answer as aborted, and a caller would resume a complete answer.
+- `send_all_tokens` sends all tokens of a request that was retracted and then aborted in the queue. SGLang
+  alone would send only the tokens that it has already streamed.
 
 `resumed_tokens` reaches the scheduler inside `sampling_params.custom_params`. The answer repeats
 `resumed_tokens` in `meta_info`.
@@ -46,13 +45,14 @@ def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts:
 
     Args:
         process: the state of this HTTP process.
-        field: returns a field's value as the caller sent it, before SGLang normalized the request. The
-            result is None for a field that the caller did not send.
+        field: a function that returns the value of a request field by the field's name. The value is the one
+            that the caller sent, before SGLang normalized the request, or None if the caller did not send the
+            field.
         num_prompts: the number of prompts.
 
     Raises:
-        InvalidInputError: a value is bad. The error message names the field, the value, and what is
-            expected.
+        InvalidInputError: a value is invalid. The error message names the field, the value, and the expected
+            values.
     """
     given = field(RESUMED)
     counts = given if isinstance(given, list) else [given] * num_prompts
@@ -102,13 +102,14 @@ def _without_ours(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pass_to_scheduler(process: HttpProcess, self: Any, field: Callable[[str], Any]) -> None:
-    """Pass `resumed_tokens` to the scheduler, for each prompt of a normalized request.
+    """Put `resumed_tokens` into each prompt's sampling parameters, which SGLang sends to the scheduler.
 
     Args:
         process: the state of this HTTP process.
-        self: the `GenerateReqInput`.
-        field: returns a field's value as the caller sent it, before SGLang normalized the request. The
-            result is None for a field that the caller did not send.
+        self: the `GenerateReqInput`, which SGLang has normalized.
+        field: a function that returns the value of a request field by the field's name. The value is the one
+            that the caller sent, before SGLang normalized the request, or None if the caller did not send the
+            field.
 
     Raises:
         InvalidInputError: `check_fields` refuses the value of `resumed_tokens`.
@@ -140,7 +141,7 @@ def _to_scheduler(params: Mapping[str, Any], count: int | None) -> Mapping[str, 
 def note_in_meta_info(
     result: None, self: Any, meta_info: dict[str, Any], state: Any, *_: Any, **__: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: repeat the field in the answer."""
+    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: repeat `resumed_tokens` in the answer."""
     if (count := vars(state.obj).get(RESUMED)) is not None:
         meta_info[RESUMED] = count
 
@@ -151,7 +152,7 @@ def note_in_meta_info(
 def _num_resumed(req: Any) -> int | None:
     """Return the request's `resumed_tokens`, or None if the request lacks the field.
 
-    A value that bypassed the HTTP checks is capped at the prompt's length.
+    The result is at most the prompt's length, even if the request bypassed the HTTP checks.
     """
     count = custom_params(req).get(RESUMED)
     if type(count) is not int or count < 0:
@@ -172,14 +173,14 @@ def finish_or_abort(original: Callable[..., None], self: Any, *args: Any, **kwar
 
 
 def _is_requested(reason: Any) -> bool:
-    """Return whether a caller requested the abort. If SGLang refuses a request, the abort has a status."""
+    """Return whether a caller requested the abort. An abort by SGLang itself has a `status_code`."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return isinstance(reason, FINISH_ABORT) and reason.status_code is None
 
 
 def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -> None:
-    """AROUND hook on `Scheduler.send_abort_output`: send all tokens of a waiting request at its abort."""
+    """AROUND hook on `Scheduler.send_abort_output`: send all tokens of a request aborted in the queue."""
     if _num_resumed(req) is None or not len(req.output_ids) or abort_req.finished_reason:
         original(self, abort_req, req)
         return
@@ -192,9 +193,9 @@ def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, re
 def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
     """AFTER hook on `Scheduler.abort_request`: send aborted answers during an `in_place` pause.
 
-    SGLang ends an aborted request and frees its KV cache in the next pass, which runs only after the pause.
-    `send_while_paused` sends the answer during the pause. The next pass does not send the answer again,
-    because `finished_output` is set.
+    SGLang ends an aborted request and frees its KV cache in the next forward pass, which runs only after the
+    pause. `send_while_paused` sends the answer during the pause. The next forward pass does not send the same
+    answer again, because `finished_output` is set.
     """
     if not self._engine_paused:
         return
@@ -228,8 +229,8 @@ def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
     """AROUND hook on `Req.check_match_stop_str_prefix`: return whether the text may end inside a stop string.
 
     An incomplete character at the end of the text decodes to U+FFFD. SGLang alone would not find the start of
-    a stop string before U+FFFD, and would send that text. If the completed character then continued the stop
-    string, SGLang could not withdraw the text.
+    a stop string before U+FFFD, and would send the start of the stop string. The next token may complete the
+    character and thereby the stop string. SGLang could then not withdraw the text that it has sent.
     """
     if original(self):
         return True
@@ -245,10 +246,10 @@ def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
 
 
 def begin_text(original: Callable[[Any], tuple[Any, int]], self: Any) -> tuple[Any, int]:
-    """AROUND hook on `Req.init_incremental_detokenize`: begin the text at the resumed tokens.
+    """AROUND hook on `Req.init_incremental_detokenize`: decode the resumed tokens again.
 
-    The interruption may have split a character between two tokens. So SGLang decodes the new tokens together
-    with the resumed tokens.
+    The answer's text then begins at the resumed tokens. The interruption may have split a character between
+    two tokens, so SGLang decodes the new tokens together with the resumed tokens.
     """
     is_first = self.surr_offset is None or self.read_offset is None
     decode_ids, offset = original(self)

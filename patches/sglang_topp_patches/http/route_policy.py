@@ -1,8 +1,8 @@
 """List SGLang's HTTP routes that serve candidate sets, and refuse requests for sets on all other routes.
 
 SGLang ignores fields that it does not know, so most routes would answer without the sets. `Guard` runs before
-the routes, and refuses a request for sets on a route that cannot return sets. `Guard` also counts each served
-call's candidates against the in-flight budget until the answer has been sent.
+the routes, and refuses a request for sets on a route that cannot return sets. `Guard` also keeps the
+candidates of an HTTP call in the in-flight budget until the answer has been sent.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ SERVED: Mapping[str, tuple[str, ...]] = {
     _VERTEX: ("parameters.", "parameters.sampling_params.custom_params."),
     **dict.fromkeys(OPENAI, ("", "custom_params.")),
 }
-"""The routes that return candidate sets, with the places in the body where each route takes our fields."""
+"""The routes that return candidate sets.
+
+Each value lists the places in the body where the route takes the patch set's fields."""
 
 REFUSED = frozenset(
     {
@@ -67,7 +69,9 @@ REFUSED = frozenset(
         os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
     }
 )
-"""Routes that take text and answer without sets. A body that asks for sets gets a 400."""
+"""Routes that take text and answer without sets.
+
+`Guard` answers a request for sets on such a route with a 400."""
 
 NO_PROMPT = frozenset(
     {
@@ -94,7 +98,7 @@ NO_PROMPT = frozenset(
         *("/hicache/storage-backend", "/hicache/storage-backend/clear", "/get_hicache_l3_cache_layout"),
         *("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/pd_role_switch"),
         *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
-        # SGLang 0.5.21 removed the four routes of the next line.
+        # SGLang before 0.5.21 also has the following four routes.
         *("/weight_version", "/get_weight_version", "/get_load", "/clear_hicache_storage_backend"),
         *("/start_profile", "/stop_profile", "/set_trace_level", "/start_expert_distribution_record"),
         *("/stop_expert_distribution_record", "/dump_expert_distribution_record"),
@@ -102,7 +106,7 @@ NO_PROMPT = frozenset(
         os.environ.get("SGLANG_OLLAMA_SHOW_ROUTE", "/api/show"),
     }
 )
-"""Routes that take no prompt. `Guard` does not check requests to these routes."""
+"""Routes that take no prompt. `Guard` does not check a request to such a route."""
 
 _ASKING = (*FIELDS, RESUMED)
 _TOO_DEEP = "a body nested too deep to be read"
@@ -111,26 +115,26 @@ _TOO_DEEP = "a body nested too deep to be read"
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
 _TRANSPORT = "sglang_topp_transport"
-# This attribute of the application's state holds the `HttpProcess`. `Guard` cannot take the `HttpProcess` as
-# an argument, because SGLang's HTTP workers create the application first.
+# The application's state holds the `HttpProcess` in the attribute with this name. `Guard` cannot take the
+# `HttpProcess` as an argument, because SGLang's HTTP workers create the application first.
 _PROCESS = "sglang_topp_process"
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
-"""The HTTP call that the current task handles."""
+"""The HTTP call that the current asyncio task handles, or None."""
 
 path_without_sets: ContextVar[str] = ContextVar("sglang_topp_path_without_sets", default="")
 """The current route's path, if the route cannot return candidate sets, or an empty string."""
 
 
 class Call:
-    """One HTTP call to a route that serves sets. The object lives until the answer has been sent.
+    """One HTTP call to a route that serves sets. A `Call` lives until the answer has been sent.
 
     Attributes:
         path: the route.
-        account: the counter of the candidates of all samples, or None before a sample has sets.
-        problem: why the call was ended early, or an empty string.
-        fields: our fields from the top level of an OpenAI body; None on other routes, and after the hooks in
-            `openai` have taken the fields.
+        account: the counter of the candidates of all samples in the call, or None before a sample has sets.
+        problem: why the HTTP call was ended early, or an empty string.
+        fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
+            OpenAI route, and after a hook in `openai` has taken the fields.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
@@ -141,7 +145,7 @@ class Call:
         self._at_end: list[Callable[[], None]] = []
 
     def open_account(self, in_flight: InFlight) -> Account:
-        """Return the account that counts this HTTP call's candidates. The first call creates it."""
+        """Return the counter of this HTTP call's candidates, and create the counter if there is none."""
         if self.account is None:
             self.account = in_flight.open(self._end)
         return self.account
@@ -151,10 +155,10 @@ class Call:
         self._at_end.append(callback)
 
     def close(self) -> None:
-        """Free the call's resources after its answer has been sent or has failed.
+        """Stop counting the HTTP call's candidates, after the answer has been sent or has failed.
 
-        The call and its samples refer to each other. Without `close`, only the garbage collector would free
-        the call and its samples, and the garbage collector seldom runs in a server.
+        The `Call` and the objects of its samples form a reference cycle. Without `close`, only the garbage
+        collector would free these objects, and the garbage collector seldom runs in a server.
         """
         self._at_end.clear()
         if self.account is not None:
@@ -178,7 +182,8 @@ class Guard:
             return await self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == _GENERATE:
-            # `request_fields` checks the body after SGLang has parsed it, so do not parse the body here.
+            # `Guard` does not parse the body of `/generate`, because `request_fields` checks the body after
+            # SGLang has parsed it.
             return await self._serve(Call(path), scope, receive, send)
         if path in NO_PROMPT:
             return await self._app(scope, receive, send)
@@ -232,8 +237,8 @@ def guard(app: Any) -> None:
 def _note_transport(app: ASGIApp) -> ASGIApp:
     """Store each connection's transport in the connection's ASGI scope.
 
-    The transport is an attribute of uvicorn's own `send`. `Guard` gets a `send` that other middleware
-    has wrapped, and so cannot read the transport.
+    uvicorn's own `send` is a method of an object that has the transport as an attribute. `Guard` cannot
+    read the transport, because other middleware has wrapped the `send` that `Guard` gets.
     """
 
     async def noting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -258,7 +263,7 @@ def _is_served(path: str, place: str) -> bool:
     if place.endswith(RESUMED):
         return path not in OPENAI and place in [f"{prefix}{RESUMED}" for prefix in prefixes[:1]]
     if place.endswith(NUCLEUS) and path in OPENAI:
-        return False  # the OpenAI routes cannot renormalize their log-probs
+        return False  # an OpenAI route cannot renormalize the log-probs in its answer
     return any(place == f"{prefix}{field}" for prefix in prefixes for field in FIELDS)
 
 
@@ -284,10 +289,10 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def misplaced(body: Any) -> str | None:
-    """Return an error message if the current route ignores one of our fields in `body`, or None.
+    """Return an error message if the current route ignores a field of the patch set in `body`, or None.
 
-    A route ignores a field that is at the wrong place in the body. On SGLang's Vertex route, `body` is the
-    request that the route builds from the HTTP body.
+    A route ignores a field at a place that `SERVED` does not list for the route. On SGLang's Vertex route,
+    `body` is the request that the route builds from the HTTP body.
     """
     call = current_call.get()
     path = _GENERATE if call is None else call.path
@@ -331,7 +336,7 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
 
 
 def _top_level(body: bytes) -> dict[str, Any]:
-    """Return our fields from the top level of a body, by name."""
+    """Return the patch set's fields from the top level of a body, by name."""
     parsed = json.loads(body)
     return {field: parsed[field] for field in FIELDS if field in parsed}
 
@@ -346,7 +351,7 @@ def _openai_problem(asked: list[str]) -> str:
 
 
 def _server_problems() -> tuple[str, ...]:
-    """Return why the HTTP server of this process refuses candidate sets, or an empty tuple."""
+    """Return every reason why this process's HTTP server refuses requests for sets, or an empty tuple."""
     module = sys.modules.get(HTTP_SERVER)
     process: HttpProcess | None = None if module is None else getattr(module.app.state, _PROCESS, None)
     return server_problems(None) if process is None else process.problems()
@@ -375,14 +380,15 @@ def _refusal(path: str, message: str, place: str) -> Response:
 def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> Send:
     """Return a `send` that sends a large body in pieces, and disconnects a client that stops reading.
 
-    Each piece is sent only after the client has taken the previous piece. An empty piece ends the body. So
-    the call's candidates count against the budget until the client has taken the whole body.
+    Each piece of a body is sent only after the client has taken the previous piece. After the last piece, an
+    empty piece ends the body. The HTTP call's candidates therefore count against the memory budget until the
+    client has taken the whole body.
 
     Args:
-        send: the server's `send`.
-        call: the call that may hold sets.
-        transport: the connection's transport, or None if the server is not uvicorn. Without a transport, a
-            stalled connection stays open until the client has taken the last piece.
+        send: the ASGI server's `send`.
+        call: the HTTP call, which may hold candidate sets.
+        transport: the connection's transport, or None if the server is not uvicorn. Without the
+            transport, `Guard` leaves a stalled connection open until the client has taken the last piece.
     """
 
     async def send_within_limit(account: Account, body: bytes, *, more_body: bool) -> None:

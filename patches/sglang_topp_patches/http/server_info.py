@@ -1,4 +1,4 @@
-"""Add the patch set's status to `GET /server_info`: whether it is active, problems, and memory use."""
+"""Add the patch set's status to `GET /server_info`: activity, problems, and memory use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["add_status", "note_scheduler_states", "report_state"]
 async def note_scheduler_states(
     process: HttpProcess, original: Callable[[Any], Awaitable[list[Any]]], self: Any
 ) -> list[Any]:
-    """AROUND hook on `TokenizerManager.get_internal_state`: store each scheduler's status.
+    """AROUND hook on `TokenizerManager.get_internal_state`: store the patch set's status in each scheduler.
 
     SGLang awaits the hooked function for `GET /server_info`.
     """
@@ -33,8 +33,8 @@ def add_status(
 ) -> dict[str, Any]:
     """AFTER hook on `build_server_info`: add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
 
-    The status contains the memory limits and the limits of the served model. The sidecar checks requests
-    against both.
+    The field `sglang_topp` contains the memory limits and the limits that the served model sets. The sidecar
+    checks requests against the memory limits and the model's limits.
     """
     report = status().to_dict()
     problems = [*refusal_reasons.server_problems(server_args), *process.route_problems()]
@@ -51,7 +51,7 @@ def add_status(
         "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
         "staging": _staging(process.scheduler_states),
         "model": None if process.model is None else process.model.to_record(),
-        # On an unsupported release, `sanitizes_logits` may read a setting that does not exist.
+        # On an unsupported release, `sanitizes_logits` could read a setting that SGLang does not have.
         "sanitizes_logits": report["active"] and internals().sanitizes_logits(),
     }
     return result
@@ -64,7 +64,7 @@ def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int
 
 
 def report_state(process: SchedulerProcess, result: Any, self: Any, recv_req: Any) -> Any:
-    """AFTER hook on `Scheduler.get_internal_state`: add the scheduler's own status, under `sglang_topp`."""
+    """AFTER hook on `Scheduler.get_internal_state`: add the patch set's status, under `sglang_topp`."""
     report = status().to_dict()
     problems = list(refusal_reasons.server_problems(self.server_args))
     result.internal_state[KEY] = {

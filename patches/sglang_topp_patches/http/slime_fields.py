@@ -1,15 +1,15 @@
 """Support slime's request field: return each token's nucleus, and log-probs renormalized over the nucleus.
 
 slime is an RL trainer. If its option `--rollout-top-p` is not 1, slime sets `return_top_p_token_ids` in
-`sampling_params.custom_params`. From the answer's `meta_info`, slime then reads two arrays, as base64 of
+`sampling_params.custom_params`. The trainer reads two arrays from `meta_info` in the answer, in base64 of
 little-endian int32::
 
     top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
     top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries
 
 Each log-prob in `output_token_logprobs` is renormalized over its position's nucleus. To get these fields,
-slime ships a patch of SGLang's sampler (`sglang-top_p.patch`). This module makes slime's patch unnecessary.
-The module takes the exact candidate sets at the request's `top_p`, and encodes them as slime's two arrays.
+slime ships a patch of SGLang's sampler (`sglang-top_p.patch`). This module replaces slime's patch: it encodes
+the exact candidate sets at the request's `top_p` as slime's two arrays.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
 
 __all__ = ["check_request", "nucleus_threshold", "write_nuclei"]
 
-# Request fields for which SGLang reports log-probs over the whole vocabulary. Log-probs over the whole
-# vocabulary would not match the renormalized log-probs of the generated tokens.
+# With a request field in `_OTHER_LOGPROBS`, SGLang reports log-probs over the whole vocabulary. Log-probs
+# over the whole vocabulary would not match the renormalized log-probs of the generated tokens.
 _OTHER_LOGPROBS = ("top_logprobs_num", "token_ids_logprob")
 
 
 def nucleus_threshold(sampling_params: Any) -> float:
-    """Return the threshold of a prompt's sets, which is the prompt's `top_p`.
+    """Return the prompt's `top_p`, which is the nucleus threshold of the prompt's candidate sets.
 
     Args:
         sampling_params: the prompt's sampling parameters, as the caller sent them. SGLang may later add
-            defaults of the server to these parameters. So the scheduler checks the final parameters again
-            (`scheduler.refuse_unchecked_requests`).
+            the server's default sampling parameters. The scheduler therefore checks the final sampling
+            parameters again (`scheduler.refuse_unchecked_requests`).
 
     Raises:
         InvalidInputError: `top_p` is invalid, or the sampler does not draw from the nucleus of `top_p` alone.
@@ -52,15 +52,16 @@ def nucleus_threshold(sampling_params: Any) -> float:
 
 
 def check_request(field: Callable[[str], Any]) -> None:
-    """Refuse a request that also asks for log-probs over the whole vocabulary.
+    """Refuse a request with slime's field that also asks for log-probs over the whole vocabulary.
 
     Args:
-        field: returns a field's value as the caller sent it, before SGLang normalized the request. The
-            result is None for a field that the caller did not send.
+        field: a function that returns the value of a request field by the field's name. The value is the one
+            that the caller sent, before SGLang normalized the request, or None if the caller did not send the
+            field.
 
     Raises:
         InvalidInputError: a field of the request asks for log-probs over the whole vocabulary. The error
-            message names the field.
+            message names this request field.
     """
     for name in _OTHER_LOGPROBS:
         value = field(name)
@@ -75,16 +76,17 @@ def write_nuclei(meta_info: dict[str, Any], positions: Positions) -> None:
     """Write slime's two arrays into `meta_info`, and renormalize the generated tokens' log-probs.
 
     Args:
-        meta_info: the `meta_info` of a chunk or of the answer. This function replaces its entry
-            `output_token_logprobs`.
-        positions: the sets of the tokens in `meta_info`. The first log-prob of each set is the highest.
+        meta_info: the `meta_info` of a chunk or of the answer. `write_nuclei` replaces the list
+            `output_token_logprobs` in `meta_info`.
+        positions: the candidate sets of the generated tokens in `meta_info`. The first log-prob of each set
+            is the highest.
 
     Raises:
-        ValueError: SGLang reports fewer log-probs than there are sets.
+        ValueError: `output_token_logprobs` has fewer log-probs than `positions` has candidate sets.
     """
     offsets = offsets_of(positions.lengths)
     logprob_sums = log_sum_exp(positions.logprobs, offsets).tolist()
-    # If `max_new_tokens` is 0, SGLang may list a log-prob although there is no token.
+    # If `max_new_tokens` is 0, SGLang may report a log-prob although it generated no token.
     reported = meta_info.get("output_token_logprobs", [])[: len(logprob_sums)]
     meta_info["output_token_logprobs"] = [
         (logprob - logprob_sum, *rest)

@@ -1,14 +1,15 @@
 """Hook SGLang's tokenizer manager: put candidate sets from the scheduler into the answer's `meta_info`.
 
-1. `receive_entries` takes our entries, one per token, out of the scheduler's message before
-   `_handle_batch_output` reads the message.
-2. `write_meta_info` adds a request's entries to the request's `ResponseAccumulator`, and records which
-   positions the next chunk contains. `write_meta_info` runs in `_handle_batch_output`, and at the abort of a
-   queued request.
-3. `write_sets` writes the sets of the recorded positions into the chunk when SGLang sends the chunk.
+1. `receive_entries` takes each token's `Entry`, which holds the token's set, out of the scheduler's message.
+   The hook runs before `_handle_batch_output` reads the message.
+2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, and records
+   which token positions the next chunk contains. `write_meta_info` runs in `_handle_batch_output`, and when
+   a queued request is aborted.
+3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk.
 
-If a request asked for sets and a visible token has no set, the request ends as an error (finish reason
-`abort`, status 500). Otherwise, the answer would look like an answer to a request that asked for no sets.
+If a request asked for sets and a token in the answer has no set, the request ends as an error (finish reason
+`abort`, status 500). Without the error, the answer would look like an answer to a request that asked for no
+sets.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ __all__ = [
 
 _ARRIVED = "_sglang_topp_arrived"
 _ACCUMULATOR = "_sglang_topp_accumulator"
-# The lists in `meta_info` that have one entry per token. SGLang extends these lists until the answer ends.
+# The lists in `meta_info` that have one entry per token. SGLang appends to the lists until the answer ends.
 _PER_TOKEN = (
     *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
     *("output_token_sampling_mask", "output_token_sampling_logprobs"),
@@ -66,9 +67,9 @@ _PER_TOKEN = (
 
 
 def receive_entries(self: Any, recv_obj: Any) -> None:
-    """BEFORE hook on `TokenizerManager._handle_batch_output`: take our keys out of the message.
+    """BEFORE hook on `TokenizerManager._handle_batch_output`: take the patch set's keys out of the message.
 
-    SGLang then gets the message that it would have received without the patch set.
+    After the hook, the scheduler's message is the one that SGLang would get without the patch set.
     """
     nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
     info = internals().take_customized_info(recv_obj)
@@ -76,7 +77,7 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
     if entries is not nothing or prompt_rows is not nothing:
         recv_obj.customized_info = info or None
     ours = zip(getattr(recv_obj, "output_ids", nothing), entries, prompt_rows, strict=True)
-    # The event loop handles one message at a time, so each message may overwrite the attribute `_ARRIVED`.
+    # The event loop handles one scheduler message at a time, so `_ARRIVED` holds only that message's entries.
     setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
 
 
@@ -102,8 +103,8 @@ def write_meta_info(
         return
     stream = getattr(state.obj, "stream", False) and not at_end
     is_shown = stream or finished
-    # An incremental chunk holds the positions since the previous chunk. Any other chunk or answer holds all
-    # positions.
+    # An incremental chunk holds the token positions since the previous chunk. A chunk that is not incremental
+    # holds all token positions so far.
     start = state.last_output_offset if stream and internals().streams_increments(self) else 0
     if base64 and top_logprobs_num and is_shown and not at_end:
         _write_top_k(meta_info, state, start)
@@ -117,9 +118,9 @@ def write_meta_info(
         self.abort_request(state.obj.rid)
     if not is_shown:
         return
-    # With the source "sampler", a prompt has no sets, because its tokens were not sampled. Otherwise, each
-    # prompt position with a log-prob from SGLang needs a set. The accumulator itself counts generated tokens,
-    # because SGLang may report a log-prob without a token if `max_new_tokens` is 0.
+    # With the source "sampler", a prompt has no sets, because its tokens were not sampled. With any other
+    # source, each prompt position with a log-prob from SGLang needs a set. The accumulator itself counts
+    # generated tokens, because SGLang may report a log-prob without a token if `max_new_tokens` is 0.
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
@@ -130,7 +131,7 @@ def write_meta_info(
         if finished:
             _fail(meta_info, f"{field}: {problem}", accumulator)
         else:
-            meta_info[KEY] = None  # None makes `write_sets` drop this chunk
+            meta_info[KEY] = None  # `write_sets` drops a chunk whose `KEY` is None
         return
     meta_info[KEY] = [start, accumulator.num_tokens]
 
@@ -146,8 +147,8 @@ def write_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
 
-    If a client reads more slowly than the engine generates, SGLang sends only some of the chunks. The hook
-    writes sets only into chunks that SGLang sends.
+    If a client reads more slowly than the engine generates, SGLang skips some chunks of the answer. The
+    hook writes sets only into the chunks that SGLang sends to the client.
     """
     chunks = original(self, obj=obj, state=state, request=request)
     if not asking_field(vars(obj).get):
@@ -174,7 +175,7 @@ def write_sets_of(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._wait_one_response` before 0.5.19: write sets and error statuses.
 
-    This hook does the work of both `write_sets` and `answer_with_status`.
+    This hook combines `write_sets` and `answer_with_status`.
     """
     chunks = original(self, obj, request)
     if not asking_field(vars(obj).get):
@@ -227,8 +228,8 @@ async def _with_sets(
                     raise CallEndedError(f"{field}: {problem}", accumulator.status)
                 _write_sets(self, out, state, accumulator)
             elif reason is None and not getattr(state.obj, AT_END, False):
-                # Drop the chunk, because one of its sets is missing. Without sets, the chunk would look
-                # like an answer to a request that asked for no sets. A later chunk reports the error.
+                # Drop a chunk in which a token has no set. Without sets, the chunk would look like an answer
+                # to a request that asked for no sets. A later chunk of the answer reports the error.
                 continue
             elif reason is not None and reason.get("type") != "abort":
                 raise RuntimeError(
@@ -243,8 +244,8 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, accumulator: Respons
     at_end = getattr(obj, AT_END, False)
     is_incremental = getattr(obj, "stream", False) and internals().streams_increments(self) and not at_end
     if not is_incremental:
-        # Copy the lists up to the chunk's last token, because SGLang extends the original lists while the
-        # caller still uses the chunk.
+        # Copy the chunk's lists up to the chunk's last token, because SGLang appends to the original lists
+        # while the caller still uses the chunk.
         if "output_ids" in out:
             out["output_ids"] = out["output_ids"][:stop]
         for name in _PER_TOKEN:
@@ -298,7 +299,7 @@ def merge_chunks(
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(formats.merge_stream_chunks(parts))
-        # If sets are written only at the end (`AT_END`), only the last chunk has `KEY`.
+        # If the request sets `AT_END`, only the last chunk has sets, so only the last chunk has `KEY`.
         if any(KEY in part for part in parts[:-1]):
             if all(part.get(KEY) for part in parts):
                 result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
@@ -308,13 +309,13 @@ def merge_chunks(
 
 
 def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
-    """AROUND hook on `TokenizerManager._handle_abort_req`: correct the last chunk of an aborted request.
+    """AROUND hook on `TokenizerManager._handle_abort_req`: correct an aborted answer's last chunk.
 
     If a request is aborted while it waits after a pause, SGLang may already have streamed a part of its
-    answer. SGLang's last chunk then has all of the text and log-probs, but only the last token. SGLang
-    sends such a last chunk before 0.5.20, and in all releases if chunks are incremental. If chunks are
-    incremental, this hook removes the text and the tokens from the last chunk. Otherwise, this hook puts all
-    tokens into the last chunk.
+    answer. The last chunk from SGLang then has the text and the log-probs of the whole answer, but only the
+    last token. SGLang sends such a wrong last chunk before 0.5.20, and in all releases if chunks are
+    incremental. If chunks are incremental, the hook removes the text and the tokens from the last chunk. If
+    chunks are not incremental, the hook puts all tokens of the answer into the last chunk.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
@@ -360,8 +361,8 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
 def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumulator) -> None:
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
-        # The missing set is not the cause of the abort, so report the cause that SGLang gives.
-        if reason.get("status_code") is None:  # tokens may be visible: also report the missing set
+        # The request was not aborted because of the missing set, so report the reason that SGLang gives.
+        if reason.get("status_code") is None:  # the client may have tokens without sets, so report both
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}
         return

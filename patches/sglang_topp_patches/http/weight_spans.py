@@ -1,9 +1,10 @@
 """Record which weights generated each token, and correct SGLang's `weight_versions`.
 
-When weights are pushed, SGLang attributes all tokens counted so far to the old weights. With overlap
-scheduling, the old weights may have generated one more token that is not counted yet. SGLang attributes this
-token to the new weights. So the scheduler sends the weight version of each forward pass together with the
-candidate sets. The versions that this module collects replace SGLang's own in the answer.
+When weights are pushed, SGLang attributes the tokens that it has already counted to the old weights. With
+overlap scheduling, the old weights may have generated one more token, which SGLang counts only after the
+push. SGLang wrongly attributes this token to the new weights. The scheduler therefore sends the weight
+version of each forward pass together with the candidate sets. In the answer, these weight versions replace
+SGLang's own.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ class WeightSpans:
     """The weight versions that generated one sample's tokens, in the order of the tokens.
 
     Attributes:
-        prompt: the weight version that scored the prompt's positions. If weights change while a prompt is
-            scored, the request fails. The pass that scored the last position also drew the first token.
+        prompt: the version of the weights that scored the prompt. If the weights change while a prompt is
+            scored, the request fails. The forward pass that scored the prompt's last position also drew the
+            first token.
     """
 
     def __init__(self) -> None:
         self.prompt = ""
-        self._spans: list[tuple[str, int]] = []  # each span's version and end index
+        self._spans: list[tuple[str, int]] = []  # the weight version and the end index of each span
 
     def add(self, version: str) -> None:
-        """Append the next token's weight version."""
+        """Record the weight version of the sample's next token."""
         end = self._spans[-1][1] + 1 if self._spans else 1
         if self._spans and self._spans[-1][0] == version:
             self._spans[-1] = (version, end)
@@ -34,7 +36,7 @@ class WeightSpans:
             self._spans.append((version, end))
 
     def name_first(self, version: str) -> None:
-        """Set the first token's version, which was unknown when the token was appended."""
+        """Set the weight version of the first token, which was unknown when `add` recorded the token."""
         rest = self._spans[1:]
         if not rest or rest[0][0] != version:
             rest.insert(0, (version, 1))
@@ -44,8 +46,9 @@ class WeightSpans:
         """Return the fields `weight_version` and `weight_versions` for the first `num_tokens` tokens.
 
         `weight_version` is the version of the last token. `weight_versions` lists the spans in order, as
-        `{"version": name, "start": first index, "end": index after the last}`. If there is no token, both
-        fields give the prompt's version, and the only span is from 0 to 0.
+        `{"version": name, "start": first index, "end": index after the last}`. If `num_tokens` is 0,
+        `weight_version` is the version that scored the prompt, and `weight_versions` has one span with this
+        version, from 0 to 0.
         """
         spans: list[dict[str, Any]] = []
         if not num_tokens:

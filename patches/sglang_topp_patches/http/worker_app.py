@@ -1,9 +1,10 @@
 """Provide the application that SGLang's HTTP workers import, with the patch set installed.
 
 If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers, which do not load plugins. The workers
-import the application that `SGLANG_HTTP_SERVER_APP_PATH` names. In the launcher process, `plugin.register`
-sets this variable to `app` in this module. When a worker imports `app`, this module loads the plugins and
-returns the configured application.
+import the application that `SGLANG_HTTP_SERVER_APP_PATH` names. In the process that launches the
+workers, `plugin.register` sets `SGLANG_HTTP_SERVER_APP_PATH` to `app` in this module. When a worker imports
+`app`, this module loads the plugins and returns the application that `SGLANG_HTTP_SERVER_APP_PATH` named
+before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DEFAULT = "sglang.srt.entrypoints.http_server:app"
 
 
 def install() -> None:
-    """Make HTTP workers import this module instead of the configured application."""
+    """Make HTTP workers import `app` from this module instead of the application that the user configured."""
     ours = f"{__name__}:app"
     configured = os.environ.get(_PATH, _DEFAULT)
     if configured != ours:
@@ -31,7 +32,8 @@ def install() -> None:
 def __getattr__(name: str) -> Any:
     """Load the plugins, and return `app` for a worker.
 
-    The import of this module does not load the plugins, because the launcher imports the module too.
+    Importing this module does not load the plugins, because the process that launches the workers also
+    imports the module.
     """
     if name != "app":
         raise AttributeError(name)

@@ -1,11 +1,13 @@
 """Limit the number of candidates in this process, per sample and for all requests in flight.
 
 At p = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never truncated. A
-request that exceeds a limit ends with an error, and its sets are freed. The error message names the limit.
-For one sample, the message also gives the number of positions that would fit.
+request that exceeds a limit ends with an error, and its sets are freed. The error message names the exceeded
+limit. If the limit for one sample is exceeded, the error message also says how many token positions are
+within the limit.
 
-Every process counts the sets that pass through it. The scheduler counts a sample's sets until they are sent.
-The HTTP process counts a call's sets until the call's answer is sent.
+Each of SGLang's processes counts the candidates that it holds. The scheduler counts a sample's candidates
+until it has sent the candidates to the HTTP process. The HTTP process counts the candidates of an HTTP call
+until it has sent the call's answer.
 """
 
 from __future__ import annotations
@@ -32,18 +34,20 @@ __all__ = [
 ]
 
 LIST_FORM_COST = 16
-"""The cost of a candidate in JSON lists. In packed arrays, a candidate has the cost 1.
+"""A candidate in JSON lists counts this many times against the limits.
 
-Python objects and text take this many times the memory of packed arrays."""
+A candidate in packed arrays counts once.
+
+Python objects and text take `LIST_FORM_COST` times the memory of packed arrays."""
 
 _PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
 _IN_FLIGHT = "SGLANG_TOPP_MAX_CANDIDATES_IN_FLIGHT"
 _STAGED = "SGLANG_TOPP_STAGED_CANDIDATES_PER_ROW"
 _DEFAULT_PER_SAMPLE = 1 << 25
 _DEFAULT_STAGED = 256
-# At the peak, four copies of a candidate exist at once: raw, joined, in base64, and in an answer's body.
-# Together, the copies take about 40 bytes. The limit allows one candidate per 256 bytes of memory, so all
-# requests in flight take at most a sixth of the memory.
+# At the peak, four copies of a candidate exist at once: raw, joined, in base64, and in an answer's body. The
+# four copies of a candidate take about 40 bytes together. The default limit allows one candidate per 256
+# bytes of memory, so all requests in flight take at most a sixth of the memory.
 _BYTES_PER_CANDIDATE = 256
 
 
@@ -57,11 +61,11 @@ class Budget:
     Attributes:
         max_candidates_per_sample: the limit for one sample and its prompt. The default is 2^25, which is 358
             MB of base64.
-        max_candidates_in_flight: the limit for all samples in flight. The default is one candidate per 256
-            bytes of the machine's or container's memory.
-        staged_candidates_per_row: the capacity, per row, of the GPU memory into which a pass writes its sets.
-            A request is never refused because of this capacity. If a row's sets do not fit, the scheduler
-            extracts the sets again and waits for the device (`scheduler.staging`).
+        max_candidates_in_flight: the limit for all samples that the process holds at a time. The default is
+            one candidate per 256 bytes of the machine's or container's memory.
+        staged_candidates_per_row: the capacity, per row, of the GPU memory into which a forward pass writes
+            its sets. No request is refused because its sets exceed the capacity. If a row's sets do not fit,
+            the scheduler extracts the sets again and waits for the device (`scheduler.staging`).
     """
 
     max_candidates_per_sample: int
@@ -83,13 +87,13 @@ class Budget:
         )
 
     def to_dict(self) -> dict[str, int]:
-        """Return the limits as `GET /server_info` shows them."""
+        """Return the limits by name, as `GET /server_info` shows the limits."""
         return asdict(self)
 
 
 @cache
 def budget() -> Budget:
-    """Return this process's limits. All limits are 0 if an environment variable is invalid."""
+    """Return this process's memory limits. If an environment variable is invalid, every limit is 0."""
     try:
         return Budget.of(os.environ, _memory_bytes())
     except InvalidInputError:
@@ -97,7 +101,7 @@ def budget() -> Budget:
 
 
 def budget_problem() -> str:
-    """Return why a limit in the environment is invalid, or an empty string."""
+    """Return why a limit from an environment variable is invalid, or an empty string."""
     try:
         Budget.of(os.environ, 0)
     except InvalidInputError as error:
@@ -106,14 +110,15 @@ def budget_problem() -> str:
 
 
 class InFlight:
-    """The counter of all candidates in this process.
+    """The counter of all candidates that this process holds.
 
-    If the process holds more candidates than `limit`, the request or call that holds the most candidates ends
+    If the process holds more candidates than `limit`, the request or HTTP call with the most candidates ends
     with an error.
 
     Args:
-        limit: the largest number of candidates that all requests and calls together may hold.
-        trimmer: returns memory to the OS after a request or call has freed large sets.
+        limit: the largest number of candidates that all requests and HTTP calls together may hold.
+        trimmer: the object that returns memory to the OS after a request or an HTTP call has freed large
+            sets.
     """
 
     def __init__(self, limit: int, trimmer: HeapTrimmer | None = None) -> None:
@@ -123,18 +128,19 @@ class InFlight:
         self._accounts: WeakSet[Account] = WeakSet()
 
     def open(self, end: Callable[[str], None] | None) -> Account:
-        """Return a new counter for the candidates of one request or call.
+        """Return a new counter for the candidates of one request or HTTP call.
 
         Args:
-            end: ends the request or call that owns the candidates. `end` is called at most once, with a
-                reason. `end` is None if no request or call owns the candidates.
+            end: a function that ends the request or HTTP call that owns the candidates. The counter calls
+                `end` at most once, with the reason. If `end` is None, no request or HTTP call owns the
+                candidates.
         """
         account = Account(self, end)
         self._accounts.add(account)
         return account
 
     def end_largest(self) -> None:
-        """End the request or call that holds the most candidates."""
+        """End the request or HTTP call that holds the most candidates."""
         largest = max(
             (account for account in self._accounts if account.has_owner and not account.is_closed),
             key=lambda account: account.candidates,
@@ -149,9 +155,9 @@ class InFlight:
 
 
 class Account:
-    """The counter of the candidates of one request or call.
+    """The counter of the candidates of one request or HTTP call.
 
-    If the counter is garbage-collected, its candidates no longer count against the limits.
+    If an `Account` is garbage-collected, its candidates no longer count against the limits.
     """
 
     def __init__(self, in_flight: InFlight, end: Callable[[str], None] | None) -> None:
@@ -161,14 +167,14 @@ class Account:
 
     @property
     def has_owner(self) -> bool:
-        """Whether the candidates belong to a request or call that can be ended."""
+        """Whether the candidates belong to a request or HTTP call, which `end` ends."""
         return self._end is not None
 
     def add(self, candidates: int, positions: int = 1) -> None:
         """Count more candidates.
 
-        If the process then holds more candidates than the limit, end the request or call that holds the most
-        candidates. That request or call may be the owner of this counter.
+        If the process then holds more candidates than the limit, end the request or HTTP call that holds the
+        most candidates. This may be the request or HTTP call to which this `Account` belongs.
         """
         if self.is_closed:
             return
@@ -179,14 +185,14 @@ class Account:
             self._in_flight.end_largest()
 
     def end(self, reason: str) -> None:
-        """Stop counting, and end the request or call. Do nothing if counting has stopped before."""
+        """Stop counting the candidates, and end the request or HTTP call. Do nothing on a closed account."""
         if not self.is_closed:
             self.close()
             if self._end is not None:
                 self._end(reason)
 
     def close(self) -> None:
-        """Stop counting. A second call does nothing."""
+        """Stop counting the candidates. Do nothing if the account is closed."""
         if not self.is_closed:
             self.is_closed = True
             self._in_flight.total -= self.candidates
@@ -211,12 +217,12 @@ def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
 
 
 def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
-    """Return the message that refuses a prompt's sets.
+    """Return the error message for a prompt whose candidate sets exceed a limit.
 
     Args:
         limits: the limits of this process.
-        is_busy: True if the limit for all requests is exceeded, and False if the limit for one sample is
-            exceeded.
+        is_busy: whether the prompt exceeds the limit for all requests. If `is_busy` is False, the prompt
+            exceeds the limit for one sample.
     """
     limit, name = (
         (limits.max_candidates_in_flight, _IN_FLIGHT)

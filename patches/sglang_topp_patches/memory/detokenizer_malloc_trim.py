@@ -13,8 +13,8 @@ __all__ = ["trim_after_batch"]
 def trim_after_batch(in_flight: InFlight, result: Any, self: Any, recv_obj: Any) -> None:
     """Trim this process's heap: AFTER hook on `DetokenizerManager.handle_batch_token_id_out`.
 
-    The hook trims only after a message whose `customized_info` (which holds the candidate sets) has at least
-    `LARGE_BYTES` bytes.
+    SGLang's field `customized_info` holds the candidate sets. The hook trims the heap only if the message's
+    `customized_info` has at least `LARGE_BYTES` bytes.
     """
     if len(getattr(recv_obj.customized_info, "data", b"")) >= LARGE_BYTES:
         in_flight.trimmer.trim_soon()

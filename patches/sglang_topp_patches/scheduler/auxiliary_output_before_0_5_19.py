@@ -1,16 +1,16 @@
-"""Copy a forward pass's candidate sets to the host and add them to requests, on SGLang before 0.5.19.
+"""Copy a forward pass's candidate sets to the host and add the sets to requests, on SGLang before 0.5.19.
 
 Since 0.5.19, SGLang itself copies auxiliary output (extra results of a forward pass) to the host and passes
-the copies to the patch set. On older releases, the hooks in this module copy the sets and pass them on, in
-two steps:
+the copies to the patch set. On older releases of SGLang, the hooks in this module copy the candidate sets and
+add them to the requests, in two steps:
 
-1. Right before SGLang starts its own copies, `copy_to_host` starts copying the sets. SGLang then records a
-   CUDA event, which covers SGLang's copies and the copies of the sets.
-2. After SGLang has appended the new tokens to the requests, and before SGLang sends these tokens, `commit`
-   adds the sets to the requests. SGLang has already dropped the tokens that a stop condition, a retraction,
-   or overlap scheduling made invalid. So only tokens that the caller sees get a set.
+1. Right before SGLang starts to copy its own results to the host, `copy_to_host` starts to copy the sets.
+   SGLang then records a CUDA event, which covers SGLang's copies and the copies of the sets.
+2. SGLang appends the new tokens to their requests. Before SGLang sends the new tokens, `commit` adds the sets
+   to the requests. Before `commit` runs, SGLang drops the tokens that a stop condition, a retraction, or
+   overlap scheduling made invalid. So `commit` adds sets only for tokens that the caller sees.
 
-Between the two steps, an attribute of SGLang's `GenerationBatchResult` holds the sets.
+Between `copy_to_host` and `commit`, an attribute of SGLang's `GenerationBatchResult` holds the sets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Committed:
     """The tokens that one scheduler step adds to one request's output.
 
     Attributes:
-        output_index: the index of the first of these tokens in the request's output.
+        output_index: the index of the first token of `token_ids` in the request's output.
         token_ids: the tokens.
     """
 
@@ -46,31 +46,32 @@ class Committed:
 
 @dataclass(frozen=True)
 class _Step:
-    """A scheduler step whose tokens SGLang is appending to their requests."""
+    """A scheduler step whose new tokens SGLang appends to the outputs of the batch's requests."""
 
     output: Any
     batch: Any
     starts: list[int]
 
     def consume(self) -> None:
-        """Add the step's sets to their requests. SGLang must already have appended the step's tokens."""
+        """Add the sets of the step's tokens to the requests, after SGLang has appended the tokens."""
         pairs = zip(self.batch.reqs, self.starts, strict=True)
         self.output.consume(self.batch, [_committed(req, start) for req, start in pairs])
 
 
-# A context variable holds the step, because SGLang does not pass the step to the function that sends tokens.
+# `_step` is a context variable, because SGLang does not pass the scheduler step to `stream_output`.
 _step: ContextVar[_Step | None] = ContextVar("sglang_topp_step", default=None)
 
 
 def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
     """Start copying the sets to the host: BEFORE hook on `GenerationBatchResult.copy_to_cpu`.
 
-    SGLang records a CUDA event after its own copies, and this event also covers the copies of the sets.
+    The CUDA event that SGLang records after its own copies also covers the copies of the candidate sets.
     """
     output = take(self.logits_output)
     if output is not None:
         setattr(self, _HOST, output.copy_to_host(_copy))
-        setattr(self, _KEPT, output)  # keep the device tensors alive while the copy stream reads them
+        # The copy stream may still read the device tensors, so keep a reference to `output`.
+        setattr(self, _KEPT, output)
 
 
 def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> Any:
@@ -87,10 +88,10 @@ def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) ->
 
 
 def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> None:
-    """Add the first tokens' sets to their requests: AROUND hook on `process_batch_result_disagg_prefill`.
+    """Add first tokens' sets to the requests: AROUND hook on `process_batch_result_disagg_prefill`.
 
-    A prefill server generates only each request's first token. SGLang sends that token after it has
-    transferred the request's KV cache, so the hooked function itself sends only errors.
+    A prefill server generates only each request's first token. SGLang sends the first token only after it has
+    transferred the request's KV cache. So `process_batch_result_disagg_prefill` sends errors, but no tokens.
     """
     step = _step_of(batch, result)
     try:
@@ -112,11 +113,11 @@ def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
 def _step_of(batch: Any, result: Any) -> _Step | None:
     """Return the scheduler step of a pass's result, or None if the pass has no sets.
 
-    The sets of the returned step are on the host.
+    The returned `_Step` holds the host copies of the candidate sets.
     """
     output = getattr(result, _HOST, None)
     if output is None and (taken := take(getattr(result, "logits_output", None))) is not None:
-        # Without overlap scheduling, SGLang does not call `copy_to_cpu`, so copy the sets here.
+        # Without overlap scheduling, SGLang does not call `copy_to_cpu`, so the sets are still on the device.
         output = taken.copy_to_host(lambda tensor: tensor.cpu())
     return None if output is None else _Step(output, batch, [_num_visible(req) for req in batch.reqs])
 
@@ -127,7 +128,10 @@ def _free(result: Any) -> None:
 
 
 def _num_visible(req: Any) -> int:
-    """Return how many of a request's tokens the caller sees. A stop string may hide the last tokens."""
+    """Return how many of a request's output tokens the caller sees.
+
+    If a stop string ends the request, SGLang may hide the last tokens from the caller.
+    """
     return len(req.output_ids) if req.finished_len is None else int(req.finished_len)
 
 

@@ -1,19 +1,21 @@
-"""Give scored prompts cache namespaces, so that they never read KV that older weights computed.
+"""Give each scored prompt a cache namespace, so that the prompt never reads KV of older weights.
 
 A prompt is scored if its request asks for the candidate sets of prompt positions. A scored prompt must not
-read KV that older weights computed. But after a weight push with `flush_cache=false`, the prefix cache still
-holds KV of the older weights. Requests in flight then add more KV of the older weights. While requests are in
-flight, a push must use `flush_cache=false`, because SGLang cannot flush the cache.
+read KV that older weights computed. A weight push with `flush_cache=false` leaves KV of the older weights in
+the prefix cache. After the push, requests in flight insert more KV of the older weights into the prefix
+cache. SGLang cannot flush the cache while requests are in flight, so a push at such a time must use
+`flush_cache=false`.
 
-So until the cache is flushed, each scored prompt gets a cache namespace (SGLang's `extra_key`) for the
-current weights. Prompts that are scored with the same weights still share prefixes.
+From a weight push until the next flush of the cache, each scored prompt uses a cache namespace (SGLang's
+`extra_key`) for the current weights. Prompts that are scored with the same weights still share cached
+prefixes.
 
-`weights_of` returns the weights with which a request's prefill began. Later chunks of the prompt attend to
-the KV of earlier chunks. If a later pass of the request runs with other weights, `prompt_sets` therefore ends
-the request.
+With chunked prefill, later chunks of a prompt attend to the KV of earlier chunks. So `prompt_sets` ends a
+request with an error if weights are pushed after the prefill of its prompt began. `weights_of` returns the
+weights with which a request's prefill began.
 
-This module counts pushes, because weight versions are not reliable. A push may have no version, and the
-scheduler of an older SGLang does not receive the version.
+This module tells weights apart by the number of weight pushes, because weight versions are unreliable. A
+weight push may have no version. On older releases, SGLang does not tell the scheduler the version of a push.
 """
 
 from __future__ import annotations
@@ -29,16 +31,15 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params
 
 __all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]
 
-# The prefix caches of SGLang that keep namespaces apart. The KV in these caches is lost when the scheduler's
-# process ends.
+# The classes of SGLang's prefix caches in which a request reads KV only from its own namespace. The KV in
+# caches of these classes is lost when the scheduler process ends.
 _KEYED_CACHES = frozenset(
     {
         *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),
         *("HiRadixCache", "HiMambaRadixCache", "ChunkCache", "SWAChunkCache", "PureSWAChunkCache"),
     }
 )
-# Attributes of SGLang's `Scheduler`. If one of these attributes is set, the scheduler reads KV that is stored
-# outside its process.
+# Attributes of SGLang's `Scheduler` that are true if the scheduler reads KV from outside its process.
 _OUTSIDE = ("enable_hicache_storage", "enable_unified_cache_external_linker")
 _WEIGHTS = "sglang_topp_weights"
 _EXTRA_KEY = "sglang_topp_extra_key"
@@ -46,11 +47,11 @@ _EXTRA_KEY = "sglang_topp_extra_key"
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights with which a forward pass runs.
+    """Identifies the weights with which a forward pass runs.
 
     Attributes:
-        push: the number of weight pushes before the pass.
-        version: the weight version of the last push; empty if the scheduler does not receive it.
+        push: the number of weight pushes before the forward pass.
+        version: the version of the last weight push; empty if SGLang does not tell the scheduler the version.
     """
 
     push: int
@@ -75,7 +76,7 @@ class PrefixCache:
     def note_push(self, updater: Any, *args: Any, **kwargs: Any) -> None:
         """Count a weight push: BEFORE hook on the functions that change the weights.
 
-        A push that fails counts too, because it may have changed some weights.
+        A weight push that fails counts too, because a failed push may have changed some weights.
         """
         # Wait for the accelerator, which may still run the last pass with the old weights.
         if torch.accelerator.is_available():
@@ -84,7 +85,7 @@ class PrefixCache:
         self.has_only_current_weights = False
 
     def note_flush(self, is_flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        """Record that no cached KV of older weights is left: AFTER hook on `Scheduler.flush_cache`.
+        """Record that no KV of older weights is cached any more: AFTER hook on `Scheduler.flush_cache`.
 
         SGLang does not flush the cache while a request holds KV.
         """
@@ -98,11 +99,13 @@ class PrefixCache:
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
         """Choose the cache namespace of a scored prompt: BEFORE hook on `Req.init_next_round_input`.
 
-        When SGLang tries to admit a waiting or retracted request, it passes `tree_cache`, and then looks up a
-        cached prefix in the request's namespace. For a prompt's next chunk, SGLang omits `tree_cache`.
+        SGLang passes `tree_cache` when it tries to admit a waiting or retracted request. SGLang then looks up
+        a cached prefix in the request's namespace. For the later chunks of a prompt, SGLang omits
+        `tree_cache`, and the request keeps its namespace.
 
-        The name of a namespace contains a random secret of the process, so the names differ between ranks.
-        But all ranks change namespaces at the same pushes, so their caches hold the same prefixes.
+        Each scheduler process puts its own random secret into the names of namespaces, so the names differ
+        between ranks. All ranks change namespaces at the same weight pushes, so the caches of all ranks hold
+        the same prefixes.
         """
         if tree_cache is None or not scores_prompt(req):
             return
@@ -116,7 +119,7 @@ class PrefixCache:
 
 
 def weights_of(req: Any) -> Weights | None:
-    """Return the weights with which a scored prompt's prefill began, or None if it has not begun."""
+    """Return the weights with which a scored prompt's prefill began, or None before the prefill begins."""
     return getattr(req, _WEIGHTS, None)
 
 
@@ -131,7 +134,7 @@ def outside_kv_problem(scheduler: Any) -> str:
         if getattr(scheduler, name, False):
             return f"{name}: KV that is stored outside of the engine may come from other weights"
     cache = scheduler.tree_cache
-    # Look at the inner cache, because SGLang's cache for streaming sessions wraps another cache.
+    # SGLang's cache for streaming sessions wraps another cache, its attribute `inner`.
     kind = type(getattr(cache, "inner", cache)).__name__
     if kind not in _KEYED_CACHES:
         return f"the prefix cache {kind} may hold KV of other weights"

@@ -15,13 +15,13 @@ __all__ = ["ExtractedSets"]
 
 @dataclass(frozen=True)
 class ExtractedSets:
-    """The complete sets of some rows, on one device; n is the number of candidates in all sets.
+    """The complete sets of some rows of a batch, on one device; n is the number of candidates in all sets.
 
     Attributes:
         token_ids: int32 [n].
         logprobs: float32 [n].
-        offsets: int64 [rows + 1], the start of each row's set. The last element is n.
-        problems: maps the index of each row without an exact set to a sentence that gives the reason.
+        offsets: int64 [rows + 1], the index in `token_ids` at which each row's set starts, and n at the end.
+        problems: maps the index of each row that has no exact set to a sentence that gives the reason.
     """
 
     token_ids: torch.Tensor
@@ -31,11 +31,11 @@ class ExtractedSets:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows, with or without a set."""
+        """The number of rows, including the rows that have no set."""
         return len(self.offsets) - 1
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> ExtractedSets:
-        """Return the sets with `copy_tensor` applied to every tensor.
+        """Return a copy of this object with `copy_tensor` applied to every tensor.
 
         If `copy_tensor` is asynchronous, its copies may still run when this method returns.
         """
@@ -44,19 +44,19 @@ class ExtractedSets:
         )
 
     def with_problems(self, problems: Mapping[int, str]) -> ExtractedSets:
-        """Return the same sets, with more rows marked as having no exact set."""
+        """Return a copy of this object with the given problems added to its `problems`."""
         return replace(self, problems={**self.problems, **problems})
 
     def settled(self) -> ExtractedSets:
-        """Return this object, because its sets are always complete."""
+        """Return this object, because the sets of an `ExtractedSets` are always complete."""
         return self
 
     def on_host(self) -> ExtractedSets:
-        """Return this object. The object's tensors must already be on the host."""
+        """Return this object, whose tensors must already be on the host."""
         return self
 
     def spans(self) -> list[Span]:
-        """Return each row's set as a `Span`. The tensors must already be on the host."""
+        """Return each row's set as a `Span`. The tensors of this object must already be on the host."""
         token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
         bounds = self.offsets.tolist()
         return [span(token_ids[low:high], logprobs[low:high]) for low, high in pairwise(bounds)]

@@ -1,9 +1,9 @@
 """Extract candidate sets from log-probs on the device.
 
-`extract` returns each row's nucleus at a threshold p, plus the sampled token. `extract_support` returns the
-tokens that the sampler could draw. On a GPU, both functions return without waiting for the device: the
-kernels write the sets to a GPU buffer, the staging area (`staging`). On a CPU, the sets are complete when the
-functions return.
+`extract` returns each row's nucleus at a threshold p, plus the sampled token. `extract_support` returns, for
+each row, the tokens that the sampler could draw. On a GPU, the kernels of `extract` and `extract_support`
+write the sets to a buffer of fixed size, the staging area (`scheduler.staging`). Both functions return
+without waiting for the GPU. On a CPU, the sets are complete when `extract` or `extract_support` returns.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ def extract(
     lowest: float | None = None,
     is_taken: torch.Tensor | None = None,
 ) -> Sets:
-    """Extract the sets of the rows whose threshold is not 0.
+    """Extract the nucleus of each row whose threshold is not 0, plus the row's sampled token.
 
-    If a row has no exact set, the result's `problems` gives the reason. The other rows still get their sets.
+    If a row has no exact set, `problems` of the returned object gives the reason. All other rows still get
+    their sets.
 
     Args:
-        process: the state of this scheduler process, which counts the rows whose sets go to a staging area.
-        logprobs: float [B, V], natural log-probs. On a GPU, the returned object may read this tensor again
-            until the scheduler processes the pass's results. The caller must not change the tensor before the
-            scheduler processes the results, except to replace -inf with the dtype's lowest value.
-        thresholds: B thresholds p; 0 gives an empty set.
-        sampled_ids: integer [B], the sampled tokens. Each row's set includes the row's sampled token.
-        lowest: log-probs at or below this value stand for probability 0. None means the dtype's lowest value.
-        is_taken: bool [B], on the same device as `logprobs`: whether each row gets a set. None means that
-            every row gets a set.
+        process: the state of this scheduler process. `process.staging` counts the rows whose sets go to a
+            staging area.
+        logprobs: float [B, V], natural log-probs. On a GPU, the returned object may read `logprobs` again
+            until the scheduler processes the results of the forward pass. Until then, the caller must not
+            change `logprobs`, except to replace -inf with the dtype's lowest value.
+        thresholds: each row's threshold p; a row with a threshold of 0 gets an empty set.
+        sampled_ids: integer [B], each row's sampled token, which is always in the row's set.
+        lowest: log-probs at or below this value stand for probability 0. If `lowest` is None, this value is
+            the lowest value of the dtype of `logprobs`.
+        is_taken: bool [B], on the same device as `logprobs`: whether each row gets a set. If `is_taken` is
+            None, every row gets a set.
     """
     if staging.is_staged(logprobs):
         return staging.by_threshold(process, logprobs, thresholds, sampled_ids, lowest, is_taken)
@@ -80,18 +83,18 @@ def extract_support(
     *,
     lowest: float | None = None,
 ) -> Sets:
-    """Extract the sets of tokens that the sampler could draw.
+    """Extract, for each row, the set of tokens that the sampler could draw.
 
-    `nucleus.support_candidates` defines the sets. If a row has no exact set, the result's `problems` gives
-    the reason. The other rows still get their sets.
+    `nucleus.support_candidates` gives the exact definition of these sets. If a row has no exact set,
+    `problems` of the returned object gives the reason. All other rows still get their sets.
 
     Args:
         process: as for `extract`.
         logprobs: float [B, V], as for `extract`.
         rows: int64 [R], ascending: the rows of `logprobs` whose filtered probabilities the sampler returned.
         is_drawn: bool [R, W], whether each filtered probability is above 0.
-        token_ids: int32 [R, W], the token in each column of `is_drawn`, most likely token first. None if W
-            equals V.
+        token_ids: int32 [R, W], the token in each column of `is_drawn`, most likely token first. `token_ids`
+            is None if W equals V.
         sampled_ids: integer [B], the sampled tokens.
         lowest: as for `extract`.
     """
@@ -99,7 +102,8 @@ def extract_support(
         return staging.by_weights(process, logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)
     logprobs, sampled_ids = _with_zeros(logprobs[rows], lowest), sampled_ids[rows]
     if token_ids is not None:
-        # The most likely tokens come first, so drop the columns after the last token that any row could draw.
+        # Each row begins with its most likely tokens. So drop the last columns, which hold no token that the
+        # sampler could draw in any row.
         width = max(1, int(is_drawn.sum(1).amax()))
         is_drawn, token_ids = is_drawn[:, :width], token_ids[:, :width]
     problems: dict[int, str] = {}

@@ -1,14 +1,14 @@
 """Extract the candidate sets of generated tokens, in the scheduler processes.
 
-The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the output of the forward pass. Within
-`ModelRunner.sample`, SGLang computes the log-probs that it reports. The hook `compute_logprobs` (before
-0.5.16, `attach_logprobs`) wraps this computation. `compute_logprobs` receives the log-probs and the sampled
-tokens, and extracts the sets from both. The hooks in `sampler_support` record the tokens that the sampler
-could draw.
+The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the output of the forward pass. Inside
+`ModelRunner.sample`, SGLang computes the log-probs that it reports. The hook `compute_logprobs` wraps the
+function that computes these log-probs, and extracts the sets from the log-probs and the sampled tokens. On
+SGLang before 0.5.16, the hook `attach_logprobs` takes the place of `compute_logprobs`. The hooks in
+`sampler_support` record the tokens that the sampler could draw.
 
-The sets are copied to the host together with SGLang's own results. `GeneratedSets.consume` then adds the sets
-to their requests. Before SGLang calls `consume`, it drops the tokens that overlap scheduling, a retraction,
-or a stop condition made invalid.
+The sets are copied to the host together with SGLang's own results. `GeneratedSets.consume` then adds each set
+to the request of its token. Before SGLang calls `consume`, it drops the tokens that overlap scheduling, a
+retraction, or a stop condition made invalid.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def compute_logprobs(
 ) -> Any:
     """Extract the sets of a pass: AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
 
-    The hooked function of SGLang replaces log-probs of -inf in place, which would change the sets. So the
-    hook extracts the sets before it calls the hooked function.
+    The hook extracts the sets before it calls the hooked function. The hooked function replaces log-probs of
+    -inf in place, which would change the sets.
     """
     _take(logprobs, batch_next_token_ids)
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
@@ -102,7 +102,8 @@ def _take(logprobs: torch.Tensor, sampled_ids: torch.Tensor) -> None:
     if capture is None or not capture.forward_pass.rows.answers:
         return
     process, thresholds = capture.forward_pass.process, capture.forward_pass.rows.thresholds
-    thresholds += (0.0,) * (len(logprobs) - len(thresholds))  # padding rows get no sets
+    # The last rows of `logprobs` may only pad the batch, and get no sets.
+    thresholds += (0.0,) * (len(logprobs) - len(thresholds))
     lowest = lowest_logprob()
     if any(thresholds):
         capture.sets = extract(process, logprobs, thresholds, sampled_ids, lowest=lowest)
@@ -118,8 +119,8 @@ class GeneratedSets:
         rows: the rows of the pass, as recorded when SGLang built its `ForwardBatch`.
         sets: each row's set at its threshold p; None if no row has a threshold.
         weight_version: the weight version with which the pass ran.
-        drawn: the sets of tokens that the sampler could draw, one for each row in `rows.drawn`; None if
-            `rows.drawn` is empty.
+        drawn: the sets of tokens that the sampler could draw, one for each row in `rows.drawn`; None if no
+            row asks for such a set.
     """
 
     rows: RequestedRows
@@ -128,13 +129,13 @@ class GeneratedSets:
     drawn: Sets | None = None
 
     def settled(self) -> GeneratedSets:
-        """Wait until the sets are complete, and return this output with the sets on the device."""
+        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
         )
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
-        """Start copying the sets to the host. SGLang waits for the copies before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for these copies before it calls `consume`."""
         return replace(
             self,
             sets=self.sets and self.sets.map(copy_tensor),
@@ -142,11 +143,11 @@ class GeneratedSets:
         )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append one entry to the `customized_info` of every request that got a new token in this step.
+        """Append the set of each new token to the `customized_info` of the token's request, as an `Entry`.
 
-        If a row's set does not fit the new token, the entry holds a problem instead of the set, and the
-        request ends as an error. A set does not fit if the row now belongs to another request, if SGLang
-        replaced the token after sampling, or if the step added several tokens.
+        A row's set does not fit the new token in three cases: the row now belongs to another request, SGLang
+        replaced the sampled token, or the scheduler step added several tokens. If the set does not fit, the
+        `Entry` holds the problem instead of the set, and the request ends as an error.
         """
         spans, problems = self._by_row()
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
@@ -186,8 +187,8 @@ class GeneratedSets:
 def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
 
-    SGLang sends only the entries of `customized_info` from `send_token_offset` on. Without this hook, SGLang
-    would keep the earlier entries until it frees the request.
+    From a request's list of `Entry` objects, SGLang sends only those from index `send_token_offset` on.
+    Without this hook, SGLang would keep the sets that it has already sent until it frees the request.
     """
     for req in reqs:
         if req.finished_output:

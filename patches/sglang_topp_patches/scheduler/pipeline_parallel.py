@@ -1,13 +1,13 @@
 """Send a forward pass's candidate sets from the last pipeline stage to the first.
 
-The last stage samples the tokens, and the first stage sends them to the HTTP process. SGLang passes the
-results of a pass from stage to stage as a dictionary. SGLang sends the dictionary's tensors directly, and
-pickles all other values. So each tensor of the sets is a separate value of the dictionary. All other fields
-of the sets are pickled.
+The last stage samples the tokens, and the first stage sends the tokens to the HTTP process. SGLang passes the
+results of a forward pass from stage to stage as a dictionary. SGLang sends the tensors in this dictionary
+directly, and pickles all other values. So the last stage puts each tensor of the candidate sets into the
+dictionary as a separate value. SGLang pickles the other fields of the sets.
 
-The first stage holds the sets until they are sent, so the first stage counts the sets against the limits
-(`memory.budget`). If a request exceeds a limit, it is aborted on all stages. The last stage extracts the
-request's sets until it receives the abort.
+The first stage holds the sets until it sends them to the HTTP process. So the first stage counts the sets
+against the limits of `memory.budget`. A request that exceeds a limit is aborted on all pipeline stages. Until
+the last stage receives the abort, it still extracts the request's sets.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ class PassPart(Protocol):
     """The interface for a pass's prompt sets or generated sets, on the device or on the host."""
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:
-        """Copy every tensor, in a fixed order."""
+        """Return a copy with `copy_tensor` applied to every tensor, always in the same order."""
 
     def settled(self) -> PassPart:
-        """Wait until the sets are complete, and return this output with the sets on the device."""
+        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Add the sets to their requests."""
+        """Add the sets to the requests of `batch`."""
 
 
 @dataclass(frozen=True)
 class PassSets:
     """All sets of one pass, first on the device and later on the host.
 
-    The class implements SGLang's interfaces `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`.
+    `PassSets` implements SGLang's interfaces `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`.
 
     Attributes:
-        parts: the sets of the prompts, if the pass scored any, then the sets of the generated tokens.
+        parts: the prompt sets, if the pass scored any prompt, and then the sets of the generated tokens.
     """
 
     parts: tuple[PassPart, ...]
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassSets:
-        """Start copying the sets to the host. SGLang waits for the copies before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for these copies before it calls `consume`."""
         return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
 
     def settled(self) -> PassSets:
-        """Wait until the sets are complete, and return this output with the sets on the device."""
+        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
         return PassSets(tuple(part.settled() for part in self.parts))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Add all sets to their requests."""
+        """Add all sets of the pass to the requests of `batch`."""
         for part in self.parts:
             part.consume(batch, commits)
 
@@ -84,8 +84,8 @@ def add_to_stage_output(
         flat.append(tensor)
         return len(flat) - 1
 
-    # Complete the sets before they are sent. If a set did not fit into its staging area, only the last stage
-    # has the log-probs from which the set can be extracted again.
+    # Complete the sets before the last stage sends them. Only the last stage has the log-probs, from which
+    # sets that did not fit into the staging area are extracted again.
     ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
     if not ours:
         return
@@ -111,8 +111,8 @@ def take_from_stage_output(
 def _indivisible(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """Pad a tensor by one element if its length is a multiple of the number of tensor-parallel ranks.
 
-    If the length is a multiple of the number of ranks, SGLang makes each rank send a different part of the
-    tensor. But only one rank of the last stage has the sets, so this rank must send the whole tensor.
+    SGLang makes each rank send a different part of a tensor if the tensor's length is a multiple of the
+    number of ranks. Only one rank of the last stage has the sets, so that rank must send the whole tensor.
     """
     if num_ranks == 1 or len(tensor) == 0 or len(tensor) % num_ranks:
         return tensor

@@ -15,8 +15,8 @@ class StagingCounts:
     """Counts the rows whose sets this process wrote to a staging area, a GPU buffer (`scheduler.staging`).
 
     Attributes:
-        rows_staged: number of rows whose sets were written to a staging area.
-        rows_taken_again: number of these rows whose sets did not fit, and were extracted again.
+        rows_staged: number of rows whose sets went to a staging area, including the sets that did not fit.
+        rows_taken_again: number of rows whose sets did not fit into a staging area, and were extracted again.
     """
 
     rows_staged: int = 0
@@ -33,7 +33,7 @@ class SchedulerProcess:
 
     Attributes:
         in_flight: counts the candidates that the process holds.
-        prefix_cache: tracks which weights computed the KV in the prefix cache.
+        prefix_cache: tracks which weights computed the KV in the scheduler's prefix cache.
         staging: counts the rows whose sets were written to a staging area (`scheduler.staging`).
     """
 

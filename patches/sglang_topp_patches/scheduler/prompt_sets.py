@@ -1,8 +1,9 @@
 """Extract the candidate sets of prompt positions (`logprob_start_len`), in the scheduler processes.
 
-SGLang computes the logits of a prompt in chunks. The hooks extract the sets from each chunk. Row `k` of the
-logits is the distribution of the token after position `k`. With chunked prefill, several passes compute the
-rows of one request. If weights are pushed between two of these passes, the request ends as an error.
+SGLang computes the logits of a prompt in chunks, and the hooks extract the sets from each chunk of logits.
+Row `k` of the logits is the distribution of the token after position `k`. With chunked prefill, several
+forward passes compute the logits of one prompt. If weights are pushed between two forward passes of a prompt,
+the prompt's request ends as an error.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ __all__ = [
 def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     """Extract sets from the logits that SGLang computes: AROUND hook on `InputLogprobProcessor.forward`.
 
-    SGLang passes all arguments by keyword.
+    SGLang passes all arguments of the hooked function by keyword.
     """
     indices = kwargs["input_logprob_indices"]
     observer = _observer_of(self, kwargs["logits_metadata"], indices)
@@ -74,7 +75,7 @@ def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
 def process_whole(
     original: Callable[..., Any], self: Any, input_logits: torch.Tensor, logits_metadata: Any
 ) -> Any:
-    """Extract sets from all scored logits: AROUND hook on `LogitsProcessor.process_input_logprobs`."""
+    """Extract a pass's prompt sets at once: AROUND hook on `LogitsProcessor.process_input_logprobs`."""
     rows = torch.arange(len(input_logits), device=input_logits.device)
     observer = _observer_of(self, logits_metadata, rows)
     if observer is not None:
@@ -93,7 +94,7 @@ def process_by_chunk(
     lm_head: Any,
     logits_metadata: Any,
 ) -> Any:
-    """Extract sets chunk by chunk: AROUND hook on `LogitsProcessor.process_input_logprobs_by_chunk`."""
+    """Extract prompt sets in chunks: AROUND hook on `LogitsProcessor.process_input_logprobs_by_chunk`."""
     observer = _observer_of(self, logits_metadata, input_logprob_indices)
     setattr(self, _OBSERVER, observer)
     try:
@@ -114,13 +115,13 @@ def process_by_chunk(
 
 
 def observe_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Pass a chunk's logits to the current `_Observer`: AFTER hook on `LogitsProcessor._get_logits`."""
+    """Extract the prompt sets from a chunk of logits: AFTER hook on `LogitsProcessor._get_logits`."""
     if (observer := getattr(self, _OBSERVER, None)) is not None:
         observer.add(result)
 
 
 class _Observer:
-    """Extracts the sets of scored rows from a pass's logits, as SGLang computes the logits."""
+    """Extracts a pass's prompt sets from each chunk of logits, right after SGLang has computed the chunk."""
 
     def __init__(
         self, processor: Any, metadata: Any, forward_pass: ForwardPass, indices: torch.Tensor
@@ -134,11 +135,11 @@ class _Observer:
         self._position = 0
 
     def add(self, logits: torch.Tensor) -> None:
-        """Extract the sets of a part of the pass's rows.
+        """Extract the sets of the next rows of the pass.
 
         Args:
-            logits: float [rows, V], the logits of the rows that follow those of the previous call. A row that
-                scores no prompt token gets no set.
+            logits: float [rows, V], the next rows of the pass, after the rows of the previous call. A row
+                that scores no prompt token gets no set.
         """
         extraction, position = self._extraction, self._position
         self._position += len(logits)
@@ -155,7 +156,7 @@ class _Observer:
                 extraction.add(_no_sets(stop - start, logits.device))
 
     def finish(self) -> None:
-        """Store the sets in the `ForwardPass`."""
+        """Store the prompt sets in the `ForwardPass`."""
         rows, extraction = self._pass.rows, self._extraction
         self._pass.prompt = PromptSets(
             rows.request_ids,
@@ -168,7 +169,7 @@ class _Observer:
 
 
 def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Observer | None:
-    """Return a new `_Observer`, or None if no row has a threshold.
+    """Return a new `_Observer`, or None if no request of the pass has a threshold.
 
     A request for the sets of tokens that the sampler could draw (`top_logprobs_source: "sampler"`) has no
     threshold, so its prompt gets no sets.
@@ -180,17 +181,17 @@ def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Obser
 
 
 class PassExtraction:
-    """Collects a pass's prompt sets.
+    """Collects the prompt sets of one forward pass, chunk by chunk.
 
-    If a prompt exceeds the limits (`memory.budget`), no more of its sets are extracted. At p = 1, the rows of
-    one pass may hold more candidates than any device can store.
+    After a prompt exceeds the limits (`memory.budget`), its later rows get no sets. At p = 1, the prompt sets
+    of one forward pass may hold more candidates than any device can store.
 
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
-        chunks: the sets, in the order of the rows.
-        refused: the requests that get an error instead of sets. A key is the index of a request in the pass.
-            A value is True if all requests together exceed the limit on candidates in flight, and False if
-            the request exceeds the limit per sample.
+        chunks: the prompt sets of the pass, in the order of the rows.
+        refused: maps the index of each request that gets an error instead of sets to whether the server is
+            too busy. True means that all requests together exceed the limit on candidates in flight. False
+            means that this request alone exceeds the limit per sample.
     """
 
     def __init__(self, in_flight: InFlight, thresholds: Sequence[float], counts: Sequence[int]) -> None:
@@ -203,15 +204,15 @@ class PassExtraction:
         self._num_rows = self._num_settled = 0
 
     def add(self, chunk: Sets) -> None:
-        """Append the sets of the rows that follow those of the previous call.
+        """Append the sets of the next rows of the pass.
 
-        The sets in a staging area (`StagedSets`) keep their log-probs in GPU memory until the host reads the
-        sets. So at most two chunks may stay in staging areas. If there are more, the host waits for the
-        oldest chunk while the device computes the newest. With up to two chunks, the host never waits for the
-        device.
+        A chunk in a staging area (`StagedSets`) keeps its log-probs in GPU memory until the host reads the
+        chunk. So at most two chunks stay in staging areas. From the third chunk on, the host waits for the
+        oldest chunk while the GPU computes the newest. If a pass has at most two chunks, `add` never waits
+        for the GPU.
 
-        This method counts the candidates of a chunk against the limits only after the host has read the
-        chunk. `PromptSets.consume` counts the candidates of the last chunks.
+        `add` counts a chunk's candidates against the limits only after the host has read the chunk. If the
+        host reads a chunk after the last call of `add`, only `PromptSets.consume` counts that chunk.
         """
         self.chunks.append(chunk)
         while self._num_settled < len(self.chunks):
@@ -234,8 +235,8 @@ class PassExtraction:
                 kept = [owner for owner in range(len(self._candidates)) if owner not in self.refused]
                 self._refuse(max(kept, key=lambda owner: self._candidates[owner]), is_busy=True)
             if self._candidates.sum() > _VALUES_AT_ONCE:
-                # The limits on candidates are derived from the host's memory. The device may have less
-                # memory, so move the sets to the host.
+                # Move the sets to the host, because the device may have less memory than the host. The limits
+                # on candidates are derived from the host's memory.
                 chunk = chunk.map(lambda tensor: tensor.cpu())
         self._num_rows += num_rows
         return chunk
@@ -253,8 +254,8 @@ def compute_logprobs_only(
 ) -> None:
     """Attach a pass's prompt sets to its output: AROUND hook on `ModelRunner.compute_logprobs_only`.
 
-    SGLang calls the hooked function instead of `sample` if a pass samples no token, because `max_new_tokens`
-    is 0.
+    SGLang calls `compute_logprobs_only` instead of `sample` if `max_new_tokens` is 0, because such a pass
+    samples no token.
     """
     internals().begin_pass(logits_output)
     original(self, logits_output, forward_batch)
@@ -264,20 +265,21 @@ def compute_logprobs_only(
 
 
 def forget_rows(result: None, self: Any) -> None:
-    """Free the sets of a retracted request's partly scored prompt: AFTER hook on `Req.reset_for_retract`.
+    """Free the sets of a partly scored prompt after a retraction: AFTER hook on `Req.reset_for_retract`.
 
-    SGLang drops the log-probs of a partly scored prompt, and scores the prompt again. If the request already
-    has an output token, its prompt is completely scored, and the hook keeps the sets.
+    After a retraction, SGLang drops the log-probs of a partly scored prompt, and scores the prompt again. A
+    request with an output token has a completely scored prompt, so the hook keeps the sets of this prompt.
 
-    The hook refuses a request with an output token if its prompt consists of embeddings. For a prompt of
-    embeddings, SGLang generates the output again from the start, but keeps the log-probs of the first
-    attempt.
+    The hook refuses a request that has an output token and a prompt of embeddings (`input_embeds`). After a
+    retraction, SGLang generates the output of such a request again from the start, but keeps the log-probs of
+    the first attempt.
     """
     if not self.customized_info or is_refused(self):
         return
     if not self.customized_info.get(KEY):
         rows = list(self.customized_info.pop(PROMPT_KEY, ()))[1:]
-        # Before SGLang 0.5.15, a request without sets has empty lists if its batch has a request with sets.
+        # Before SGLang 0.5.15, `customized_info` of a request that asks for no sets has empty lists if
+        # another request of its batch asks for sets.
         if rows:
             charge(self, -_num_candidates(rows), -len(rows))
     elif self.input_embeds is not None:
@@ -291,15 +293,15 @@ def forget_rows(result: None, self: Any) -> None:
 
 @dataclass(frozen=True)
 class PromptSets:
-    """One pass's prompt sets, first on the device and later on the host.
+    """The prompt sets of one forward pass, first on the device and later on the host.
 
     Attributes:
         request_ids: the ids of the pass's requests.
         thresholds: each request's threshold p; 0 if the request has none.
-        counts: each request's number of scored rows.
-        chunks: the sets of all scored rows, in order.
+        counts: the number of each request's scored prompt positions in the pass.
+        chunks: the sets of all scored prompt positions, request after request, split into chunks.
         weights: the weights with which the pass ran.
-        refused: the refused requests, as in `PassExtraction`.
+        refused: the requests that get an error instead of sets, as in `PassExtraction`.
     """
 
     request_ids: tuple[str, ...]
@@ -310,15 +312,15 @@ class PromptSets:
     refused: Mapping[int, bool] = field(default_factory=dict)
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
-        """Start copying the sets to the host. SGLang waits for the copies before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for these copies before it calls `consume`."""
         return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
     def settled(self) -> PromptSets:
-        """Wait until the sets are complete, and return this output with the sets on the device."""
+        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
         return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append the sets of each request's scored rows to the request's `customized_info`."""
+        """Append the sets of each request's scored positions to the request's `customized_info`."""
         spans: list[Span | None] = []
         for chunk in (each.on_host() for each in self.chunks):
             spans += [None if row in chunk.problems else each for row, each in enumerate(chunk.spans())]
@@ -336,12 +338,12 @@ class PromptSets:
                 refuse_prompt(req, is_busy=self.refused[row])
                 continue
             info = req.customized_info = req.customized_info or {}
-            # If the request has the set of an output token, it already has all sets of its prompt. SGLang has
-            # scored the prompt again after a retraction, so drop the new sets.
+            # A request that has the set of an output token already has all sets of its prompt. SGLang has
+            # scored its prompt again after a retraction, so drop the new sets.
             if info.get(KEY):
                 continue
-            # Refuse the request even if the weights were pushed before its first scored row. The scored rows
-            # attend to KV that the old weights computed.
+            # The scored positions attend to KV of earlier positions, which the old weights computed. So
+            # refuse the request even if the weights were pushed before its first scored position.
             if (began := weights_of(req)) != self.weights:
                 versions = (began and began.version, self.weights.version)
                 names = "" if len({*versions}) == 1 else f", {versions[0]!r} and then {versions[1]!r}"

@@ -1,8 +1,8 @@
 """Refuse requests that ask for candidate sets but bypassed the HTTP checks (`http.request_fields`).
 
 The patch set is not active in SGLang's Rust server, in a gRPC server, or in an HTTP worker that did not load
-the plugin. These servers pass `custom_params` to the scheduler without a check. If the scheduler accepted an
-unchecked request for sets, the server would answer 200 without the sets.
+the plugin. Without the patch set, a server passes `custom_params` to the scheduler without a check. If the
+scheduler accepted an unchecked request for sets, the server would answer 200 without the sets.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = ["check_request"]
 
 
 def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a request that cannot have sets: BEFORE hook on `Scheduler._add_request_to_queue`.
+    """Refuse a request that cannot get exact sets: BEFORE hook on `Scheduler._add_request_to_queue`.
 
-    The hook also checks the final sampling parameters. The HTTP checks cannot check the final parameters,
-    because SGLang fills in the model's defaults later.
+    The hook also checks the sampling parameters, after SGLang has filled in the model's defaults. The checks
+    in the HTTP process run before SGLang fills in the model's defaults.
     """
     custom = custom_params(req)
     field = asking_field(custom.get)
@@ -68,7 +68,7 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
 
 
 def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
-    """Return why the final sampling parameters would not give exact nuclei, or an empty string.
+    """Return why a request's sampling parameters give no exact nuclei, or an empty string if they do.
 
     The check applies only to requests with slime's field `return_top_p_token_ids`, which ask for nuclei at
     the threshold `top_p`.

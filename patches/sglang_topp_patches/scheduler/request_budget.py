@@ -1,12 +1,13 @@
-"""Count each request's candidates in the scheduler, and refuse a request that exceeds a limit.
+"""Count each request's candidates against the limits on memory, and refuse a request that exceeds a limit.
 
 The scheduler starts to count a request's candidates at the request's first set (`memory.budget.Account`). The
 scheduler stops counting when it sends the request's last output, refuses the request, or aborts the waiting
-request. At the latest, the counting stops when the request is freed.
+request. At the latest, the scheduler stops counting when SGLang's `Req` object is freed.
 
 Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
-same step. So the scheduler does not end a request that exceeded a limit. The scheduler extracts no more sets
-for the request, and sends the reason with the request's next token. The HTTP process then ends the request.
+same step. So the scheduler itself does not end a request that exceeded a limit. Instead, the scheduler
+extracts no more sets for this request, and sends the reason with the request's next token. When the HTTP
+process receives the reason, it ends the request with an error.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _REFUSED = "sglang_topp_refused"
 
 
 def admit(req: Any, in_flight: InFlight) -> None:
-    """Store the counter `in_flight` as an attribute of a request, so that `charge` can find the counter.
+    """Store the counter of all candidates in flight on a request, where `charge` finds the counter.
 
-    The custom parameters may hold a reference to their own request. This function makes the reference to the
-    request weak, as SGLang does since 0.5.23. With a strong reference, an aborted request and its sets would
-    stay in memory until a full garbage collection.
+    A request's `custom_params` may hold a reference to the request itself. This function replaces that
+    reference with a weak reference, as SGLang does since 0.5.23. A strong reference would keep an aborted
+    request and its sets in memory until a full garbage collection.
     """
     setattr(req, _IN_FLIGHT, in_flight)
     custom = custom_params(req)
@@ -49,13 +50,13 @@ def admit(req: Any, in_flight: InFlight) -> None:
 
 
 def charge(req: Any, candidates: int, positions: int = 1) -> None:
-    """Count a request's new candidates, and refuse the request if it exceeds a limit.
+    """Count a request's new candidates, and refuse the request if its candidates exceed a limit.
 
     Args:
-        req: SGLang's `Req`, for which `admit` has been called. If the request is finished, its sets are about
-            to be sent, so this function then stops counting its candidates.
-        candidates: the number of new candidates; negative if sets are dropped.
-        positions: the number of positions to which the candidates belong; negative if sets are dropped.
+        req: SGLang's `Req`, for which `admit` has been called. If the request is finished, SGLang is about to
+            send its sets, so `charge` stops counting its candidates.
+        candidates: the number of candidates in the request's new sets; negative if sets are dropped.
+        positions: the number of token positions of the new sets; negative if sets are dropped.
     """
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is None:
@@ -102,15 +103,15 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status. The status must not be 500, because 500 marks an entry whose set is
-            missing.
+        status: the error's HTTP status. The status must not be 500, because status 500 marks an `Entry` whose
+            set is missing without a refusal.
     """
     refusal = Entry(None, reason, status)
     end_without_set(req)
     info = req.customized_info = req.customized_info or {}
-    # SGLang sends a request's entries from `send_token_offset` on. So the list in `info[KEY]` must include an
-    # entry for the next token. If SGLang has not sent `info[PROMPT_KEY]` yet, it sends this list with the
-    # next token.
+    # SGLang sends the elements of `info[KEY]` from index `send_token_offset` on. So `info[KEY]` must have an
+    # element for the next token. If SGLang has not sent the list `info[PROMPT_KEY]` yet, SGLang sends this
+    # list with the next token.
     info[KEY] = [refusal] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
     rows = internals().prompt_rows()
     rows += [refusal] * max(1, len(info.get(PROMPT_KEY, ())))
@@ -123,7 +124,7 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
     Args:
         req: SGLang's `Req`.
         is_busy: True if all requests together exceed the limit on candidates in flight; False if this request
-            exceeds the limit per sample.
+            alone exceeds the limit per sample.
     """
     status = HTTPStatus.TOO_MANY_REQUESTS if is_busy else HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     refuse(req, prompt_refusal(budget(), is_busy=is_busy), status)
@@ -132,11 +133,12 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
 def end_without_set(req: Any) -> None:
     """Extract no more sets for a request, and make SGLang send the request's next token at once.
 
-    When the HTTP process receives the token, it ends the request with an error, because a set is missing.
+    The next token has no set. When the HTTP process receives a token without a set, it ends the token's
+    request with an error.
     """
     setattr(req, _REFUSED, True)
     close_account(req)
-    # For a request without `stream`, SGLang would otherwise send tokens only in groups of 50.
+    # SGLang sends the tokens of a request without `stream` only in groups of 50, so turn `stream` on.
     req.stream = True
     req.sampling_params.stream_interval = 1
 

@@ -1,10 +1,11 @@
 """Record which rows of a forward pass ask for candidate sets.
 
-The hook `note_requested_rows` makes the record when SGLang builds a `ForwardBatch`. SGLang copies a
-`ForwardBatch` field by field on its way to the model, so a new attribute of the batch would be lost. The
-record is therefore an attribute of the batch's list `top_logprobs_nums`. SGLang passes `top_logprobs_nums` to
-the functions that score prompts, so the hooks on these functions find the record too. If SGLang rebuilds the
-list, the record is lost, no sets are extracted, and the requests end as errors.
+When SGLang builds a `ForwardBatch`, the hook `note_requested_rows` records the rows in a `ForwardPass`.
+SGLang copies a `ForwardBatch` field by field on its way to the model, so a new attribute of the batch would
+be lost. The `ForwardPass` is therefore an attribute of the batch's list `top_logprobs_nums`. SGLang also
+passes `top_logprobs_nums` to the functions that score prompts, so the hooks on these functions find the
+`ForwardPass` too. If SGLang replaces `top_logprobs_nums` with a new list, the hooks find no `ForwardPass`
+and extract no sets. The requests that ask for sets then end as errors.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class RequestedRows:
         drawn: the indices, ascending, of the rows whose requests ask for the tokens that the sampler could
             draw.
         greedy: the indices of the rows that are sampled greedily.
-        answers: whether SGLang sends this rank's results to the client. A rank whose results are not sent
-            extracts no sets, but its sampler must run in the same way as the samplers of the other ranks.
+        answers: whether SGLang sends this rank's results to the client. If `answers` is False, the hooks
+            extract no sets on this rank. The sampler of this rank must still run in the same way as the
+            samplers of the other ranks.
     """
 
     request_ids: tuple[str, ...]
@@ -48,18 +50,18 @@ class RequestedRows:
     answers: bool = True
 
     def asks(self, row: int) -> bool:
-        """Return whether this row's request asks for sets."""
+        """Return whether the request at index `row` of the batch asks for sets."""
         return row < len(self.thresholds) and (self.thresholds[row] > 0 or row in self.drawn)
 
 
 @dataclass
 class ForwardPass:
-    """One forward pass in which at least one row asks for sets.
+    """One forward pass of a batch in which at least one request asks for sets.
 
     Attributes:
         process: the state of this scheduler process.
         rows: the rows of the pass.
-        prompt: the sets of the prompt's positions, once the pass has scored them.
+        prompt: the pass's prompt sets; None until the pass has scored its prompts.
     """
 
     process: SchedulerProcess
@@ -68,7 +70,7 @@ class ForwardPass:
 
 
 class TopLogprobsNums(list[int]):
-    """SGLang's list `top_logprobs_nums`, with a reference to its forward pass."""
+    """SGLang's list `top_logprobs_nums`, with the `ForwardPass` of its batch as an attribute."""
 
     forward_pass: ForwardPass
 

@@ -5,11 +5,11 @@ probability is above 0. SGLang returns filtered probabilities only for requests 
 `return_sampling_mask`. The hook `sample_from_probs` makes SGLang return filtered probabilities also for the
 rows that ask for candidate sets.
 
-The filtered probabilities come from the same call that draws the token. So a set follows the filters of the
-sampling backend, their order, and their treatment of ties.
+SGLang returns the filtered probabilities from the same call that draws the token. So each set agrees with the
+filters of the sampling backend, their order, and their treatment of ties.
 
-All ranks must draw the same token. So every rank samples with filtered probabilities, even a rank whose
-results SGLang does not send to the client.
+All ranks must draw the same token. So the sampler computes filtered probabilities on every rank, even on a
+rank whose results SGLang does not send to the client.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = [
 
 @dataclass
 class Drawing:
-    """The filtered probabilities from one call of the sampler, for the rows that need them.
+    """The filtered probabilities from one sampler call, for rows with `top_logprobs_source: "sampler"`.
 
     Attributes:
         rows: the indices, ascending, of the R rows whose requests ask for the tokens that the sampler could
             draw.
         greedy: the indices of the rows that are sampled greedily. A greedy row's set is its sampled token.
-        weights: float [R, W], the filtered probabilities, one row for each index in `rows`. None before the
-            sampler has run, and None if SGLang draws without probabilities, for example if the whole batch is
-            greedy.
-        token_ids: int32 [R, W], the token in each column of `weights`, most likely token first. None if W is
-            the vocabulary size.
+        weights: float [R, W], the filtered probabilities, one row for each index in `rows`. `weights` is None
+            before the sampler has run. `weights` stays None if SGLang draws without probabilities, for
+            example if the whole batch is greedy.
+        token_ids: int32 [R, W], the token in each column of `weights`, most likely token first. `token_ids`
+            is None if W is the vocabulary size.
     """
 
     rows: tuple[int, ...]
@@ -77,8 +77,7 @@ class Drawing:
         rows = _to_device(self.rows, logprobs.device)
         if self.weights is not None:
             greedy = _to_device([row in self.greedy for row in self.rows], logprobs.device)
-            # Keep the new tensor `is_drawn` instead of `weights`, because a CUDA graph later overwrites
-            # `weights`.
+            # Pass on the new tensor `is_drawn`, because a replay of a CUDA graph later overwrites `weights`.
             is_drawn = (self.weights > 0) & ~greedy[:, None]
             ids = self.token_ids
             return extract_support(process, logprobs, rows, is_drawn, ids, sampled_ids, lowest=lowest)
@@ -101,9 +100,10 @@ class Capture:
 
     Attributes:
         forward_pass: the pass whose batch is sampled.
-        drawing: the filtered probabilities; None if no row asks for the tokens that the sampler could draw.
+        drawing: the sampler's filtered probabilities; None if no row asks for the tokens that the sampler
+            could draw.
         sets: each row's set at its threshold p; None if no row has a threshold.
-        drawn: the sets of tokens that the sampler could draw; None if no row asks for these tokens.
+        drawn: the sets of tokens that the sampler could draw; None if no row asks for such a set.
     """
 
     forward_pass: ForwardPass
@@ -112,14 +112,14 @@ class Capture:
     drawn: Sets | None = None
 
 
-# SGLang does not pass the forward pass to `Sampler` and `OutputLogprobProcessor`. So the hooks on these
-# classes read the capture from a context variable.
+# SGLang does not pass the `ForwardPass` to `Sampler` and `OutputLogprobProcessor`. So the hooks on these two
+# classes read the `Capture` of the current sampler call from this context variable.
 _capture: ContextVar[Capture | None] = ContextVar("sglang_topp_capture", default=None)
 
 
 @contextmanager
 def capturing(capture: Capture) -> Iterator[None]:
-    """Make the hooks store their results in `capture`, within the block."""
+    """Make the hooks store their results in `capture` while the `with` block runs."""
     token = _capture.set(capture)
     try:
         yield
@@ -140,15 +140,15 @@ def sample_from_probs(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Record the filtered probabilities that the sets need: AROUND hook on `Sampler._sample_from_probs`."""
+    """Record the filtered probabilities of a sampler call: AROUND hook on `Sampler._sample_from_probs`."""
     capture = current_capture()
     drawing = capture.drawing if capture else None
     if drawing is None:
         return original(self, probs, sampling_info, *args, **kwargs)
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
-    # If a request also asks for SGLang's own sampling mask, request the filtered probabilities of all rows.
-    # SGLang returns the probabilities of all rows without a copy.
+    # If a request of the batch asks for SGLang's own sampling mask, ask SGLang for the filtered probabilities
+    # of all rows. SGLang returns the probabilities of all rows without a copy.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:
@@ -176,12 +176,12 @@ def rank_only_top_k(
 ) -> Any:
     """Sort only `max_top_k` tokens per row: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
 
-    `max_top_k` is the largest top_k in the batch, if every row has a top_k. The sampler cannot draw a less
-    likely token than the `max_top_k` most likely ones, so SGLang sorts only these tokens of each row. But if
-    SGLang returns filtered probabilities, SGLang sorts the whole vocabulary. With this hook, SGLang sorts
-    only `max_top_k` tokens even if it returns filtered probabilities.
+    `max_top_k` is the largest top_k in the batch, if every row has a top_k. The sampler can draw only the
+    `max_top_k` most likely tokens of each row, so SGLang sorts only these tokens. Without this hook, SGLang
+    sorts the whole vocabulary if it returns filtered probabilities. With this hook, SGLang sorts only
+    `max_top_k` tokens of each row even if it returns filtered probabilities.
 
-    If the batch has a sampling seed, SGLang always sorts the whole vocabulary, and the hook changes nothing.
+    If the batch has a sampling seed, SGLang sorts the whole vocabulary with or without this hook.
     """
     seed = kwargs.get("sampling_seed", args[3] if len(args) > 3 else None)
     is_wide = max_top_k is None or max_top_k >= probs.shape[-1]

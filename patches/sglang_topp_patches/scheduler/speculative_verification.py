@@ -2,19 +2,19 @@
 
 A verification draws several tokens for each request: the accepted drafts, and one more token. The drafts of a
 request form a tree. The sampling kernel draws each token from the target model's distribution at one node of
-the tree.
+the draft tree.
 
-The hook `sample` wraps SGLang's `eagle_sample`. The hook `sample` records the accepted tokens, and which
-tokens the kernel could draw. The hook `compute_logprobs` wraps the function that reports the log-probs of
-accepted tokens, and extracts the sets.
+The hook `sample` wraps SGLang's `eagle_sample`. The hook `sample` records the accepted tokens, and the tokens
+that SGLang's sampling kernel could draw. The hook `compute_logprobs` wraps the function that reports the
+log-probs of accepted tokens, and extracts the sets.
 
-Only the device knows how many tokens each request accepted. So each request that asks for sets gets one slot
-for each level of its draft tree. A slot without an accepted token holds the index of the tree's root, and
-gets no set.
+Only the device knows how many tokens each request accepted. So each request that asks for sets gets one
+*slot*, the place of one accepted token, for each level of its draft tree. A slot without an accepted token
+holds the index of the draft tree's root, and gets no set.
 
 Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
-of slots per request, and S = R * A is the number of all slots. N is the number of nodes in all draft trees. V
-is the vocabulary size.
+of slots per request, and S = R * A is the number of slots of the R requests. N is the number of nodes in all
+draft trees. V is the vocabulary size.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FIELD = "sglang_topp_verification"
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record which tokens a verification drew, and which it could draw: AROUND hook on `eagle_sample`."""
+    """Record the tokens that a verification drew and could draw: AROUND hook on `eagle_sample`."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -72,8 +72,9 @@ def compute_logprobs(
 ) -> None:
     """Extract a verification's sets: AROUND hook on `compute_spec_logprobs` and `compute_spec_v2_logprobs`.
 
-    Some speculative algorithms call the two hooked functions with tokens that `eagle_sample` did not draw. A
-    token that `eagle_sample` did not draw gets no set, and its request ends as an error.
+    Some speculative algorithms call `compute_spec_logprobs` or `compute_spec_v2_logprobs` with tokens that
+    `eagle_sample` did not draw. A token that `eagle_sample` did not draw gets no set, and the token's request
+    ends as an error.
     """
     original(batch, logits_output, predict, *args, **kwargs)
     verification: _Verification | None = getattr(logits_output, _FIELD, None)
@@ -86,14 +87,14 @@ def compute_logprobs(
 
 @contextmanager
 def _kernels_replaced_by(draw: Callable[..., Any]) -> Iterator[None]:
-    """Make SGLang call `draw(kernel, ...)` instead of each sampling kernel, within the block.
+    """Make SGLang call `draw(kernel, ...)` instead of each sampling kernel while the `with` block runs.
 
-    SGLang looks up a kernel by its name at each call, so it finds the replacement.
+    SGLang looks up each sampling kernel by its name at every call, so SGLang finds the replacement.
     """
     with ExitStack() as stack:
         for module, name in internals().verification_kernels():
             kernel = getattr(module, name, None)
-            if kernel is not None:  # None in releases of SGLang that lack this kernel
+            if kernel is not None:  # some releases of SGLang lack this kernel
                 setattr(module, name, partial(draw, kernel))
                 stack.callback(setattr, module, name, kernel)
         yield
@@ -105,13 +106,14 @@ class _Verification:
     Attributes:
         rows: the requests of the batch, and the sets that each one asks for.
         asking: the indices of the requests that ask for sets, ascending.
-        result: the three tensors that `eagle_sample` returns. `result[0]`, int32 [N], holds the token at each
-            node. `result[1]`, int32 [B], holds the number of tokens that each request accepted. `result[2]`,
-            int32 [B, A], holds the indices of the nodes of the accepted tokens, padded with -1.
-        is_drawn: bool [R' * A, V], whether the kernel could draw each token. R' is the number of requests in
-            `rows.drawn`. None if SGLang called no kernel.
-        is_inside: bool [S], whether each drawn token had a probability above 0 in the kernel's input. None if
-            SGLang called no kernel.
+        result: the three tensors that `eagle_sample` returns. `result[0]`, int32 [N], holds the token that
+            was drawn at each node of the draft trees. `result[1]`, int32 [B], holds the number of tokens that
+            each request accepted. `result[2]`, int32 [B, A], holds the indices of the nodes at which each
+            request's accepted tokens were drawn, padded with -1.
+        is_drawn: bool [R' * A, V], whether SGLang's sampling kernel could draw each token in each slot of the
+            R' requests in `rows.drawn`. `is_drawn` is None if SGLang called no sampling kernel.
+        is_inside: bool [S], whether the token in each slot had a probability above 0 in the input of SGLang's
+            sampling kernel. `is_inside` is None if SGLang called no sampling kernel.
     """
 
     def __init__(self, rows: RequestedRows) -> None:
@@ -122,7 +124,7 @@ class _Verification:
         self.is_inside: Tensor | None = None
 
     def draw(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call SGLang's kernel, and record which tokens the kernel could draw."""
+        """Call one of SGLang's sampling kernels, and record which tokens the kernel could draw."""
         result = kernel(*args, **kwargs)
         probs_NV = kwargs["target_probs"].flatten(0, 1)
         nodes_RA = self._nodes(kwargs["accept_index"], self.asking)
@@ -134,7 +136,7 @@ class _Verification:
         return result
 
     def sets(self, process: SchedulerProcess, logits_NV: Tensor, sampling_info: Any) -> VerifiedSets:
-        """Extract the sets from log-probs, computed in the same way as the log-probs that SGLang reports."""
+        """Recompute the log-probs that SGLang reports, and extract the sets from these log-probs."""
         predict, accept_lens, accept_index = self.result
         device, width = logits_NV.device, accept_index.shape[1]
         nodes_S = self._nodes(accept_index, self.asking).flatten()
@@ -173,7 +175,7 @@ class _Verification:
         width: int,
         lowest: float | None,
     ) -> Sets:
-        """Extract the sets of tokens that the kernel could draw, one set per slot of `rows.drawn`."""
+        """Extract each slot's set of tokens that the kernel could draw, for the requests in `rows.drawn`."""
         device = logprobs_SV.device
         slots = [self.asking.index(row) * width + slot for row in self.rows.drawn for slot in range(width)]
         at = _to_device(slots, device)
@@ -188,9 +190,9 @@ class _Verification:
 
     @staticmethod
     def _nodes(accept_index_BA: Tensor, asking: Sequence[int]) -> Tensor:
-        """Return the indices of the nodes that the requests in `asking` accepted: int64 [R, A].
+        """Return the indices of the draft-tree nodes that each request in `asking` accepted: int64 [R, A].
 
-        Each row is padded with the index of the tree's root.
+        A slot without an accepted token holds the index of the draft tree's root.
         """
         nodes_RA = accept_index_BA[_to_device(asking, accept_index_BA.device)].long()
         return torch.where(nodes_RA < 0, nodes_RA[:, :1], nodes_RA)
@@ -207,15 +209,16 @@ class VerifiedSets:
     Attributes:
         rows: the requests of the batch, as recorded when the verification ran.
         asking: the indices of the requests that ask for sets, ascending.
-        width: the number of slots per request (A).
+        width: A, the number of slots per request.
         weight_version: the weight version with which the verification ran.
-        sets: each slot's set at its request's threshold p, S sets in all; None if no request has a threshold.
-        drawn: the sets of tokens that the kernel could draw, one per slot of each request in `rows.drawn`;
-            None if `rows.drawn` is empty.
-        token_ids: int32 [S], the tokens that the verification returned.
-        accept_lens: int32 [R], the number of slots that each request accepted.
-        is_inside: bool [S], whether each token had a probability above 0 in the kernel's input. None if the
-            verification was greedy and called no kernel.
+        sets: each slot's set at the threshold p of the slot's request, S sets in all; None if no request has
+            a threshold.
+        drawn: the set of tokens that SGLang's sampling kernel could draw, for each slot of each request in
+            `rows.drawn`; None if `rows.drawn` is empty.
+        token_ids: int32 [S], the token that `eagle_sample` returned for each slot.
+        accept_lens: int32 [R], the number of tokens that each request accepted.
+        is_inside: bool [S], whether the token in each slot had a probability above 0 in the input of SGLang's
+            sampling kernel. `is_inside` is None if the verification was greedy and called no sampling kernel.
     """
 
     rows: RequestedRows
@@ -229,13 +232,13 @@ class VerifiedSets:
     is_inside: Tensor | None
 
     def settled(self) -> VerifiedSets:
-        """Wait until the sets are complete, and return this output with the sets on the device."""
+        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
         )
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> VerifiedSets:
-        """Start copying the sets to the host. SGLang waits for the copies before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for these copies before it calls `consume`."""
         return replace(
             self,
             sets=self.sets and self.sets.map(copy_tensor),
@@ -246,10 +249,11 @@ class VerifiedSets:
         )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append one entry to a request's `customized_info` for each new token, if the request asks for sets.
+        """Append one `Entry` per new token to the `customized_info` of each request that asks for sets.
 
         SGLang may append fewer tokens than the request accepted, if a stop condition or a grammar ends the
-        request earlier. The appended tokens must equal the first accepted tokens, in order.
+        request earlier. If an appended token is not the accepted token of the same slot, its `Entry` holds
+        the problem instead of a set.
         """
         by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
         found = self._by_slot()
@@ -274,7 +278,7 @@ class VerifiedSets:
             add_entries(req, commit.output_index, entries, self.weight_version)
 
     def _by_slot(self) -> list[tuple[Span | None, str]]:
-        """Return each slot's set, or None and the reason why the slot has no set."""
+        """Return, for each slot, its set and an empty string, or None and why the slot has no set."""
         count = len(self.asking) * self.width
         found: list[tuple[Span | None, str]] = [(None, "SGLang verified without reporting log-probs")] * count
         width, drawn = self.width, self.rows.drawn
@@ -298,10 +302,10 @@ class VerifiedSets:
         return found
 
     def _drawing_problem(self, slot: int) -> str:
-        """Return why the recorded probabilities rule out a slot's token, or an empty string.
+        """Return why SGLang could not have drawn the token in a slot, or an empty string if it could.
 
-        The recorded probabilities are the input of SGLang's sampling kernel. If SGLang called no kernel, only
-        a greedy request gets an empty string.
+        `is_inside` records whether SGLang's sampling kernel could have drawn the token. If SGLang called no
+        sampling kernel, this method returns an empty string only for a greedy request.
         """
         if self.is_inside is not None:
             token_id = int(self.token_ids[slot])

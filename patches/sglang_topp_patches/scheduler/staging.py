@@ -2,21 +2,21 @@
 
 The kernels write the sets of a forward pass into the staging area. The staging area is copied to the host
 together with SGLang's own results. The host learns the sizes of the sets only when the scheduler processes
-the results, because reading a value earlier would mean waiting for the GPU. If some rows' sets did not fit
-into the staging area, the host then extracts these sets again from the log-probs, and waits for the GPU.
+the results, because an earlier read of the sizes would wait for the GPU. If the sets of some rows did not fit
+into the staging area, the host extracts these sets again from the log-probs, and waits for the GPU.
 
 Until the scheduler processes the results, this module keeps the log-probs of rows that ask for sets. The
-memory of the kept log-probs counts against the limits (`memory.budget`). The values of the kept log-probs
-stay valid, for three reasons:
+memory of the kept log-probs counts against the limits (`memory.budget`). The kept log-probs stay valid until
+the host has read the sets, for three reasons:
 
-1. Before the scheduler processes the results, SGLang waits for the CUDA event that it records after its
-   copies. All earlier work on the sampling stream is then done.
-2. If the host extracts sets again, it waits for the GPU before it frees the log-probs.
-3. SGLang changes the log-probs in one way only: it replaces -inf with the dtype's lowest value. This module
-   reads that value as -inf.
+1. SGLang records a CUDA event after its copies of the results. SGLang waits for this event before the
+   scheduler processes the results, so that all earlier work on the sampling stream is done.
+2. If the host extracts sets again, the host waits for the GPU before it frees the kept log-probs.
+3. SGLang changes the kept log-probs in one way only: it replaces -inf with the dtype's lowest value. This
+   module reads the dtype's lowest value as -inf.
 
-The next replay of a CUDA graph overwrites the sampler's filtered probabilities. So `sampler_support` records
-in a new tensor which of these probabilities are above 0.
+The sampler's filtered probabilities do not stay valid, because the next replay of a CUDA graph overwrites
+them. So `sampler_support` records in a new tensor which filtered probabilities are above 0.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _BYTES_PER_CANDIDATE = 8
 
 
 def is_staged(logprobs: torch.Tensor) -> bool:
-    """Return whether sets go to a staging area.
+    """Return whether the sets of `logprobs` are extracted into a staging area.
 
-    Sets go to a staging area on a GPU or in Triton's interpreter, if Triton is installed.
+    A staging area needs Triton, and also a GPU or Triton's interpreter (`TRITON_INTERPRET=1`).
     """
     return (logprobs.is_cuda or _is_interpreted()) and _has_triton()
 
@@ -72,11 +72,12 @@ _TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], ExtractedSets]
 
 
 class _Kept:
-    """The tensors from which a pass's sets can be extracted again. `free` drops these tensors.
+    """Keeps the tensors from which the host can extract a pass's sets again. `free` drops the tensors.
 
     Attributes:
-        process: the state of this scheduler process, which counts the tensors' memory.
-        sampled_ids: int64 [R], the sampled tokens.
+        process: the state of this scheduler process. `process.in_flight` counts the memory of the kept
+            tensors.
+        sampled_ids: int64 [R], each row's sampled token.
         vocab: the vocabulary's size.
         lowest: log-probs at or below this value mean a probability of 0; None means the dtype's lowest value.
         take_again: extracts the sets of the given rows on the GPU, and waits until the sizes of the sets are
@@ -98,7 +99,7 @@ class _Kept:
         self._account.add(num_bytes // _BYTES_PER_CANDIDATE, 0)
 
     def free(self) -> None:
-        """Drop the tensors now, because SGLang may keep a pass's results until the next pass."""
+        """Drop the kept tensors now, because SGLang may keep a pass's results until the next pass."""
         self.take_again = None
         self._account.close()
 
@@ -125,8 +126,8 @@ def by_threshold(
         is_taken = None if is_taken is None else is_taken[on_device]
     elif logprobs.stride(1) != 1:
         logprobs = logprobs.contiguous()
-    # Copy the sampled tokens. If a grammar or another rank chooses the token, SGLang replaces the sampled
-    # token in place.
+    # If a grammar or another rank chooses a token, SGLang replaces the sampled token in place. So copy the
+    # sampled tokens.
     sampled_ids, p = sampled_ids.long().clone(), asked[rows]
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
@@ -154,8 +155,8 @@ def by_weights(
 ) -> StagedSets:
     """Extract the sets of tokens that the sampler could draw, without waiting for the device.
 
-    The arguments are those of `extraction.extract_support`, with one difference: `sampled_ids` has one token
-    per entry of `rows`.
+    The arguments are those of `extraction.extract_support`, except that `sampled_ids` has one token for each
+    element of `rows`.
     """
     from sglang_topp.nucleus import gpu_extraction
 
@@ -195,7 +196,7 @@ def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile the kernels before the first request for sets, so that no request waits for the compiler."""
     logprobs = torch.full((1, vocab), -math.log(vocab), dtype=dtype, device=device)
     first = torch.zeros(1, dtype=torch.int64, device=device)
-    # Use a new counter, so that the sets in this function do not count against the limits.
+    # Use a new counter of candidates, so that the sets of this warm-up do not count against the limits.
     process = SchedulerProcess(InFlight(sys.maxsize))
     by_threshold(process, logprobs, [0.5], first, None)
     for width in (1, vocab):
@@ -215,11 +216,11 @@ class StagedSets:
 
     Attributes:
         area: the staging area, which holds the sets of R rows.
-        kept: the tensors from which the sets can be extracted again.
-        rows: the indices of the R rows, ascending. All other rows of the pass have empty sets.
+        kept: the tensors from which the host can extract the sets again.
+        rows: the ascending indices of these R rows in the pass. All other rows of the pass have empty sets.
         num_rows: the number of all rows of the pass.
         problems: maps the index of a row without an exact set to the reason. `on_host` adds the problems that
-            the kernels found.
+            the GPU kernels found.
     """
 
     area: StagingArea
@@ -229,26 +230,26 @@ class StagedSets:
     problems: Mapping[int, str] = field(default_factory=dict)
 
     def map(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StagedSets:
-        """Return the sets with `copy_tensor` applied to the tensors of the staging area.
+        """Return a copy of this object with `copy_tensor` applied to the tensors of the staging area.
 
         If `copy_tensor` is asynchronous, its copies may still run when this method returns.
         """
         return replace(self, area=self.area.map(copy_tensor))
 
     def with_problems(self, problems: Mapping[int, str]) -> StagedSets:
-        """Return the same sets, with more rows marked as having no exact set."""
+        """Return a copy of this object with the given problems added to its `problems`."""
         return replace(self, problems={**self.problems, **problems})
 
     def settled(self) -> ExtractedSets:
-        """Wait until the sets are complete, and return the complete sets on the GPU."""
+        """Wait for the GPU, and return the complete sets on the GPU."""
         device = self.area.rows.device
         return self.map(lambda tensor: tensor.cpu()).on_host().map(lambda tensor: tensor.to(device))
 
     def on_host(self) -> ExtractedSets:
         """Return the sets from the staging area, which must already be on the host.
 
-        This method waits for the GPU only if some rows' sets did not fit into the staging area. Call this
-        method only once, because it frees the tensors in `kept`.
+        This method waits for the GPU only if the sets of some rows did not fit into the staging area. Call
+        `on_host` only once, because it frees the tensors in `kept`.
         """
         read = self.area.read()
         found = read.problems(self.kept.sampled_ids, self.kept.vocab)
@@ -262,8 +263,8 @@ class StagedSets:
             again = self.kept.take_again(left_out).map(lambda tensor: tensor.cpu())
             ids, logprobs, offsets = _inserted((ids, logprobs, offsets), left_out, again)
         self.kept.free()
-        # Restore the sampled tokens' log-probs of -inf. SGLang may have replaced -inf in the kept log-probs
-        # before some rows were extracted again.
+        # A sampled token's log-prob may be -inf. SGLang may have replaced -inf in the kept log-probs before
+        # the host extracted some sets again, so restore -inf.
         lowest = np.finfo(np.float32).min if self.kept.lowest is None else self.kept.lowest
         logprobs = np.where(logprobs <= lowest, np.float32(-np.inf), logprobs)
         sizes = np.zeros(self.num_rows, np.int64)
@@ -278,7 +279,7 @@ _Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int6
 
 
 def _inserted(sets: _Flat, rows: NDArray[np.intp], again: ExtractedSets) -> _Flat:
-    """Return `sets` with the sets in `again` inserted at `rows`. The rows must have empty sets in `sets`."""
+    """Return `sets` after the empty sets at the indices `rows` were replaced by the sets in `again`."""
     ids, logprobs, offsets = sets
     sizes = np.diff(offsets)
     added = again.offsets.diff().numpy()

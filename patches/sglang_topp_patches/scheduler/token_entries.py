@@ -1,4 +1,4 @@
-"""Append the candidate set of each new token to the token's request, as an `Entry`."""
+"""Append the candidate set of each new token to the `customized_info` of the token's request."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["add_entries", "lowest_logprob"]
 def add_entries(
     req: Any, output_index: int, found: Sequence[tuple[Span | None, str]], weight_version: str
 ) -> None:
-    """Append one entry for each token to a request's `customized_info`.
+    """Append one `Entry` for each new token to a request's `customized_info`.
 
-    If a token's set is missing, the token's entry holds the problem, and the request ends as an error.
+    If a token's set is missing, the token's `Entry` holds the reason, and the request ends as an error.
 
     Args:
         req: SGLang's `Req`.
@@ -29,7 +29,7 @@ def add_entries(
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
     # If a request's prompt consists of embeddings, SGLang generates the output again from the start after a
-    # retraction. Drop the entries from before the retraction.
+    # retraction. Drop the sets of the tokens that SGLang generated before the retraction.
     del entries[output_index:]
     skipped = output_index - len(entries)
     entries += [Entry(None, "a token became visible without passing through the sampler")] * skipped
@@ -41,10 +41,10 @@ def add_entries(
 
 
 def lowest_logprob() -> float | None:
-    """Return the log-prob at or below which a probability is 0, or None for the dtype's lowest value.
+    """Return the highest log-prob that stands for probability 0; None means the dtype's lowest value.
 
     With `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, SGLang replaces logits of -inf with
-    -1e30. For greedy rows, SGLang reports the `log_softmax` of the logits. The log-prob of a forbidden token
-    is then finite, near -1e30.
+    -1e30. For greedy rows, SGLang reports the `log_softmax` of the logits. So a token whose logit was -inf
+    has a finite log-prob near -1e30.
     """
     return -1e20 if internals().sanitizes_logits() else None

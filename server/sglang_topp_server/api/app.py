@@ -49,11 +49,11 @@ def create_app(
     """Return the sidecar's app for one engine.
 
     Args:
-        engine: the engine's client. The app polls the engine with this client, and closes the client at
-            shutdown. The event loop that serves the app does both.
-        limits: the request limits; None uses the defaults.
-        api_key: the bearer key that callers must send (except on `/healthz` and `/readyz`); None requires no
-            key.
+        engine: the engine's client. In the event loop that serves the app, the app polls the engine with this
+            client, and closes the client at shutdown.
+        limits: the request limits; `Limits()` if None.
+        api_key: the bearer key that callers must send (except on `/healthz` and `/readyz`); None if callers
+            need no key.
         view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
     limits = limits or Limits()
@@ -88,7 +88,7 @@ def create_app(
         Without `stream`, the answer is one JSON object. With `stream`, the answer has one message per sample,
         sent when the sample finishes. The last message is `{"done": true, "rollouts": N}`. A message is a
         line of JSON, or a binary frame if `Accept` names the media type of frames. If the caller disconnects,
-        the sidecar aborts the samples.
+        the sidecar aborts the unfinished samples.
         """
         return SampleEndpoint(ROLLOUTS, engine, limits, bodies, concurrency, memory, metrics, recent)
 
@@ -111,8 +111,8 @@ def create_app(
     async def abort(request: Request) -> AbortAnswer:
         """Abort a request to `POST /rollouts`, or all requests in the engine.
 
-        Each aborted request's own `on_abort` decides what its caller receives. The sidecar answers
-        `POST /abort` after the requests have stopped.
+        The field `on_abort` of an aborted request decides what the caller of that request receives. The
+        sidecar answers `POST /abort` after the aborted requests have stopped.
         """
         try:
             async with bodies.read(request.headers, request.receive) as body:
@@ -139,7 +139,7 @@ def _lifespan(
         yield
         watch.cancel()
         # uvicorn cancels requests after its shutdown grace period, but does not wait until they have ended.
-        # Wait here, because a canceled request ends only after the engine has aborted its samples.
+        # A canceled request ends only after the engine has aborted its samples. So wait until all have ended.
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORTS_TIMEOUT_S):
                 while len(concurrency):

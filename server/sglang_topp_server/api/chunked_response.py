@@ -24,12 +24,13 @@ _RAW_BYTES = CHUNK_BYTES // 4 * 3
 
 
 class SampleJson:
-    """The JSON of one finished sample or score, in chunks. The client's codecs can decode the JSON.
+    """The JSON of one finished sample or score, as an iterable of chunks.
 
-    `len()` returns the number of bytes of the JSON without encoding the candidate sets.
+    The codecs of `sglang_topp_client` can decode this JSON. `len()` returns the number of bytes of the JSON
+    without encoding the candidate sets.
 
     Args:
-        sample: the sample or score. This object keeps the sample's candidate sets in memory.
+        sample: the sample or score, whose candidate sets `SampleJson` keeps in memory.
     """
 
     def __init__(self, sample: Rollout | Score) -> None:
@@ -48,11 +49,11 @@ class SampleJson:
         self._length = len(self._head) + (num_raw + 2) // 3 * 4 + len(self._tail)
 
     def __len__(self) -> int:
-        """Return the number of bytes of the JSON."""
+        """Return the number of bytes of the sample's JSON."""
         return self._length
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the JSON in chunks."""
+        """Yield the sample's JSON in chunks."""
         yield self._head
         rest = b""
         for part in self._parts:
@@ -66,7 +67,7 @@ class SampleJson:
 
 
 def rechunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the bytes of `chunks` in chunks of `CHUNK_BYTES` bytes. Only the last chunk may be shorter."""
+    """Yield the bytes of `chunks` in pieces of `CHUNK_BYTES` bytes. Only the last piece may be shorter."""
     pending: list[bytes] = []
     size = 0
     for chunk in chunks:

@@ -1,6 +1,6 @@
-"""EndpointSpec: everything in which the routes `POST /rollouts` and `POST /scores` differ.
+"""EndpointSpec: the body parser, request check, JSON field names, and media type of one route.
 
-The routes differ in their body parsers, request checks, JSON field names, and media types.
+`ROLLOUTS` and `SCORES` hold everything in which the routes `POST /rollouts` and `POST /scores` differ.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ class EndpointSpec:
     """The body parser, request check, JSON field names, and media type of one route.
 
     Attributes:
-        name: the JSON field that holds the list of results in an answer. In the last message of a stream, the
-            field holds the number of results.
+        name: the JSON field that holds the list of results in an answer without `stream`. The last message of
+            a stream has a field of the same name, which holds the number of results.
         result_noun: the singular noun for a result, in error messages.
         index_field: the field of a stream's error message that holds the index of the failed prompt.
         media_type: the media type of a stream that consists of binary frames.
         parse: parses a request body.
-        check: raises an error if the request would crash or block the engine. The last argument of `check`
-            says whether the engine survives a grammar that forbids every next token.
+        check: raises an error if the request would crash or block the engine. The arguments of `check` are
+            the request, the engine's model, and whether the engine survives a grammar that forbids every next
+            token.
     """
 
     name: str
@@ -67,7 +68,7 @@ SCORES = EndpointSpec(
 def place_of(sample: Rollout | Score) -> tuple[int, int]:
     """Return the index of a sample's prompt, and the sample's index among that prompt's samples.
 
-    For a score, return the index of the sequence, and 0.
+    For a score, return the index of the scored sequence, and 0.
     """
     if isinstance(sample, Score):
         return sample.sequence_index, 0

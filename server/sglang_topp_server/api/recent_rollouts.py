@@ -31,7 +31,7 @@ class RecentRollouts:
         return len(self._rollouts)
 
     def add(self, sample: Rollout | Score) -> None:
-        """Keep a rollout, and drop the oldest rollouts that no longer fit. A score is ignored."""
+        """Keep `sample` if it is a rollout, and drop the oldest rollouts that no longer fit."""
         if not isinstance(sample, Rollout):
             return
         self._rollouts.append(sample)

@@ -1,9 +1,9 @@
 """SampleEndpoint: serve one `POST /rollouts` or `POST /scores` request.
 
-`SampleEndpoint` is the route's response object, which reads the body and sends the answer itself. So
-`SampleEndpoint` knows exactly how long the request is in flight, and notices at any moment if the caller
-disconnects. Starlette's StreamingResponse would leave the generator of a broken stream open until the
-generator is garbage-collected.
+`SampleEndpoint` is the route's response object. `SampleEndpoint` reads the request body and sends the answer
+itself, so that it knows exactly how long the request is in flight. `SampleEndpoint` also notices at any
+moment that the caller disconnects. Starlette's StreamingResponse would leave the generator of a broken stream
+open until the generator is garbage-collected.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from sglang_topp_server.schemas.field_types import SampleBody
 
 __all__ = ["SampleEndpoint"]
 
-# Bodies and samples of at least this size are processed in a thread, so that the event loop can serve other
-# connections. It takes milliseconds to parse such a body or to encode such a sample.
+# Parsing a body or encoding a sample of at least this size takes milliseconds. A thread does this work, so
+# that the event loop can serve other connections.
 _OFF_LOOP_BYTES = 1 << 18
 _LAST_MESSAGE_TIMEOUT_S = 1.0
 
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class SampleEndpoint(Response):
-    """The handler of one request.
+    """Reads one request to `POST /rollouts` or `POST /scores`, and sends the answer.
 
     Args:
         spec: the route's body parser, request check, JSON field names, and media type.
@@ -95,8 +95,8 @@ class SampleEndpoint(Response):
         is_admitted = False
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                # If too many requests are in flight, refuse this request before its body is read.
-                # `with self._concurrency` checks the limit again, after the body has been read.
+                # If too many requests are in flight, refuse this request before the sidecar reads its body.
+                # After the sidecar has read the body, `with self._concurrency` checks the limit again.
                 self._concurrency.require_place()
                 request = await self._read(Headers(scope=scope), receive)
                 with self._concurrency:
@@ -140,7 +140,7 @@ class SampleEndpoint(Response):
         answer = self._answer_stream if request.stream else self._answer_whole
         with self._memory.share() as share:
             task = asyncio.create_task(answer(request, share, send))
-            # After the body, the only ASGI message that can still arrive is that the caller disconnects.
+            # After the body, the caller's disconnect is the only ASGI message that can still arrive.
             disconnect = asyncio.ensure_future(receive())
             try:
                 ends: set[asyncio.Future[Any]] = {task, disconnect, share.excess}
@@ -158,7 +158,7 @@ class SampleEndpoint(Response):
                     task.exception()
 
     async def _answer_whole(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
-        """Send all samples as one JSON object, in the order of the prompts. Raise if a prompt fails."""
+        """Send all samples as one JSON object, in the order of the prompts. Raise if any prompt fails."""
         records: dict[tuple[int, int], SampleJson] = {}
         async with self._own_time_limit(request):
             async with aclosing(self._engine.samples(request, share)) as samples:
@@ -168,8 +168,8 @@ class SampleEndpoint(Response):
                     records[place_of(sample)] = SampleJson(sample)
                     self._count(sample)
                     del sample
-                    # Let other tasks run. Many samples that finish together would otherwise block the event
-                    # loop.
+                    # Let other tasks run after each sample, so that many samples that finish together do not
+                    # block the event loop.
                     await asyncio.sleep(0)
             expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
             if sorted(records) != expected:
@@ -184,8 +184,9 @@ class SampleEndpoint(Response):
     async def _answer_stream(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
-        The response starts with status 200 when the first sample finishes. The stream then has a message for
-        each prompt that fails. If no prompt succeeds, the first failure determines the status.
+        The response starts with status 200 when the first sample finishes. A stream that has started has an
+        error message for each prompt that fails. If no sample finishes, the first failed prompt determines
+        the response's status.
         """
         failures: list[FailedPrompt] = []
         num_sent = 0
@@ -240,11 +241,11 @@ class SampleEndpoint(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_chunks(self, send: Send, chunks: Iterable[bytes]) -> None:
-        """Send the bytes in chunks. If the caller reads slowly, at most one chunk waits in memory."""
+        """Send the bytes of `chunks`. If the caller reads slowly, at most one chunk waits in memory."""
         for chunk in rechunk(chunks):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            # Let other tasks run. If the caller reads fast, `send` returns at once. Without a break, this
-            # loop would then block the event loop.
+            # If the caller reads fast, `send` returns at once. Let other tasks run after each chunk, so that
+            # this loop does not block the event loop.
             await asyncio.sleep(0)
 
     async def _send_message(self, send: Send, answer: dict[str, Any]) -> None:
@@ -257,7 +258,7 @@ class SampleEndpoint(Response):
         )
 
     async def _send_error(self, send: Send, error: SglangToppError) -> None:
-        """Send the error as the response, or as the last message of a stream.
+        """Send the error as the response, or as the last message of a stream that has started.
 
         Clients reject a stream that lacks its last message. A JSON response that has begun cannot report an
         error, because its status is already sent. If a JSON response fails after it has begun, it stays
@@ -287,7 +288,7 @@ class SampleEndpoint(Response):
 def _whole(
     opening: bytes, records: dict[tuple[int, int], SampleJson], order: Iterable[tuple[int, int]]
 ) -> Iterable[bytes]:
-    """Yield the JSON of all records, in the given order. Free each record after its JSON is sent."""
+    """Yield an answer's JSON with all records in the given order. Free each record after its last chunk."""
     for at in order:
         yield opening
         yield from records.pop(at)

@@ -26,7 +26,7 @@ class Encoding(Protocol):
     media_type: str
 
     def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
-        """Encode a finished sample, or a score, in chunks."""
+        """Encode a finished sample or score as one message, in chunks of bytes."""
 
     def message(self, answer: dict[str, Any]) -> bytes:
         """Encode a message that is not a sample: an error, or the stream's last message."""
@@ -38,7 +38,7 @@ class JsonLines:
     media_type = NDJSON
 
     def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
-        """Encode a finished sample, or a score, as one line of JSON, in chunks."""
+        """Encode a finished sample or score as one line of JSON, in chunks of bytes."""
         return chain(SampleJson(sample), [b"\n"])
 
     def message(self, answer: dict[str, Any]) -> bytes:
@@ -49,7 +49,8 @@ class JsonLines:
 class Frames:
     """The binary encoding: each message is one frame, which holds the message's length and then the message.
 
-    The client's binary codec encodes samples and scores. All other messages are JSON.
+    Samples and scores are in the binary encoding of `sglang_topp_client`. Errors and the stream's last
+    message are JSON.
 
     Args:
         media_type: the media type of the response.
@@ -59,7 +60,7 @@ class Frames:
         self.media_type = media_type
 
     def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
-        """Encode a finished sample, or a score, as one frame in the binary codec."""
+        """Encode a finished sample or score as one frame, in the binary encoding of `sglang_topp_client`."""
         raw = score_to_bytes(sample) if isinstance(sample, Score) else rollout_to_bytes(sample)
         return [frame_head(len(raw)), raw]
 
@@ -92,5 +93,5 @@ def _accepted(header: str) -> Iterator[tuple[str, float]]:
 
 
 def encode(answer: dict[str, Any]) -> bytes:
-    """Return the JSON of an error or of the stream's last message."""
+    """Encode an error, or the last message of a stream, as JSON."""
     return json.dumps(answer, separators=(",", ":")).encode()

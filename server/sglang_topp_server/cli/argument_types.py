@@ -1,6 +1,6 @@
 """Argument types for argparse: ports, counts, seconds, and JSON objects.
 
-Each type parses an option's text, or raises an error that says what is expected.
+Each type is a function that parses an option's text, or raises an error that says what is expected.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 __all__ = ["completes_paths", "count", "json_object", "port", "seconds"]
 
-# A copy of `shtab.FILE`, because the CLI must also work if shtab is not installed. The copy has only the
-# shells that `sglang-topp completion` supports.
+# The value of `shtab.FILE` for the shells that `sglang-topp completion` supports. The value is copied here,
+# because the CLI must also work if shtab is not installed.
 _PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 
 
@@ -52,5 +52,5 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def completes_paths(action: argparse.Action) -> None:
-    """Let shells complete file paths for this argument."""
+    """Make the scripts of `sglang-topp completion` complete file paths for this argument."""
     action.complete = _PATHS  # type: ignore[attr-defined]

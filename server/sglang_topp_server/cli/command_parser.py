@@ -26,10 +26,10 @@ def add_command(
         commands: the parsers of all subcommands.
         name: the subcommand's name.
         summary: one line for `sglang-topp --help`, for the subcommand's own help, and for shell completion.
-        examples: shell commands.
-        details: sentences after the summary.
-        notes: sentences after the options.
-        usage: the usage line; None lets argparse generate it.
+        examples: shell commands, for the end of the subcommand's help.
+        details: sentences that follow the summary in the subcommand's help.
+        notes: sentences that follow the options in the subcommand's help.
+        usage: the usage line of the subcommand's help; argparse generates this line if `usage` is None.
     """
     lines = "\n".join(f"  {example}" for example in examples)
     description = f"{summary[0].upper()}{summary[1:]}."
@@ -48,5 +48,5 @@ def add_command(
 
 
 def _fill(text: str) -> str:
-    """Wrap text to the terminal's width. argparse does not wrap preformatted help."""
+    """Wrap text to the terminal's width, because `RawDescriptionHelpFormatter` does not wrap text."""
     return textwrap.fill(text, shutil.get_terminal_size().columns - 2)

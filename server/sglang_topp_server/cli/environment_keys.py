@@ -1,6 +1,6 @@
 """Read the sidecar's and the engine's API keys from environment variables.
 
-The commands take no key as an argument, because process lists show command-line arguments.
+No command takes an API key as an argument, because process lists show command-line arguments.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status. `_EPILOG` lists the possible exit statuses.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    # Split the arguments at `--` before argparse sees them. Otherwise, argparse would drop the `--` and parse
-    # SGLang's options.
+    # argparse would drop the `--` and parse SGLang's options as options of `sglang-topp`. So split the
+    # arguments at `--` first.
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
     args = parser.parse_args(given[:split])
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The process that reads the output, such as `head`, has exited. Redirect stdout, because Python would
-        # otherwise report an error when it flushes stdout at exit.
+        # The process that reads the output, such as `head`, has exited. Python flushes stdout at exit, which
+        # would fail with an error, so redirect stdout to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:

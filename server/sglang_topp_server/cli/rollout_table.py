@@ -19,7 +19,7 @@ __all__ = ["print_rollouts", "server_token_texts", "token_texts"]
 
 _MAX_SHOWN = 6
 _SAMPLED, _HEADING, _FAINT = "bold cyan", "bold", "dim"
-# The console width for files and pipes. At this width, no row is wrapped.
+# The console width if the output is a file or a pipe. At this width, rich wraps no row of the table.
 _UNLIMITED = 1 << 16
 
 
@@ -28,7 +28,7 @@ def token_texts(path: str | None) -> TokenTexts | None:
 
     Raises:
         InvalidInputError: there is no tokenizer at `path`.
-        ModuleNotFoundError: `tokenizers` is not installed.
+        ModuleNotFoundError: the package `tokenizers` is not installed.
     """
     return None if path is None else TokenTexts(path)
 
@@ -38,12 +38,12 @@ def server_token_texts(info: Mapping[str, Any], rollouts: Sequence[Rollout]) -> 
 
     Args:
         info: the result of `RolloutClient.server_info` for a sidecar or an engine.
-        rollouts: rollouts that the server generated. The function compares the texts of these rollouts with
-            the texts that the local tokenizer decodes.
+        rollouts: rollouts that the server generated. This function checks that the local tokenizer decodes
+            the tokens of these rollouts to the same texts.
 
     Returns:
         The texts of the tokens. None if this machine does not have the tokenizer or the package `tokenizers`,
-        or if the local tokenizer decodes the rollouts to other texts.
+        or if the local tokenizer decodes the tokens of `rollouts` to other texts.
     """
     engine = info.get("engine")
     path = (engine if isinstance(engine, Mapping) else info).get("model_path")
@@ -64,7 +64,7 @@ def print_rollouts(rollouts: Sequence[Rollout], texts: TokenTexts | None) -> Non
 
     Args:
         rollouts: the rollouts to print.
-        texts: the token texts; None prints token ids.
+        texts: the token texts; if `texts` is None, the tables show token ids.
     """
     console = Console(
         color_system=None if os.environ.get("NO_COLOR") else "auto",

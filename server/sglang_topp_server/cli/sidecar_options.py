@@ -86,7 +86,7 @@ def settings_of(args: argparse.Namespace, engine_url: str, **others: float) -> S
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit on open files, because every request in flight holds two sockets."""
+    """Raise the process's soft limit on open files, because each request in flight holds two sockets."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, _MAX_FILES):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MAX_FILES), hard))

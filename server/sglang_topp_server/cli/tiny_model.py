@@ -23,9 +23,10 @@ def make_tiny_model(
 
     Args:
         path: the folder to write; it is created if it does not exist.
-        vocab_size: number of rows of the LM head, at least 257. The tokenizer uses the first 257 ids.
+        vocab_size: number of rows of the LM head, at least 257. The tokenizer uses the token ids 0 to 256.
         logit_std: standard deviation of the logits, in natural-log units. At p = 0.95 and a vocabulary of
-            151,936, a value of 7 gives candidate sets as large as a real model's: mean about 20, median 15.
+            151,936, `logit_std=7` gives candidate sets as large as those of a real model: mean about 20,
+            median 15.
         seed: the random seed of the weights.
 
     Returns:
@@ -54,8 +55,8 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
-        # The final norm gives hidden states a mean square of 1. The logits then have a standard deviation of
-        # `logit_std`.
+        # The final norm gives hidden states a mean square of 1. So this LM head gives logits with a standard
+        # deviation of `logit_std`.
         torch.nn.init.normal_(model.lm_head.weight, std=logit_std / hidden_size**0.5)
     model.save_pretrained(path)
 

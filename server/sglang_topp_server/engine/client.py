@@ -29,13 +29,13 @@ from sglang_topp_server.schemas.rollouts import RolloutsBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 
-# The prompt of the request that probes the engine: token 0, because every vocabulary has a token 0. The
-# meaning of the token does not matter.
+# The prompt of the request that probes the engine. Every vocabulary has a token 0, whose meaning does not
+# matter for a probe.
 _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
 # The maximum number of messages of more than 1 MiB that the sidecar reads from the engine at the same time.
-# Each message holds a sample. `MemoryLimit` limits the memory of samples that were read completely.
+# Each such message holds one sample. After the sidecar has read a sample, `MemoryLimit` counts its memory.
 _MAX_LONG_MESSAGES = 4
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
@@ -50,7 +50,7 @@ class FailedPrompt:
 
 
 class EngineClient:
-    """A client of one engine. All calls, including `close`, must be made within one event loop.
+    """A client of one engine. All methods, including `close`, must be called within one event loop.
 
     Args:
         base_url: the address of SGLang's HTTP server.
@@ -63,9 +63,9 @@ class EngineClient:
         self._has_been_ready = False
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
-        # The sidecar retries a call once, because the engine may have closed an idle connection. The
-        # sidecar's caller makes any further retries. If the sidecar and its caller both retried often, the
-        # numbers of retries would multiply.
+        # The engine may have closed an idle connection, so the sidecar repeats a failed call to the engine
+        # once. Further retries are left to the sidecar's caller. If the sidecar retried as often as its
+        # caller, the numbers of retries would multiply.
         self._runner = MethodCallRunner(
             [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
             kind="sglang",
@@ -94,8 +94,8 @@ class EngineClient:
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise if the engine cannot take requests.
 
-        If the engine was ready before, this method does not raise when a probe gets no answer. The engine may
-        be too busy to answer the probe.
+        If an engine that was ready before does not answer a probe, this method does not raise. Such an engine
+        may only be too busy to answer the probe.
 
         Raises:
             PatchError: the engine is not patched.
@@ -109,7 +109,7 @@ class EngineClient:
         return self.status.model
 
     async def _generate_one(self, timeout_s: float) -> None:
-        """Generate one token with its candidate set, in the same way as all other requests."""
+        """Generate one token with its candidate set, through the same code as the requests of callers."""
         requests = plan([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)
         async for _ in self._runner.rollouts(requests, timeout_s=timeout_s, request_id=_PROBE_ID):
             pass
@@ -137,8 +137,8 @@ class EngineClient:
         try:
             for wanted in request.wanted:
                 tasks.append(asyncio.create_task(one(wanted)))
-                # Let other tasks run after each prompt. Encoding a prompt takes a millisecond, so a thousand
-                # prompts would otherwise block the event loop.
+                # Encoding a prompt takes a millisecond. Let other tasks run after each prompt, so that a
+                # thousand prompts do not block the event loop.
                 await asyncio.sleep(0)
             running = len(tasks)
             while running:
@@ -147,7 +147,7 @@ class EngineClient:
                     running -= 1
                 else:
                     yield item
-                # Free the yielded sample before waiting for the next sample.
+                # Free the yielded sample now, before this loop waits for the next sample.
                 del item
         finally:
             for task in tasks:
@@ -197,11 +197,11 @@ class EngineClient:
     async def abort(self, request_id: str | None) -> None:
         """Abort one request, or all requests in the engine.
 
-        Each request's own `on_abort` decides what its caller receives.
+        The field `on_abort` of each aborted request decides what the caller of that request receives.
 
         Args:
-            request_id: the id that a caller gave to its request, or the engine's own id; None aborts all
-                requests.
+            request_id: the id that a caller gave to its request, or the engine's own id of a request. If
+                `request_id` is None, the engine aborts all requests.
 
         Raises:
             SglangToppError: the engine refused the abort, or did not answer.

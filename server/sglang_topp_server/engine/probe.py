@@ -1,13 +1,13 @@
 """EngineProbe: find out whether the engine, or a gateway in front of several engines, is ready and patched.
 
-A probe requests `/server_info`, where the patch set reports its state. A gateway does not serve
-`/server_info`. A gateway forwards the older `/get_server_info` to one worker, lists all workers at
-`/workers`, and answers `/health` itself. So the probe also requests `/server_info` from each listed worker
-directly.
+A probe requests `/server_info` from the engine, where the patch set reports its state. A gateway does not
+serve `/server_info`. A gateway forwards the older `/get_server_info` to one worker, lists all workers at
+`/workers`, and answers `/health` itself. So the probe of a gateway also requests `/server_info` from each
+listed worker directly.
 
-Each probe ends with a request for one token and its candidate set, until such a request succeeds. After the
-engine was unreachable or unpatched, probes make this request again. The request fails if a gateway silently
-drops sglang-topp's request fields.
+Each probe ends with a test request for one token and its candidate set, until a test request succeeds. After
+the engine was unreachable or unpatched, a test request must succeed again. The test request fails if a
+gateway silently drops sglang-topp's request fields.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sglang_topp.errors import AuthenticationError, BadRequestError, SglangToppE
 __all__ = ["EngineProbe", "EngineStatus", "Phase"]
 
 Phase: TypeAlias = Literal["unreachable", "starting", "unpatched", "ready"]
-"""The phases of an engine. `EngineStatus.phase` explains each phase."""
+"""Whether an engine answers, serves, and returns candidate sets. `EngineStatus.phase` explains each value."""
 
-# The timeout of a request to the engine. The timeout must be longer than 20 s, because SGLang's /health
-# generates a token and waits up to 20 s for the token.
+# The timeout of a request to the engine. SGLang's `/health` generates a token and waits up to 20 s for the
+# token, so this timeout must be longer than 20 s.
 _TIMEOUT_S = 30.0
 # The timeout of a request to a gateway's worker. A gateway may list workers that this machine cannot reach,
 # so this timeout is shorter than `_TIMEOUT_S`.
@@ -46,11 +46,11 @@ class EngineStatus:
             `unpatched`: the engine answers but returns no candidate sets; `ready`: the engine returns
             candidate sets.
         reason: a sentence that says why the engine is not `ready`; empty if it is ready.
-        model_path, sglang_version, weight_version: the values that the engine reported. Behind a gateway, the
-            values come from one of the workers.
+        model_path, sglang_version, weight_version: the values that the engine reported. A gateway reports the
+            values of one of its workers.
         patch: the patch set's report of its state; empty if the engine sent no report.
         model: the vocabulary size and other sizes of the engine's model, against which requests are checked;
-            None if the engine never reported the sizes.
+            None if no report of the engine had these sizes.
     """
 
     phase: Phase
@@ -70,7 +70,7 @@ class EngineStatus:
     def survives_grammars(self) -> bool:
         """Return whether the engine survives a grammar that forbids every next token.
 
-        The answer comes from the engine's last report.
+        The value is in the patch set's last report of its state.
         """
         return self.patch.get("sanitizes_logits") is True
 
@@ -110,19 +110,19 @@ class EngineProbe:
         """Probe the engine once, and return its status.
 
         Args:
-            known: the previous status. If the probe fails, the new status has the values of the previous one,
-                except for the phase and the reason.
+            known: the previous status. If the engine does not answer the probe, the new status is the
+                previous one with the phase `unreachable` and a new reason.
             is_healthy: true skips the request to `/health`, which would make the engine generate a token.
         """
         if known.phase in ("unreachable", "unpatched"):
-            # The address may now belong to another engine, so check again that the engine returns candidate
-            # sets.
+            # Another engine may have started at this address, so check again that the engine returns
+            # candidate sets.
             self._has_given_sets = False
         try:
             return await self._look(known, is_healthy=is_healthy)
         except Exception as error:
             # Report every failure as an unreachable engine, for example a refused connection, invalid JSON,
-            # or an unknown host. The next probe may succeed.
+            # or an unknown host. The sidecar keeps probing, so a failure is not final.
             return self._silent(known, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
@@ -159,9 +159,9 @@ class EngineProbe:
         return status if self._has_given_sets else await self._first_sets(known, status)
 
     async def _get_info(self) -> httpx.Response:
-        """Request the info route that answered last time.
+        """Request `/server_info` or `/get_server_info`, whichever of the two answered last time.
 
-        If this route answers 404, request the other info route.
+        If that route answers 404, request the other route.
         """
         first = await self._http.get(self._info_path)
         if first.status_code != 404:
@@ -176,8 +176,8 @@ class EngineProbe:
     async def _workers(self) -> list[tuple[str, EngineStatus]]:
         """Return the address and status of each listed worker that answers `/server_info`.
 
-        The probe ignores a worker that does not answer. Perhaps only the gateway can reach the worker, or
-        only the gateway has the worker's key.
+        A worker that does not answer the sidecar is left out. Perhaps only the gateway can reach such a
+        worker, or only the gateway has the worker's key.
         """
         answer = await self._http.get("/workers")
         listed: Any = answer.json() if answer.status_code == 200 else None
@@ -201,7 +201,7 @@ class EngineProbe:
         return None
 
     async def _first_sets(self, known: EngineStatus, status: EngineStatus) -> EngineStatus:
-        """Request one token with its candidate set, and return the status that follows from the result."""
+        """Request one token with its set. Return `status` if that succeeds, or a status with the reason."""
         try:
             await self._generate_one(_TIMEOUT_S)
         except AuthenticationError:
@@ -222,14 +222,14 @@ class EngineProbe:
         return status
 
     def _silent(self, known: EngineStatus, cause: str) -> EngineStatus:
-        """Return the previous status, marked as unreachable because of `cause`."""
+        """Return `known` with the phase `unreachable` and a reason that quotes `cause`."""
         return replace(
             known, phase="unreachable", reason=f"the engine at {self._base_url} does not answer: {cause}"
         )
 
 
 def _status_of(info: dict[str, Any]) -> EngineStatus:
-    """Build a status with the phase `ready` from an engine's `/server_info` answer."""
+    """Build a status from an engine's `/server_info` answer, and set its phase to `ready`."""
     patch = info.get("sglang_topp")
     patch = patch if isinstance(patch, dict) else {}
     return EngineStatus(

@@ -1,6 +1,6 @@
 """Refuse requests that would crash or block the engine.
 
-The checks need the sizes of the engine's model, such as its vocabulary size.
+The checks depend on the sizes of the engine's model, such as its vocabulary size.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def check_rollout_request(request: RolloutsBody, model: Model, *, survives_gramm
     Args:
         request: the request, as `parse_rollouts` returns it.
         model: the vocabulary size and other sizes of the engine's model.
-        survives_grammars: whether the engine survives a grammar that forbids every next token. If the engine
-            does not survive it, the function refuses every grammar. No check can tell in advance whether a
-            grammar will forbid every next token.
+        survives_grammars: whether the engine survives a grammar that forbids every next token. If
+            `survives_grammars` is False, this function refuses every request with a grammar. No check can
+            tell in advance whether a grammar will forbid every next token.
 
     Raises:
-        InvalidInputError: a value would crash the engine (400). The message names the field, the value, and
-            the accepted values.
-        BadRequestError: a text is too long (413). Other requests would wait while the engine tokenizes
-            the text.
+        InvalidInputError: a value would crash the engine (400). The error's message names the field, the
+            value, and the accepted values.
+        BadRequestError: a text is too long (413). Other requests would have to wait while the engine
+            tokenizes such a text.
     """
     for i, rollout in request.given.items():
         check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
@@ -63,10 +63,10 @@ def check_score_request(request: ScoresBody, model: Model) -> None:
     """Check that a parsed score request would not crash or block the engine.
 
     Raises:
-        InvalidInputError: a value would crash the engine (400). The message names the field, the value, and
-            the accepted values.
-        BadRequestError: a text is too long (413). Other requests would wait while the engine tokenizes
-            the text.
+        InvalidInputError: a value would crash the engine (400). The error's message names the field, the
+            value, and the accepted values.
+        BadRequestError: a text is too long (413). Other requests would have to wait while the engine
+            tokenizes such a text.
     """
     _check_prompts("sequences", request.sequences, request.wanted, model)
 
@@ -85,7 +85,7 @@ def _check_prompts(name: str, given: Any, wanted: Sequence[SampleRequest], model
 
 
 def _holds_prompts(prompts: Any) -> bool:
-    """Return whether the field's value is a list of prompts rather than one prompt."""
+    """Return whether `prompts` is a list of prompts rather than one prompt."""
     return isinstance(prompts, list) and not isinstance(prompts[0], int | dict)
 
 

@@ -15,23 +15,25 @@ from sglang_topp_server.limits.settings import MIN_BYTES_PER_S, Limits
 
 __all__ = ["BodyReader", "DisconnectedError"]
 
-# A body of at most this many bytes needs no reservation, because uvicorn buffers 64 KiB of any body anyway.
+# The sidecar reserves no memory for a body of at most this many bytes, because uvicorn buffers 64 KiB of any
+# body anyway.
 _UNCOUNTED_BYTES = 1 << 16
-# All bodies together may reserve memory for this many bodies of `max_body_bytes` each.
+# The maximum memory that all bodies together may reserve, as a multiple of `max_body_bytes`.
 _MAX_LARGEST_BODIES = 4
 
 
 class DisconnectedError(Exception):
-    """The caller closed the connection. No answer can be sent."""
+    """The caller closed the connection, so the sidecar cannot send an answer."""
 
 
 class BodyReader:
     """Reads all request bodies of one server.
 
-    All bodies together may reserve a total of four times `max_body_bytes` of memory. The reader reserves
-    memory for each body of more than 64 KiB. If the request has a `Content-Length`, the reader reserves that
-    many bytes before it reads the body. Otherwise, it reserves `max_body_bytes` after the first 64 KiB. If
-    too little memory is free, the reader stops reading the body until other bodies release memory.
+    All bodies together may reserve a total of four times `max_body_bytes` of memory. A `BodyReader` reserves
+    memory for each body of more than 64 KiB. If the request has a `Content-Length`, the `BodyReader` reserves
+    that many bytes before it reads the body. Without a `Content-Length`, the `BodyReader` reserves
+    `max_body_bytes` after the first 64 KiB. If too little memory is free, the `BodyReader` stops reading the
+    body until other bodies release memory.
 
     Args:
         limits: the maximum size and the minimum rate of a body.
@@ -44,7 +46,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, headers: Headers, receive: Receive) -> AsyncIterator[bytearray]:
-        """Yield the whole body. The body's memory stays reserved until the context ends.
+        """Yield the whole body, whose memory stays reserved until the `async with` block ends.
 
         Raises:
             BadRequestError: the body exceeds `max_body_bytes` (413) or arrives too slowly (408).
@@ -55,8 +57,8 @@ class BodyReader:
         if content_length is not None and content_length > self._limits.max_body_bytes:
             raise self._too_long(str(content_length))
         body = bytearray()
-        # `left_s` is the time that the reader still waits for the caller. For each MIN_BYTES_PER_S bytes that
-        # arrive, `left_s` grows by one second, up to `max_stall_s`.
+        # `left_s` is how many more seconds the `BodyReader` waits for bytes of the body. For each
+        # MIN_BYTES_PER_S bytes that arrive, `left_s` grows by one second, up to `max_stall_s`.
         left_s = self._limits.max_stall_s
         async with AsyncExitStack() as reservation:
             is_counted = False
@@ -96,7 +98,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def _reserve(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserve memory until the context ends.
+        """Reserve `num_bytes` of memory until the `async with` block ends.
 
         Bodies get memory in their order of arrival, so that no body waits forever.
         """

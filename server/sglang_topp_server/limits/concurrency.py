@@ -20,7 +20,7 @@ class ConcurrencyLimit:
         metrics: receives the current number of requests in flight.
 
     Raises:
-        OverloadedError: the limit is reached. `__enter__` and `require_place` raise this error.
+        OverloadedError: `limit` requests are in flight. `__enter__` and `require_place` raise this error.
     """
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
@@ -32,7 +32,10 @@ class ConcurrencyLimit:
         return self._count
 
     def require_place(self) -> None:
-        """Raise OverloadedError if the limit is reached. Only `__enter__` counts a request."""
+        """Raise OverloadedError if the maximum number of requests is already in flight.
+
+        Only `__enter__` counts a new request as in flight.
+        """
         if self._count >= self._limit:
             raise OverloadedError(
                 f"got one more request, expected at most {self._limit} in flight; send it again later",

@@ -9,7 +9,7 @@ __all__ = ["MIN_BYTES_PER_S", "Limits"]
 MIN_BYTES_PER_S = 1 << 16
 """The minimum rate, in bytes per second, at which a request body must arrive.
 
-A body may fall behind this rate by up to `Limits.max_stall_s` seconds."""
+A body may arrive up to `Limits.max_stall_s` seconds later than this rate requires."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Limits:
             flight from the last byte of its body to the last byte of its answer.
         max_samples: maximum number of samples per request: prompts times `n`.
         max_body_bytes: maximum bytes of one request body. All bodies larger than 64 KiB may together take
-            four times `max_body_bytes` of memory. If too little of this memory is free, a body waits.
+            four times `max_body_bytes` of memory. A body that needs more memory than is free must wait.
         timeout_s: maximum seconds from a request's headers to the last byte of its answer.
-        max_stall_s: maximum seconds that a request body may be behind a rate of 64 KiB/s. If the body falls
-            further behind, the request gets a 408. If a caller leaves its answer unread for `max_stall_s`
+        max_stall_s: maximum seconds that a request body may be behind a rate of 64 KiB/s. A request whose
+            body falls further behind gets a 408. If a caller leaves its answer unread for `max_stall_s`
             seconds, the kernel resets the connection (on Linux only).
-        max_held_bytes: maximum bytes of finished samples that are not sent yet, over all requests. If the
-            total exceeds this limit, the request that holds the most bytes ends with an error.
+        max_held_bytes: maximum bytes of finished samples that are not sent yet, over all requests. If all
+            requests together hold more, the request that holds the most bytes ends with an error.
     """
 
     max_in_flight: int = 1024

@@ -1,8 +1,9 @@
 """MemoryLimit: limit the total memory of finished samples that are not sent yet.
 
-The engine never waits for a slow caller, because GPU memory is more expensive than the sidecar's memory. So
-finished samples wait in the sidecar. A request without `stream` holds all of its samples until the last one
-has finished. If the total exceeds the limit, the request that holds the most memory ends with an error.
+The engine never waits for a slow caller, because GPU memory is more expensive than the sidecar's memory.
+Instead, finished samples wait in the sidecar until their caller reads them. A request without `stream` holds
+all of its samples until the last one has finished. If all requests together hold more memory than the limit,
+the request that holds the most memory ends with an error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["MemoryLimit", "MemoryShare", "num_bytes_of"]
 
 _BYTES_PER_CANDIDATE = 8
-# The approximate number of bytes of one token: its log-prob, and its id as text in the answer's JSON.
+# The approximate memory of one token in bytes: its log-prob, and its id as text in the JSON of the answer.
 _BYTES_PER_TOKEN = 12
 
 
@@ -34,12 +35,12 @@ def num_bytes_of(sample: Rollout | Score) -> int:
 
 
 class MemoryShare:
-    """The counter of the memory that one request's samples take. The constructor needs a running event loop.
+    """Counts the memory that one request's samples take. The constructor needs a running event loop.
 
     Attributes:
         num_bytes: the number of bytes that the request's samples take.
-        excess: a future for the error that ends this request. `MemoryLimit` resolves the future if all
-            requests together exceed the limit and this request holds the most bytes.
+        excess: a future, whose result is the error with which this request must end. `MemoryLimit` sets the
+            result if all requests together exceed the limit and this request holds the most bytes.
     """
 
     def __init__(self, limit: MemoryLimit) -> None:
@@ -52,16 +53,16 @@ class MemoryShare:
         self._limit.change(self, num_bytes_of(sample))
 
     def remove(self, num_bytes: int) -> None:
-        """Stop counting bytes that the request no longer holds."""
+        """Stop counting `num_bytes` bytes, which the request no longer holds."""
         self._limit.change(self, -num_bytes)
 
 
 class MemoryLimit:
-    """The memory limit of all requests together.
+    """The limit on the memory that the unsent samples of all requests take together.
 
     Args:
-        limit: the bytes that all requests together may hold.
-        metrics: receives the number of bytes that all requests hold.
+        limit: the maximum number of bytes that all requests together may hold.
+        metrics: shows the number of bytes that all requests together hold.
     """
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
@@ -72,7 +73,7 @@ class MemoryLimit:
 
     @contextmanager
     def share(self) -> Iterator[MemoryShare]:
-        """Yield a new request's share, and release the share when the context ends."""
+        """Yield a new request's `MemoryShare`, and stop counting its bytes when the `with` block ends."""
         share = MemoryShare(self)
         self._shares.add(share)
         try:
@@ -83,7 +84,10 @@ class MemoryLimit:
             share.excess.cancel()
 
     def change(self, share: MemoryShare, num_bytes: int) -> None:
-        """Add `num_bytes` to a share. If the total exceeds the limit, end the request with the most bytes."""
+        """Add `num_bytes`, which may be negative, to the bytes that `share` counts.
+
+        If all requests together then exceed the limit, end the request that holds the most bytes.
+        """
         share.num_bytes += num_bytes
         self._num_bytes += num_bytes
         self._metrics.held_bytes.set(self._num_bytes)

@@ -2,10 +2,10 @@
 
     python -m sglang_topp_server.process.engine_supervisor <grace_s> <command> ...
 
-SGLang runs as several processes. If SIGKILL ends `serve`, then `serve` cannot stop the engine's processes. So
-`serve` starts this small supervisor process, which starts the engine and outlives `serve`. The supervisor
-reads a pipe, and only `serve` holds the pipe's write end. A byte on the pipe tells the supervisor to stop the
-engine. End-of-file without a byte means that `serve` was killed.
+SGLang runs as several processes. If SIGKILL ends `serve`, then `serve` cannot stop the engine's processes.
+Therefore, `serve` starts a small supervisor process, which starts the engine and outlives `serve`. The
+supervisor reads a pipe, and only `serve` holds the pipe's write end. A byte on the pipe tells the supervisor
+to stop the engine. End-of-file without a byte means that `serve` was killed.
 
 To stop the engine, the supervisor sends SIGTERM to the engine's first process, which drains requests and ends
 its children. After `grace_s` seconds, or once the first process has ended, the supervisor kills all of the
@@ -36,14 +36,15 @@ _HURRY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command until it ends. Stop the command when standard input delivers a byte or is closed.
+    """Run the engine until it ends, and stop the engine when standard input delivers a byte or is closed.
 
     Args:
-        argv: the grace period in seconds, then the command. The default is `sys.argv[1:]`.
+        argv: the grace period in seconds, then the command that starts the engine. The default is
+            `sys.argv[1:]`.
 
     Returns:
-        The command's exit status, 128 + the signal's number if a signal ended the command, or 127 if the
-        command could not start.
+        The engine's exit status, 128 + the signal's number if a signal ended the engine, or 127 if the engine
+        could not start.
     """
     grace_text, *command = sys.argv[1:] if argv is None else argv
     woken, wake = os.pipe()
@@ -73,15 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
-    """Return when the engine's first process has ended or must be killed.
+    """Return when the engine's first process has ended or needs to be killed by `main`.
 
-    The caller must kill the process after the grace period. If the supervisor receives SIGTERM, SIGINT, or
-    SIGHUP, the caller must kill the process immediately.
+    `main` must kill the engine's first process if the grace period has passed, or if the supervisor has
+    received SIGTERM, SIGINT, or SIGHUP.
     """
     watched = [pipe, woken]
     deadline = None
     # WNOWAIT leaves the engine's first process as a zombie after its end, so the kernel cannot reuse the
-    # process's id. Otherwise, `main` might kill an unrelated process group with the same id.
+    # process's id. If the kernel reused the id, `main` might kill an unrelated process group.
     while os.waitid(os.P_PID, engine_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:

@@ -26,11 +26,11 @@ _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
 _ENGINE_ENV_DEFAULTS = {
     # If a grammar forbids every token, SGLang's scheduler crashes by default. With
-    # SGLANG_SANITIZE_NAN_LOGITS, SGLang ends only the request that has this grammar.
+    # SGLANG_SANITIZE_NAN_LOGITS, SGLang ends only the request whose grammar forbids every token.
     "SGLANG_SANITIZE_NAN_LOGITS": "1",
-    # SGLang's crash diagnostics delay the exit of a crashed engine, and callers wait meanwhile. After a
-    # process has died, SGLang sleeps for 5 s to collect diagnostics. SGLang sleeps for another minute if
-    # other processes still run.
+    # SGLang's crash diagnostics delay the exit of a crashed engine, and callers wait meanwhile. After one of
+    # SGLang's processes has died, SGLang sleeps for 5 s to collect diagnostics. If other SGLang processes
+    # still run after the crash, SGLang sleeps for another minute.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
@@ -58,11 +58,11 @@ def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) 
 
 
 def engine_environment(environment: Mapping[str, str], api_key: str | None) -> dict[str, str]:
-    """Return the engine's environment.
+    """Return the engine's environment: a copy of `environment` with a few changed variables.
 
-    The result is a copy of `environment` with these changes. `KEY_VARIABLE` is set to `api_key`, or removed
-    if `api_key` is None. SGLang's check for NaN logits is turned on. SGLang's crash diagnostics are turned
-    off. If `environment` already has a value for the check or the diagnostics, the value is kept.
+    `KEY_VARIABLE` is set to `api_key`, or removed if `api_key` is None. SGLang's check for NaN logits is
+    turned on. SGLang's crash diagnostics are turned off. If `environment` already sets a variable of the NaN
+    check or of the crash diagnostics, the variable keeps its value.
 
     Args:
         environment: this process's environment.
@@ -83,8 +83,9 @@ def check_free(host: str, port: int) -> int:
     """Return `port` if no process listens on it; for port 0, return a free port.
 
     For port 0, the result is from 10,000 to 21,999. SGLang may also use the port that is 10,000 higher. The
-    engine listens only after about half a minute, and both ports must stay free until then. Linux gives
-    outgoing connections only ports from 32,768 on, so no outgoing connection takes one of the engine's ports.
+    engine listens only about half a minute after its start. Until then, the engine's port and the port 10,000
+    higher must stay free. Linux gives outgoing connections only ports from 32,768 on, so no outgoing
+    connection takes one of the engine's ports.
 
     Raises:
         InvalidInputError: a process listens on the port. An engine started on a taken port would fail, and
@@ -105,12 +106,12 @@ def _check_free(host: str, port: int) -> int:
 async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then stop the sidecar and the engine.
 
-    A second signal skips the grace period.
+    A second SIGINT or SIGTERM skips the grace period.
 
     Args:
         settings: the sidecar's settings.
-        command: the command that starts the engine, or None if the engine runs elsewhere. An engine that this
-            function starts stops together with the sidecar.
+        command: the command that starts the engine, or None if the engine runs elsewhere. If `run` starts the
+            engine, `run` also stops the engine.
 
     Raises:
         InvalidInputError: the sidecar's port is taken.
@@ -156,7 +157,7 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
 
 
 async def _wait_until_ready(server: Server, supervisor: Process | None, settings: Settings, url: str) -> None:
-    """Print the addresses once the engine is ready, and raise when the engine ends.
+    """Print the servers' addresses once the engine is ready, and raise an error when the engine ends.
 
     If `supervisor` is None, print the sidecar's address immediately, and wait until this task is canceled.
     """
@@ -196,8 +197,8 @@ async def _start_supervisor(command: Sequence[str], settings: Settings) -> Proce
         # The engine writes to stderr, because stdout carries only the line with the servers' addresses.
         stdout=_STDERR,
         # On Ctrl-C, the terminal sends SIGINT only to processes in the terminal's session. The sidecar's
-        # process gets the SIGINT and tells the supervisor to stop the engine. The supervisor and the engine
-        # run in another session and get no SIGINT.
+        # process gets SIGINT from the terminal, and tells the supervisor to stop the engine. The supervisor
+        # and the engine run in another session, and get no SIGINT.
         start_new_session=True,
     )
 
@@ -213,7 +214,7 @@ async def _stop_supervisor(supervisor: Process, grace_s: float) -> None:
 
 
 def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> socket.socket:
-    """Return a listening socket.
+    """Return a TCP socket that listens on `host` and `port`.
 
     Args:
         host, port: the address; port 0 takes a free port.

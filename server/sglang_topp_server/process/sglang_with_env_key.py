@@ -1,10 +1,11 @@
-"""Run SGLang without showing its API key in the process list.
+"""Run SGLang with an API key from the environment, so that the process list does not show the key.
 
     python -m sglang_topp_server.process.sglang_with_env_key ARGUMENTS
 
 SGLang takes its API key as a command-line argument, which every user of the machine can see in the process
-list. Only a process's owner can read its environment. So this module reads the key from the environment, and
-adds the key to `sys.argv` inside the running process. The process list does not show the added key.
+list. Only a process's owner can read the process's environment. This module reads the key from the
+environment, and adds the key to `sys.argv` inside the running process. The process list does not show changes
+to `sys.argv`.
 """
 
 from __future__ import annotations

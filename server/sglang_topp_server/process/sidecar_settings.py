@@ -19,7 +19,7 @@ class Settings:
         api_key: the key that callers of the sidecar must send, or None if they need no key.
         engine_api_key: the key that the sidecar sends to the engine, or None if the engine needs no key.
         limits: the sidecar's limits.
-        ready_timeout_s: the time limit in seconds for an engine that `serve` starts to become ready.
+        ready_timeout_s: seconds within which an engine must become ready after `serve` has started it.
         grace_s: seconds that requests in flight may continue after a signal. After the sidecar has stopped,
             the engine has another `grace_s` seconds to end.
         view: how many recent rollouts `GET /view` shows; 0 turns the route off.

@@ -14,8 +14,8 @@ from sglang_topp_server.process.sidecar_settings import Settings
 
 __all__ = ["Server"]
 
-# This timeout is longer than the keep-alive timeouts of clients and load balancers. So the client or the load
-# balancer closes an idle connection first.
+# Seconds after which uvicorn closes an idle connection. Clients and load balancers have shorter keep-alive
+# timeouts, so the client or the load balancer closes an idle connection before uvicorn does.
 _KEEP_ALIVE_S = 75
 
 
@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install none of uvicorn's signal handlers, because `launch.run` handles signals."""
+        """Skip uvicorn's signal handlers, because `launch.run` handles signals."""
         yield
 
     def stop(self) -> None:

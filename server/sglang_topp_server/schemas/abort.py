@@ -12,7 +12,7 @@ __all__ = ["AbortAnswer", "AbortBody", "parse_abort"]
 
 
 class AbortBody(BaseModel):
-    """The body of `POST /abort`, which must set exactly one of the two fields."""
+    """The body of `POST /abort`, which must set either `request_id` or `all`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -41,9 +41,9 @@ def parse_abort(body: bytes | bytearray) -> AbortBody:
 
 
 class AbortAnswer(BaseModel):
-    """The answer to `POST /abort`, sent after the requests have stopped.
+    """The answer to `POST /abort`, sent after the aborted requests have stopped.
 
-    The answer is the same if no request has the given `request_id`.
+    If no request has the given `request_id`, the sidecar also answers `ok`.
     """
 
     status: str = "ok"

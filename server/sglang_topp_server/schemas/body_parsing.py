@@ -21,7 +21,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 
 def read_body(body: bytes | bytearray, kind: type[_Body]) -> _Body:
-    """Parse a JSON body into a model, which checks the fields' types.
+    """Parse a JSON request body into the Pydantic model `kind`, which checks the fields' types.
 
     Raises:
         BadRequestError: the body is invalid (400). The message names the field, the value, and the accepted
@@ -51,7 +51,7 @@ def num_prompts(prompts: Any) -> int:
 
 
 def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
-    """Return one string with a sentence per validation error. Each sentence begins with the field's name."""
+    """Return an error message: one sentence per validation error, which begins with the field's name."""
     sentences = []
     for problem in error.errors(include_url=False):
         field = ".".join(truncate(str(part), _MAX_NAME_CHARS) for part in problem["loc"])

@@ -1,4 +1,4 @@
-"""Pydantic models of error responses, which the OpenAPI page shows."""
+"""Pydantic models of the sidecar's error responses, for the OpenAPI page."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ModelInfo(BaseModel):
 
 
 class EngineInfo(BaseModel):
-    """The engine behind the sidecar. Each field is null until the engine has reported a value."""
+    """The engine that the sidecar calls. Each field is null until the engine has reported a value."""
 
     model_path: str | None
     sglang_version: str | None
@@ -40,7 +40,8 @@ class EngineInfo(BaseModel):
 class PatchInfo(BaseModel):
     """The state of the engine's patch set. The sidecar copies `version` and `seams` from the engine's report.
 
-    `seams` maps each SGLang function or class that the patch set depends on to `holds` or to a problem.
+    `seams` maps each SGLang function or class that the patch set depends on to a text: `holds`, or a
+    description of the problem.
     """
 
     active: bool

@@ -1,4 +1,4 @@
-"""Decode the fields `rollouts` and `resumed_tokens` of a request that continues earlier answers."""
+"""Decode `rollouts` and `resumed_tokens`, the fields of `POST /rollouts` that resume earlier answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["read_resumed_tokens", "read_rollouts"]
 
 
 def read_rollouts(records: Any) -> list[Rollout]:
-    """Decode JSON records of rollouts.
+    """Decode the JSON records in the body's `rollouts` field to `Rollout` objects.
 
     Raises:
         InvalidInputError: a record is not a valid rollout; the error names the record's index and field.
@@ -35,15 +35,16 @@ def read_rollouts(records: Any) -> list[Rollout]:
 
 
 def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[SampleRequest]:
-    """Return the requests `wanted` with `resumed_tokens` set from `given`, the field of the request body.
+    """Return a copy of each request in `wanted`, with `resumed_tokens` set from the request body.
 
     Args:
         given: the body's `resumed_tokens`: one number for all requests, or a list with one number for each.
-            If None, the requests are unchanged.
-        wanted: the requests.
+            If `given` is None, the function returns the requests unchanged.
+        wanted: the planned requests, one per prompt.
 
     Raises:
-        InvalidInputError: a value is not a number of tokens, or exceeds its prompt's length.
+        InvalidInputError: `given` has the wrong number of values, a value is not an integer of 0 or more, or
+            a value exceeds the number of its prompt's token ids. Text and chat messages have no token ids.
     """
     if given is None:
         return list(wanted)

@@ -31,7 +31,7 @@ __all__ = ["RolloutRecord", "RolloutsAnswer", "RolloutsBody", "parse_rollouts"]
 class RolloutsBody(BaseModel):
     """The body of `POST /rollouts`. Unknown fields are errors, because ignoring them would hide mistakes."""
 
-    # `rollouts` may replace `prompts`, so neither is required.
+    # `rollouts` may replace `prompts`, so neither field is required.
     model_config = ConfigDict(extra="forbid", json_schema_extra={"required": []})
 
     prompts: Prompts = Field(
@@ -43,7 +43,7 @@ class RolloutsBody(BaseModel):
         description="Replaces prompts: records of an earlier answer to continue. The answer's prompt_index is"
         " the index in this list.",
     )
-    # Report only the first invalid entry, because the list may hold millions.
+    # Pydantic reports only the first invalid object in a list, because the list may hold millions of objects.
     sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None,
         description="SGLang's names, including `n`; one object for all prompts, or one per prompt.",

@@ -1,5 +1,5 @@
-// Bars for the candidates of one position. One more bar shows the candidates of the set that are not listed. A
-// last bar shows the probability outside the set.
+// Bars that show the probabilities of the candidates at one position. One more bar shows the total probability of the
+// candidates that the page does not list. The last bar shows the probability of all tokens outside the set.
 
 import { el } from "./dom.js";
 import { count, fixed, whole } from "./number_format.js";
@@ -8,7 +8,7 @@ import { tokenLabel, tokenNodes } from "./token_names.js";
 
 function bar(kind, name, share, most, note) {
   const filled = el("i");
-  // The width is set as a property, because the page's security policy blocks style attributes.
+  // The script sets the width as a property, because the page's security policy blocks style attributes.
   filled.style.width = `${(100 * share) / most}%`;
   return el("li", { class: kind, ...note }, el("span", { class: "name" }, name), el("span", { class: "bar" }, filled), el("span", { class: "value" }, fixed(share, share < 0.001 ? 6 : 4)));
 }

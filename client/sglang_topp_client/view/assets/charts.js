@@ -28,7 +28,7 @@ export function linear(low, high, start, length) {
   return (value) => start + ((value - low) / (high - low || 1)) * length;
 }
 
-/** Return round numbers between `low` and `high` for the ticks of an axis. There are about `wanted` ticks. */
+/** Return about `wanted` round numbers between `low` and `high`, for the ticks of an axis. */
 export function niceTicks(low, high, wanted = 4) {
   const rough = (high - low) / wanted || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -46,7 +46,8 @@ export function yAxis(area, ticks, y, format = compact) {
       svg("text", { x: area.left - 8, y: y(tick) + 4, "text-anchor": "end" }, format(tick))));
 }
 
-/** Draw the horizontal axis: a line, its title, and the text of each tick. `ticks` is a list of `[x, text]`. */
+/** Draw the horizontal axis: a line, the axis title, and the text of each tick.
+ * Each entry of the list `ticks` is `[x, text]`, where `x` is the horizontal pixel of the tick. */
 export function xAxis(area, ticks, title) {
   const bottom = area.top + area.height;
   const texts = ticks.map(([x, text]) => svg("text", { x, y: bottom + 15, "text-anchor": "middle" }, text));
@@ -56,9 +57,9 @@ export function xAxis(area, ticks, title) {
 }
 
 /**
- * Draw bars of counts on a log axis, so that a rare tail is visible. A count of 0 has no bar.
- * Each entry of `slots` describes one place on the horizontal axis, as `{ text, count, kind }`. An entry with
- * several bars side by side is `{ text, bars: [{ count, kind }, …] }`.
+ * Draw a bar chart of counts on a log axis, so that a rare tail is visible. A count of 0 gets no bar.
+ * Each entry of the list `slots` gives the bars at one place on the horizontal axis: `{ text, count, kind }` for one
+ * bar, or `{ text, bars: [{ count, kind }, …] }` for several bars side by side.
  */
 export function logBars(area, slots, say) {
   const barsOf = (slot) => slot.bars ?? [slot];
@@ -84,7 +85,7 @@ export function logBars(area, slots, say) {
   return [yAxis(area, ticks, y, (power) => compact(10 ** power)), drawn];
 }
 
-/** Draw a line of medians over a shaded band that reaches from p10 to p90. */
+/** Draw a line through the medians of the points, over a shaded band between their p10 and p90. */
 export function band(area, points, y, say) {
   const slot = area.width / points.length;
   const x = (i) => area.left + (i + 0.5) * slot;

@@ -89,8 +89,8 @@ function ratioChart({ ratios, verdict }) {
   });
 }
 
-/** Return the indices of the bars to draw in the chart of ratios, from the first to the last bar that counts a
- * token. The bars for the ratios 0.8 to 1.25 are always drawn. */
+/** Return the indices of the histogram bars to draw in the chart of importance ratios: from the first to the last bar
+ * with a count above 0. The chart always contains the bars for the ratios 0.8 to 1.25. */
 function usedRange(histograms) {
   const { length } = histograms[0];
   const middle = (length - 1) / 2;

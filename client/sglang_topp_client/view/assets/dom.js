@@ -12,12 +12,12 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** Return an HTML element. Strings among the children become text nodes. */
+/** Create and return an HTML element. Strings among the children become text nodes. */
 export function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** Return an SVG element. */
+/** Create and return an SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }

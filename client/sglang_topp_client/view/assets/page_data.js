@@ -1,5 +1,5 @@
-// Read the data that the page contains: the overview, and a compressed block for each rollout that is shown
-// token by token.
+// Read the data in the page: the statistics of all rollouts, and one compressed block for each rollout that the page
+// shows token by token.
 
 const OVERVIEW = JSON.parse(document.getElementById("overview").textContent);
 const ARRAYS = { int32: Int32Array, float32: Float32Array };
@@ -13,7 +13,7 @@ export function isDetailed(row) {
   return document.getElementById(`detail-${row}`) !== null;
 }
 
-/** Decode the tokens of a rollout. `view/token_view_data.py` describes the format. */
+/** Decode the tokens of the rollout with the number `row`. `view/token_view_data.py` describes the encoding. */
 export async function openDetail(row) {
   if (!opened.has(row)) opened.set(row, decode(document.getElementById(`detail-${row}`).textContent));
   return opened.get(row);

@@ -102,13 +102,13 @@ function classOf({ number, minor, wide }) {
   return [number && "number", minor && "minor", wide && "wide"].filter(Boolean).join(" ");
 }
 
-/** Return whether the text of a row matches a search word. `prompt:3` and `sample:3` match only the number 3.
- * Any other word matches each text that contains the word. */
+/** Return whether the text of a table row matches one word of the search field. The words `prompt:3` and `sample:3`
+ * match only the number 3, and not 30. Other words match every row whose text contains the word. */
 function contains(text, word) {
   return /^(prompt|sample):\d+$/.test(word) ? text.split(" ", 2).includes(word) : text.includes(word);
 }
 
-/** Compare two values for sorting. Unknown values come last in ascending and in descending order. */
+/** Compare two values of a table column for sorting. A null comes last, in ascending and in descending order. */
 function compare(a, b, factor) {
   if (a === null || b === null) return (a === null) - (b === null);
   return factor * (a < b ? -1 : a > b ? 1 : 0);

@@ -15,7 +15,7 @@ let wanted = null;
 let metric = "mass";
 
 /** Return an object that describes and controls the rollout on screen, or null if no rollout is on screen.
- * Its fields are `{ row, detail, position, select, tokenOnAdjacentLine }`. */
+ * The object is `{ row, detail, position, select, tokenOnAdjacentLine }`. */
 export function shownRollout() {
   return shown;
 }
@@ -27,7 +27,7 @@ export function closeRollout() {
   wanted = null;
 }
 
-/** Draw all tokens for printing, because blocks far from the screen have no elements yet. */
+/** Draw all tokens for printing, because the page has not drawn the tokens far from the visible part yet. */
 export function drawAllTokens() {
   for (const flow of flows) flow.drawAll();
 }
@@ -42,7 +42,7 @@ export async function drawRollout(view, row, position) {
   }
   view.replaceChildren(el("p", { class: "hint" }, "Reading the tokens…"));
   const detail = await openDetail(row);
-  // The user may have opened another view while the tokens were decoded. This view must not replace that view.
+  // Do not draw this rollout if the user opened another rollout or the overview while `openDetail` decoded the tokens.
   if (wanted !== row) return;
   const columns = el("div", { class: "columns" });
   const panel = el("aside", { class: "candidates", "aria-live": "polite" });
@@ -57,8 +57,8 @@ export async function drawRollout(view, row, position) {
     // a phone, where the panel is below the tokens.
     drawCandidates(panel, detail, shown.position);
     for (const flow of flows) if (shown.position < flow.detail.ids.length) flow.select(shown.position, block);
-    // The address may already name another view, which the pending hashchange event opens. The address of that
-    // view must stay.
+    // The user may already have changed the page's address to another rollout, before the hashchange event arrives.
+    // Update the page's address only if the address still names this rollout.
     if (location.hash.split("/")[2] === String(row)) history.replaceState(null, "", linkTo(row, shown.position));
   }
 
@@ -88,7 +88,7 @@ export async function drawRollout(view, row, position) {
 
   async function addColumn(other, name = null, box = null) {
     const otherDetail = other === row ? detail : await openDetail(other);
-    // While the tokens were decoded, the user may have unchecked this sample or left the view.
+    // While `openDetail` decoded the tokens, the user may have unchecked the sample or left this rollout.
     if (wanted !== row || box?.checked === false) return;
     const partsAt = other === row ? null : partingOf(detail, otherDetail);
     const flow = new TokenFlow(otherDetail, (t) => select(t), partsAt);

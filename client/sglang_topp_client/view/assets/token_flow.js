@@ -1,4 +1,5 @@
-// The tokens of one rollout as colored text, in blocks of 100. Only tokens in blocks near the screen have elements.
+// The tokens of one rollout as colored text, in blocks of 100 tokens. The page has DOM elements only for the tokens
+// in blocks near the visible part.
 
 import { el } from "./dom.js";
 import { whole } from "./number_format.js";
@@ -30,25 +31,25 @@ export class TokenFlow {
     for (const block of this.blocks) this.observer.observe(block);
   }
 
-  /** Stop the observer that draws the blocks near the screen. The caller then removes `element` from the page. */
+  /** Stop drawing blocks of tokens as they come near the visible part. The caller must remove `element` itself. */
   close() {
     this.observer.disconnect();
   }
 
-  /** Color the tokens by another metric. */
+  /** Color the tokens by the given metric. */
   colorBy(metric) {
     this.metric = metric;
     for (const token of this.element.querySelectorAll("[data-t]")) token.className = this.#classOf(Number(token.dataset.t));
   }
 
-  /** Mark a position, and scroll to it. */
+  /** Mark the token at `position` as selected, and scroll to the token. */
   select(position, align = "nearest") {
     this.tokenAt(this.selected)?.removeAttribute("aria-selected");
     this.selected = position;
     const block = this.blocks[Math.floor(position / TOKENS_PER_BLOCK)];
     if (!block) return;
     if (!block.firstChild) {
-      // The neighboring blocks are drawn too, so that their heights are known before the scroll.
+      // Draw the neighboring blocks of tokens too, so that the heights of these blocks are known before the scroll.
       const at = this.blocks.indexOf(block);
       for (const near of this.blocks.slice(Math.max(0, at - 6), at + 7)) if (!near.firstChild) this.#draw(near);
     }
@@ -63,7 +64,7 @@ export class TokenFlow {
   }
 
   /** Return the position of the token on an adjacent line that is horizontally closest to the selected token.
-   * For direction -1, the line is the line above. For direction 1, the line is the line below. */
+   * The direction -1 searches the line above the selected token, and the direction 1 searches the line below. */
   tokenOnAdjacentLine(direction) {
     const from = startOf(this.tokenAt(this.selected));
     if (!from) return this.selected;
@@ -82,7 +83,7 @@ export class TokenFlow {
     return best;
   }
 
-  /** Draw all blocks for printing. */
+  /** Draw the tokens of all blocks, so that a print shows every token. */
   drawAll() {
     this.close();
     for (const block of this.blocks) if (!block.firstChild) this.#draw(block);
@@ -91,7 +92,7 @@ export class TokenFlow {
   #show({ target, isIntersecting, boundingClientRect }) {
     if (isIntersecting && !target.firstChild) this.#draw(target);
     if (!isIntersecting && target.firstChild) {
-      // The emptied block keeps its height, so that the text below does not move.
+      // A block whose tokens are removed keeps its height, so that the text below does not move.
       target.style.minHeight = `${boundingClientRect.height}px`;
       target.replaceChildren();
     }
@@ -123,8 +124,8 @@ function startOf(token) {
   return token?.getClientRects()[0];
 }
 
-/** Return a map from a position to the marks before the token there. A mark shows a change of weights, the start or
- * the end of a tool's tokens, or the first difference from another sample. */
+/** Return a map from a token's position to the labels that the page shows before the token. A label marks a change of
+ * weights, the start or the end of a tool's tokens, or the first difference from another sample. */
 function ticksOf({ weights, appended }, partsAt) {
   const ticks = new Map();
   const add = (position, kind, text) => ticks.set(position, [...(ticks.get(position) ?? []), [kind, text]]);

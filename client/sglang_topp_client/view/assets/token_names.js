@@ -25,14 +25,15 @@ function visible(run) {
   return `U+${hex(run.codePointAt(0), 4)}`;
 }
 
-/** Return `length` spaces as dots. The last space stays a space, so that a line can break there. CSS draws a dot in
- * the last space. */
+/** Return the DOM nodes that show `length` spaces as dots. The last node holds a space, so that a line can break
+ * there, and CSS draws a dot in this space. */
 function blank(length) {
   const dots = length > 1 ? [el("span", { class: "space" }, "·".repeat(length - 1))] : [];
   return [...dots, el("span", { class: "blank" }, " ")];
 }
 
-/** Return the DOM nodes that show a token's text. If `breaks` is set, a line feed in the token breaks the line. */
+/** Return the DOM nodes that show a token's text. If `breaks` is true, the nodes contain the token's line feeds, so
+ * that the line breaks there. */
 export function tokenNodes(id, breaks = false) {
   const text = textOf(id);
   if (text === undefined) return [el("span", { class: hasTexts() ? "raw" : "id" }, hasTexts() ? `#${id}` : String(id))];

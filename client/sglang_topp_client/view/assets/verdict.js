@@ -1,4 +1,4 @@
-// The verdict at the top of the page: whether to train on these rollouts, and how much probability top-p removed.
+// The verdict at the top of the page: whether to train on the rollouts, and how much probability top-p removed.
 
 import { el } from "./dom.js";
 import { count, fixed, percent, whole } from "./number_format.js";

@@ -1,5 +1,5 @@
 """Adapters to SGLang's internals, one module per range of releases.
 
-`compat.releases` maps each release to its adapter class. Each adapter class is named after the oldest release
-that it serves, and derives from the adapter of the next newer range.
+`compat.releases` maps each release to its adapter class. The name of an adapter class contains the oldest
+release that the class serves. Each adapter class derives from the adapter class of the next newer releases.
 """

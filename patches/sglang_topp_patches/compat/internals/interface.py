@@ -11,42 +11,48 @@ __all__ = ["Internals"]
 
 
 class Internals(Protocol):
-    """The operations on SGLang's internals that the hooks need. The adapter classes implement them."""
+    """The operations on SGLang's internals that the hooks need.
 
-    # -- The scheduler's hooks call the methods from `carry` to `align`.
+    Each adapter class implements all of these operations.
+    """
+
+    # -- Hooks in the scheduler call the following methods.
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Replace a pass's `top_logprobs_nums` with a copy that also records which rows ask for sets.
+        """Replace `top_logprobs_nums` of a forward pass.
+
+        The new list also records which rows of the pass ask for candidate sets.
 
         Args:
-            top_logprobs_nums: the copy, a `requested_rows.TopLogprobsNums`.
+            top_logprobs_nums: the new list, a `requested_rows.TopLogprobsNums`.
             batch: the batch from which SGLang made the `ForwardBatch`.
-            forward_batch: the pass's `ForwardBatch`.
+            forward_batch: the `ForwardBatch` of the forward pass.
         """
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Clear earlier sets from a forward pass's output object, because SGLang may reuse that object."""
+        """Remove an earlier pass's candidate sets from `logits_output`, which SGLang may reuse."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
-        """Attach candidate sets to a forward pass, so that they are copied to the host with its results.
+        """Attach candidate sets to the results of a forward pass, which are later copied to the host.
 
         Args:
             logits_output: SGLang's `LogitsProcessorOutput` of the pass.
-            output: an object that holds the pass's sets. Its method `copy_to_host` is called first. Its
-                method `consume` is called later, with the tokens that the scheduler added to the requests.
+            output: an object that holds the candidate sets of the forward pass. `output.copy_to_host` runs
+                first. After the scheduler has added the new tokens to the requests, `output.consume` gets
+                these tokens.
         """
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine two auxiliary outputs of one forward pass into one. None means that there is no output."""
+        """Combine two outputs that `attach` got for one forward pass. `current` and `output` may be None."""
 
     def answers_requests(self) -> bool:
         """Return whether SGLang sends this rank's results to the client.
 
-        If several ranks compute the same results, SGLang sends the results of one of these ranks.
+        If several ranks compute the same results, SGLang sends the results of only one rank.
         """
 
     def weight_version(self) -> str:
-        """Return the current weight version, or an empty string if the scheduler does not know it."""
+        """Return the current weight version, or an empty string if the scheduler knows no version."""
 
     def sampling(self) -> tuple[str, bool]:
         """Return the sampling backend, and whether `--rl-on-policy-target` is set.
@@ -58,52 +64,53 @@ class Internals(Protocol):
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
         """Return the (module, attribute name) pairs under which `eagle_sample` looks up its sampling kernels.
 
-        The module is None if it was not imported. The module may lack the attribute on a device that has no
-        such kernel.
+        In a pair, None stands for a module that is not imported. On a device without a sampling kernel, the
+        module may lack the kernel's attribute.
         """
 
     def sanitizes_logits(self) -> bool:
-        """Return whether SGLang sanitizes logits, which is not its default.
+        """Return whether SGLang's setting that sanitizes logits is on. By default, the setting is off.
 
-        If a grammar forbids every token of a row, that row fails. With sanitized logits, the other rows of
-        the pass succeed.
+        If a grammar forbids every token in a row of logits, the row's request fails. If SGLang sanitizes
+        logits, the other requests of the forward pass succeed.
         """
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return, in ascending order, the indices of a pass's rows that score a prompt token.
+        """Return, in ascending order, the indices of a forward pass's rows that score prompt tokens.
 
         Args:
             metadata: SGLang's `LogitsMetadata`.
-            indices: SGLang's tensor of these row indices on the device, int64.
+            indices: SGLang's int64 tensor of the same row indices, on the device.
         """
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
         """Compute a prompt's log-probs with the same operations as SGLang, in the same order.
 
         Args:
-            processor: SGLang's `InputLogprobProcessor`; before 0.5.16, its `LogitsProcessor`.
-            logits: float [R, V].
+            processor: SGLang's `InputLogprobProcessor`, or SGLang's `LogitsProcessor` before 0.5.16.
+            logits: float [R, V], the logits of R rows over the V tokens of the vocabulary.
         """
 
     def prompt_rows(self) -> list[Any]:
-        """Return an empty list for a prompt's sets, which SGLang sends to the HTTP process all at once.
+        """Return an empty list, to which the scheduler appends a prompt's candidate sets.
 
-        SGLang sends any other list of `customized_info` piece by piece, with the new tokens.
+        The list belongs to a request's `customized_info`, and SGLang sends the list to the HTTP process as a
+        whole. SGLang sends an ordinary list in `customized_info` piece by piece, with the new tokens.
         """
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Prepare the `customized_info` of requests that SGLang sends in one message.
+        """Give all requests that SGLang sends in one message the same keys in `customized_info`.
 
-        Some releases would otherwise deliver one request's values to another request.
+        If the keys differed, SGLang up to 0.5.14 would deliver one request's values to another request.
         """
 
-    # -- The HTTP process's hooks call the methods from `take_customized_info` to `skips_tokenizer`.
+    # -- Hooks in the HTTP process call the following methods.
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
         """Return a scheduler message's `customized_info`: for each key, a list with one entry per request."""
 
     def streams_increments(self, manager: Any) -> bool:
-        """Return whether a streamed chunk holds only new tokens. `manager` is SGLang's `TokenizerManager`."""
+        """Return whether a streamed chunk has only new tokens. `manager` is SGLang's `TokenizerManager`."""
 
     def skips_tokenizer(self, manager: Any) -> bool:
         """Return whether the server runs without a tokenizer. `manager` is SGLang's `TokenizerManager`."""

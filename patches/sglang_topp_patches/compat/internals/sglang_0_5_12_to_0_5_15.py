@@ -1,7 +1,7 @@
 """Adapters to the internals of SGLang 0.5.12 to 0.5.15.post1.
 
-In these releases, the sampler computes the log-probs of the sampled tokens. Later releases have a separate
-log-prob processor.
+In these releases, the sampler computes the log-probs of the sampled tokens. SGLang 0.5.16 and later have
+separate log-prob processors.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ class Sglang0515(Sglang0516):
 
 
 class Sglang0514(Sglang0515):
-    """Adapter to SGLang 0.5.14, which sends `customized_info` only for requests that have any."""
+    """Adapter to SGLang 0.5.14, which sends `customized_info` only for requests that have it."""
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """If one request of the batch has one of our `customized_info` keys, add the key to all requests.
+        """If a request has `KEY` or `PROMPT_KEY` in `customized_info`, add that key to all requests.
 
-        SGLang sends a key's values only for the requests that have the key. SGLang then looks up a value by
-        the request's position among all requests of the batch, and so would find another request's value.
+        SGLang sends the values of a `customized_info` key only for the requests that have the key. Then
+        SGLang looks up each request's value by the request's position in the whole batch. If a request lacked
+        the key, SGLang would find another request's value.
         """
         keys = {key for req in reqs for key in (req.customized_info or ()) if key in (KEY, PROMPT_KEY)}
         for req in reqs if keys else ():

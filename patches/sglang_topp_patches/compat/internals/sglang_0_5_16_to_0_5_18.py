@@ -1,7 +1,7 @@
 """Adapters to the internals of SGLang 0.5.16 to 0.5.18, whose log-prob processors compute the log-probs.
 
-These releases have no auxiliary output: they copy no extra results of a plugin to the host. Our hooks in
-`scheduler.auxiliary_output_before_0_5_19` copy the candidate sets instead.
+These releases of SGLang do not copy a plugin's results to the host. The hooks in
+`scheduler.auxiliary_output_before_0_5_19` copy the candidate sets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIELD = "sglang_topp_device_output"
 
 
 def take(logits_output: Any) -> Any:
-    """Remove the candidate sets from a pass's `LogitsProcessorOutput`, and return them, or None."""
+    """Remove and return the candidate sets of a `LogitsProcessorOutput`, or return None without sets."""
     output = getattr(logits_output, _FIELD, None)
     if output is not None:
         setattr(logits_output, _FIELD, None)
@@ -33,7 +33,7 @@ class Sglang0518(Sglang0519):
         take(logits_output)
 
     def attach(self, logits_output: Any, output: Any) -> None:
-        """Store the sets in a new attribute of `logits_output`, because SGLang has no field for sets."""
+        """Store the sets in a new attribute of `logits_output`, because SGLang has no field for the sets."""
         setattr(logits_output, _FIELD, self.append(take(logits_output), output))
 
     def weight_version(self) -> str:

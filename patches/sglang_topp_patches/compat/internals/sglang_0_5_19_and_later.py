@@ -1,4 +1,7 @@
-"""Adapters to the internals of SGLang 0.5.19 and later, which copies auxiliary outputs to the host."""
+"""Adapters to the internals of SGLang 0.5.19 and later, which copies auxiliary outputs to the host.
+
+An auxiliary output holds extra results of a forward pass, such as candidate sets.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,11 @@ class Sglang0523:
         """Do nothing: since 0.5.19, SGLang itself clears earlier auxiliary outputs when it samples."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
-        """Add the sets to the pass's auxiliary output, which SGLang copies to the host."""
+        """Add the sets to the forward pass's auxiliary output, which SGLang copies to the host."""
         logits_output.auxiliary_device_output = self.append(logits_output.auxiliary_device_output, output)
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine the two auxiliary outputs with SGLang's own function."""
+        """Combine two auxiliary outputs with SGLang's own function `append_auxiliary_output`."""
         from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
         return append_auxiliary_output(current, output)
@@ -57,7 +60,7 @@ class Sglang0523:
         """Read the weight version from SGLang's `get_serving`.
 
         SGLang changes the weights and their version only between passes, in the thread that launches the
-        passes. So all of a pass runs with one weight version.
+        passes. All rows of a pass therefore have one weight version.
         """
         from sglang.srt.runtime_context import get_serving
 
@@ -72,7 +75,7 @@ class Sglang0523:
         return settings.kernel.sampling_backend, bool(settings.deterministic.rl_on_policy_target)
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return both kernels' names in the module of `eagle_sample`, which imports them at its top level."""
+        """Return both sampling kernels. The module of `eagle_sample` imports the kernels at its top level."""
         module = sys.modules.get("sglang.srt.speculative.eagle_utils")
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
 
@@ -101,21 +104,22 @@ class Sglang0523:
         return logprobs
 
     def prompt_rows(self) -> list[Any]:
-        """Return a list that becomes empty when SGLang first takes a slice of the list.
+        """Return a `SentOnce`, which SGLang sends to the HTTP process once and as a whole.
 
         Since 0.5.22, SGLang itself can send a list once per request
         (`is_request_level_customized_info_key`). The patch set does not use this feature of SGLang, because
         SGLang then sends the list of an unstreamed answer only when the request finishes. A request that is
-        aborted while it waits because of a pause never finishes. The aborted answer still has tokens, because
-        the scheduler sends new tokens to the HTTP process after every 50, even without streaming.
+        aborted while a pause holds it in the queue never finishes. The aborted answer still has tokens,
+        because the scheduler sends new tokens to the HTTP process after every 50 tokens, even without
+        streaming.
         """
         return SentOnce()
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Do nothing: since 0.5.15, SGLang itself delivers each value to the right request."""
+        """Do nothing: since 0.5.15, SGLang itself delivers `customized_info` to the right request."""
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Return a scheduler message's `customized_info`, with a flat list of prompt entries per request."""
+        """Return a scheduler message's `customized_info`, with one flat list of prompt sets per request."""
         info = self._arrived(recv_obj)
         if PROMPT_KEY in info:
             info[PROMPT_KEY] = [
@@ -140,11 +144,11 @@ class Sglang0523:
 
 
 class SentOnce(list[Any]):
-    """A list in `customized_info` whose entries SGLang sends together, and only once.
+    """A list in `customized_info` that SGLang sends to the HTTP process once and as a whole.
 
-    In each message, SGLang sends a slice of every list in `customized_info`. The positions of the new tokens
-    are the bounds of the slice. A `SentOnce` ignores the bounds, and returns all its entries as one entry.
-    After its first slice, a `SentOnce` is empty.
+    For each message to the HTTP process, SGLang slices every list in `customized_info`. The positions of the
+    new tokens are the bounds of SGLang's slice. When SGLang slices a `SentOnce`, the `SentOnce` ignores these
+    bounds, returns all of its entries as one entry, and becomes empty.
     """
 
     def __getitem__(self, part: Any) -> Any:
@@ -152,8 +156,8 @@ class SentOnce(list[Any]):
             return super().__getitem__(part)
         whole = list(self)
         self.clear()
-        # `take_customized_info` unpacks this single entry. For a request that has no list of this key,
-        # SGLang sends None for each new token.
+        # `take_customized_info` unpacks the single entry `whole`. If a request has no list under the
+        # `customized_info` key, SGLang sends None for each of the request's new tokens.
         return [whole] if whole else []
 
 
@@ -180,7 +184,7 @@ class Sglang0519(Sglang0520):
     """Adapter to SGLang 0.5.19, where a forward pass has at most one auxiliary output."""
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine the two auxiliary outputs in the way that SGLang itself does since 0.5.20."""
+        """Combine two auxiliary outputs of a forward pass, as SGLang itself does since 0.5.20."""
         if current is None or output is None:
             return current or output
         return Outputs((*getattr(current, "outputs", (current,)), *getattr(output, "outputs", (output,))))
@@ -191,16 +195,16 @@ class Outputs:
     """Several auxiliary outputs of one forward pass, on the device or on the host.
 
     Attributes:
-        outputs: the outputs, in the order in which they are consumed.
+        outputs: the auxiliary outputs, in the order in which `consume` calls their `consume` methods.
     """
 
     outputs: tuple[Any, ...]
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-        """Start copying every auxiliary output to the host."""
+        """Start to copy the tensors of every auxiliary output to the host."""
         return Outputs(tuple(output.copy_to_host(copy_tensor) for output in self.outputs))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Call `consume` on every auxiliary output."""
+        """Call the method `consume` of every auxiliary output."""
         for output in self.outputs:
             output.consume(batch, commits)

@@ -106,8 +106,8 @@ def _run(args: argparse.Namespace) -> int:
                 save_rollouts(args.out, counted)
                 print(f"{args.out}: {counted.num_rollouts:,} rollouts, {counted.num_tokens:,} tokens")
             return 0
-        # Load the tokenizer first. If an extra is missing or the tokenizer's path is wrong, the command then
-        # fails before it generates samples.
+        # Load the tokenizer before the server generates samples. The command then fails early if an extra is
+        # missing or the tokenizer's path is wrong.
         from sglang_topp_server.cli import rollout_table
 
         texts = rollout_table.token_texts(args.tokenizer)
@@ -131,7 +131,7 @@ def _sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _record(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout's JSON record, with lists instead of base64. Log-probs of -inf become null."""
+    """Return a rollout's JSON record, with lists instead of base64, and null for log-probs of -inf."""
     from sglang_topp_client.codecs.rollout_json import rollout_to_json
 
     candidates = None

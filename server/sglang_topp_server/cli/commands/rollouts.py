@@ -1,7 +1,7 @@
 """`sglang-topp rollouts PATH`: print statistics of the rollouts in a file or a directory.
 
-The command reads one Parquet row group at a time. The command keeps only counters in memory, such as the
-number of candidate sets of each size.
+To save memory, the command reads one Parquet row group at a time, and keeps only counters, such as the number
+of candidate sets of each size.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _parquet_files(path: str) -> list[os.DirEntry[str]]:
 
 
 class _Summary:
-    """Counters over rollouts, and the lines of the summary that the command prints."""
+    """Counts rollouts, tokens, and candidate sets, and formats the summary that the command prints."""
 
     def __init__(self) -> None:
         self.num_rollouts = 0
@@ -160,7 +160,7 @@ class _Summary:
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """Return a text with the most frequent names, their counts, and the number of other names."""
+    """Return a text with the `_MAX_NAMES` largest counts and their names, and the number of other names."""
     ranked = sorted(counts.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name or repr(name)} {count:,}" for name, count in ranked[:_MAX_NAMES])
     more = len(ranked) - _MAX_NAMES

@@ -60,7 +60,8 @@ def _write_page(path: str, target: str | None, *, max_detailed: int, tokenizer: 
 
     Args:
         path: a file written by `save_rollouts`, or a directory written by `RolloutWriter`.
-        target: the HTML file, which is replaced if it exists; None derives its name from `path`.
+        target: the HTML file, which is replaced if it exists. If `target` is None, the file is in the working
+            directory, and its name is that of `path` with the suffix .html.
         max_detailed: how many rollouts the page shows token by token.
         tokenizer: a `tokenizer.json`, or a directory that holds one.
 
@@ -99,7 +100,7 @@ class _ProgressLine:
         self._next, self._has_written = self._start, False
 
     def update(self, stage: str, num_rollouts: int, num_tokens: int) -> None:
-        """Rewrite the line, at most every 0.2 s."""
+        """Rewrite the progress line, at most every 0.2 s."""
         now = time.monotonic()
         if self._is_terminal and now >= self._next:
             self._next, self._has_written = now + _EVERY_S, True
