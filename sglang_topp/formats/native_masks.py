@@ -64,7 +64,8 @@ def decode_sampling_mask(
 
         logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
 
-    The sets have no log-probs in mode `"selected"`, without `return_logprob`, and from vLLM. In mode
+    The sets have no log-probs in three cases: in mode `"selected"`, if the request did not set
+    `return_logprob`, or if the answer is from vLLM. In mode
     `"selected"`, `output_token_sampling_logprobs` holds the old log-probs for importance ratios.
 
     Args:

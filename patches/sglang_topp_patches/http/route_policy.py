@@ -326,8 +326,7 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
             yield from _places(item, prefix)
     elif isinstance(value, dict):
         yield from (f"{prefix}{field}" for field in FIELDS if value.get(field) not in (None, False, 0))
-        # `resumed_tokens` counts as given even if it is 0, because 0 marks an answer that a later request may
-        # resume.
+        # Unlike the other fields, `resumed_tokens` is in use even if it is 0: that answer can be resumed.
         if value.get(RESUMED) is not None:
             yield f"{prefix}{RESUMED}"
         for name in _CONTAINERS:

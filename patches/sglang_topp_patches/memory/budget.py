@@ -221,8 +221,8 @@ def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
 
     Args:
         limits: the limits of this process.
-        is_busy: whether the prompt exceeds the limit for all requests. If `is_busy` is False, the prompt
-            exceeds the limit for one sample.
+        is_busy: whether the prompt exceeds the limit on the total of all requests in flight. If `is_busy` is
+            False, the prompt exceeds the limit for one sample.
     """
     limit, name = (
         (limits.max_candidates_in_flight, _IN_FLIGHT)

@@ -75,7 +75,8 @@ class Sglang0523:
         return settings.kernel.sampling_backend, bool(settings.deterministic.rl_on_policy_target)
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return both sampling kernels. The module of `eagle_sample` imports the kernels at its top level."""
+        """Return the kernels of target-only and of rejection sampling, which `eagle_sample` calls."""
+        # `eagle_utils`, the module of `eagle_sample`, imports both kernels at its top level.
         module = sys.modules.get("sglang.srt.speculative.eagle_utils")
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
 
