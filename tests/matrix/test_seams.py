@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from sglang_topp_patches.compat.find_in_source import PackageSource
 from sglang_topp_patches.compat.releases import RELEASES
 from sglang_topp_patches.compat.seams import Seam
-from sglang_topp_patches.compat.source_inspection import PackageSource
 from tests.matrix import releases, seams
 
 NEWEST = next(iter(RELEASES))

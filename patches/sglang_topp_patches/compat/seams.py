@@ -493,7 +493,7 @@ SAMPLER_SOURCE = (
         "sglang.srt.layers.sampler.Sampler._sample_from_probs",
         ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
         "captures the sampler's weights after its filters, as SGLang does for its own mask",
-        (_around("scheduler.sampler_support.sample_from_probs"),),
+        (_around("scheduler.sampler_candidates.sample_from_probs"),),
     ),
     Seam(
         "sglang.srt.runtime_context.get_exec",
@@ -510,7 +510,7 @@ TOP_K_RANKING = (
         "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
         ("probs", "top_ks", "sampling_seed", "return_filtered_probs", "max_top_k"),
         "ranks no more tokens of a row than top_k keeps, when the sampler returns its weights",
-        (_around("scheduler.sampler_support.rank_only_top_k"),),
+        (_around("scheduler.sampler_candidates.rank_only_top_k"),),
     ),
 )
 """SGLang's torch sampler. Since SGLang 0.5.22, this sampler can rank only the tokens that `top_k` keeps."""

@@ -1,4 +1,4 @@
-"""The state that the hooks of one HTTP process share."""
+"""HttpProcess: the state that the hooks in one HTTP process share: server arguments, model limits, budget."""
 
 from __future__ import annotations
 

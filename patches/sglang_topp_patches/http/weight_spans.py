@@ -1,10 +1,10 @@
 """Record which weights generated each token, and correct SGLang's `weight_versions`.
 
-When weights are pushed, SGLang attributes the tokens that it has already counted to the old weights. With
-overlap scheduling, the old weights may have generated one more token, which SGLang counts only after the
-push. SGLang wrongly attributes this token to the new weights. The scheduler therefore sends the weight
-version of each forward pass together with the candidate sets. In the answer, these weight versions replace
-SGLang's own.
+A span is a run of tokens with the same weights. When weights are pushed, SGLang ends the current span after
+the last token that it has counted. With overlap scheduling, the old weights may have generated one more token
+that is not counted yet. SGLang then puts this token into the new span, which is wrong. So the scheduler sends
+each forward pass's weight version with the candidate sets. `WeightSpans` runs in the HTTP process, collects
+these versions, and replaces SGLang's spans in the answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Extract candidate sets from log-probs on the device.
 
 `extract` returns each row's nucleus at a threshold p, plus the sampled token. `extract_support` returns, for
-each row, the tokens that the sampler could draw. On a GPU, the kernels of `extract` and `extract_support`
-write the sets to a buffer of fixed size, the staging area (`scheduler.staging`). Both functions return
-without waiting for the GPU. On a CPU, the sets are complete when `extract` or `extract_support` returns.
+each row, the tokens that the sampler could draw after its top_k, top_p, and min_p filters. On a GPU, the
+kernels of `extract` and `extract_support` write the sets to a buffer of fixed size, the staging area
+(`scheduler.staging`). Both functions return without waiting for the GPU. On a CPU, the sets are complete when
+`extract` or `extract_support` returns.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the outpu
 `ModelRunner.sample`, SGLang computes the log-probs that it reports. The hook `compute_logprobs` wraps the
 function that computes these log-probs, and extracts the sets from the log-probs and the sampled tokens. On
 SGLang before 0.5.16, the hook `attach_logprobs` takes the place of `compute_logprobs`. The hooks in
-`sampler_support` record the tokens that the sampler could draw.
+`sampler_candidates` record the tokens that the sampler could draw.
 
-The sets are copied to the host together with SGLang's own results. `GeneratedSets.consume` then adds each set
-to the request of its token. Before SGLang calls `consume`, it drops the tokens that overlap scheduling, a
-retraction, or a stop condition made invalid.
+The sets are copied to the host together with SGLang's own results. SGLang then drops invalid tokens, such as
+those after a stop condition or of a retracted request. `GeneratedSets.consume` runs afterwards, and adds the
+set of each remaining token to its request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sglang_topp_patches.compat.releases import internals
-from sglang_topp_patches.scheduler import sampler_support, staging
+from sglang_topp_patches.scheduler import sampler_candidates, staging
 from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.request_budget import close_account, is_refused
@@ -44,9 +44,9 @@ def sample(
     if forward_pass is None:
         return original(self, logits_output, forward_batch)
     rows = forward_pass.rows
-    drawing = sampler_support.Drawing(rows.drawn, rows.greedy) if rows.drawn else None
-    capture = sampler_support.Capture(forward_pass, drawing)
-    with sampler_support.capturing(capture):
+    drawing = sampler_candidates.Drawing(rows.drawn, rows.greedy) if rows.drawn else None
+    capture = sampler_candidates.Capture(forward_pass, drawing)
+    with sampler_candidates.capturing(capture):
         next_token_ids = original(self, logits_output, forward_batch)
     if not rows.answers:
         return next_token_ids
@@ -98,7 +98,7 @@ def attach_logprobs(
 
 
 def _take(logprobs: torch.Tensor, sampled_ids: torch.Tensor) -> None:
-    capture = sampler_support.current_capture()
+    capture = sampler_candidates.current_capture()
     if capture is None or not capture.forward_pass.rows.answers:
         return
     process, thresholds = capture.forward_pass.process, capture.forward_pass.rows.thresholds

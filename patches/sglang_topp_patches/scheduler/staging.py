@@ -16,7 +16,7 @@ the host has read the sets, for three reasons:
    module reads the dtype's lowest value as -inf.
 
 The sampler's filtered probabilities do not stay valid, because the next replay of a CUDA graph overwrites
-them. So `sampler_support` records in a new tensor which filtered probabilities are above 0.
+them. So `sampler_candidates` records in a new tensor which filtered probabilities are above 0.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from sglang_topp_client import Rollout, Score
 from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
 from sglang_topp_client.codecs.score_codecs import score_to_bytes
 from sglang_topp_client.transport.framing import frame_head
-from sglang_topp_server.api.chunked_response import SampleJson
+from sglang_topp_server.api.json_chunks import SampleJson
 
 __all__ = ["NDJSON", "Encoding", "Frames", "JsonLines", "accepted_encoding", "encode"]
 

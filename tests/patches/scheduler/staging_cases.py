@@ -25,7 +25,7 @@ from sglang_topp_patches.scheduler import extraction as cpu
 from sglang_topp_patches.scheduler import (
     generated_sets,
     prompt_sets,
-    sampler_support,
+    sampler_candidates,
     speculative_verification,
     staging,
 )
@@ -180,13 +180,13 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     process = SchedulerProcess(InFlight(1 << 20))
     with gpu():
         there, drawn, weights_there = logprobs.to("cuda"), sampled.to("cuda"), weights.to("cuda")
-        drawing = sampler_support.Drawing(rows.drawn, rows.greedy)
+        drawing = sampler_candidates.Drawing(rows.drawn, rows.greedy)
         captured = SimpleNamespace(weights=weights_there[1:3], token_ids=None)
         info = SimpleNamespace(sampling_mask_batch_indices=None)
-        capture = sampler_support.Capture(ForwardPass(process, rows), drawing)
+        capture = sampler_candidates.Capture(ForwardPass(process, rows), drawing)
         with forbid_waits():
-            with sampler_support.capturing(capture):
-                sampler_support.sample_from_probs(lambda *_: (drawn, captured), None, weights_there, info)
+            with sampler_candidates.capturing(capture):
+                sampler_candidates.sample_from_probs(lambda *_: (drawn, captured), None, weights_there, info)
                 # SGLang reads only its own tensors there.
                 generated_sets.compute_logprobs(
                     lambda self, logprobs, *_: logprobs.clamp_(min=torch.finfo(torch.float32).min),

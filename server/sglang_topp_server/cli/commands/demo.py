@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from sglang_topp_server.cli.command_parser import add_command
+from sglang_topp_server.cli.add_subcommand import add_command
 
 __all__ = ["add_parser"]
 

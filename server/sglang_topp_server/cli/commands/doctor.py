@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
-from sglang_topp_server.cli.command_parser import add_command
+from sglang_topp_server.cli.add_subcommand import add_command
 from sglang_topp_server.cli.exit_status import FAILED, USAGE, fail
 
 __all__ = ["add_parser"]

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_server.cli.add_subcommand import add_command
 from sglang_topp_server.cli.argument_types import completes_paths, count, json_object
-from sglang_topp_server.cli.command_parser import add_command
 from sglang_topp_server.cli.environment_keys import SIDECAR_KEY, read_key
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from sglang_topp_server.cli.command_parser import add_command
+from sglang_topp_server.cli.add_subcommand import add_command
 
 __all__ = ["add_parser"]
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_server.cli.add_subcommand import add_command
 from sglang_topp_server.cli.argument_types import completes_paths, count
-from sglang_topp_server.cli.command_parser import add_command
 
 __all__ = ["add_parser"]
 

@@ -8,8 +8,8 @@ rows that ask for candidate sets.
 SGLang returns the filtered probabilities from the same call that draws the token. So each set agrees with the
 filters of the sampling backend, their order, and their treatment of ties.
 
-All ranks must draw the same token. So the sampler computes filtered probabilities on every rank, even on a
-rank whose results SGLang does not send to the client.
+With tensor parallelism, every rank computes the filtered probabilities, even if SGLang sends only one rank's
+results to the client. Ranks that called different sampling functions could draw different tokens.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from sglang_topp_patches.compat.seams import TOP_K_RANKING
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows
-from sglang_topp_patches.scheduler.sampler_support import (
+from sglang_topp_patches.scheduler.sampler_candidates import (
     Capture,
     Drawing,
     capturing,

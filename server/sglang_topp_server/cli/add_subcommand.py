@@ -1,4 +1,4 @@
-"""Add a subcommand to `sglang-topp`, with examples at the end of its help."""
+"""`add_command`: the function that adds a subcommand to `sglang-topp`, with examples in its help."""
 
 from __future__ import annotations
 

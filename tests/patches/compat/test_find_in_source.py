@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_topp_patches.compat.find_in_source import PackageSource
 from sglang_topp_patches.compat.releases import RELEASES
-from sglang_topp_patches.compat.source_inspection import PackageSource
 from sglang_topp_patches.scheduler_messages import FIELDS
 
 PACKAGE = {
