@@ -8,10 +8,12 @@ errors. If this module finds a problem, the hooks in the HTTP process refuse eve
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import pkgutil
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import accumulate
 from typing import Any
 
 from sglang_topp_patches.compat.releases import RELEASES, UNLISTED, Release, installed
@@ -133,12 +135,28 @@ def _problem(seam: Seam) -> str:
     try:
         target = pkgutil.resolve_name(seam.target)
     except Exception as error:  # importing a module of SGLang may raise any error
-        return f"not found ({type(error).__name__}: {error})"
+        cause = _import_error(seam.target) or error
+        return f"not found ({type(cause).__name__}: {cause})"
     try:
         names = tuple(inspect.signature(target).parameters)
     except (TypeError, ValueError) as error:
         return f"has no signature to check ({error})"
     return difference(seam, names)
+
+
+def _import_error(target: str) -> ImportError | None:
+    """Return the error of importing the target's module, or None if all its modules can be imported.
+
+    `pkgutil.resolve_name` ignores an ImportError, such as that of a missing dependency, and raises an
+    AttributeError about the module's parent instead.
+    """
+    for name in accumulate(target.split("."), "{}.{}".format):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            is_no_module = isinstance(error, ModuleNotFoundError) and error.name == name
+            return None if is_no_module else error
+    return None
 
 
 def difference(seam: Seam, names: tuple[str, ...]) -> str:

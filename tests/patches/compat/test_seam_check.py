@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,22 @@ def test_a_seam_that_changed_is_a_problem(monkeypatch: pytest.MonkeyPatch, seam:
     assert problem in found.problems[0]
     assert seam.target in found.problems[0]
     assert found.to_dict()["seams"] == {seam.target: found.checks[0].problem}
+
+
+def test_a_failed_import_is_reported_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "needs_more").mkdir()
+    (tmp_path / "needs_more" / "scheduler.py").write_text("import a_library_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    seam = Seam("needs_more.scheduler.Scheduler.run", ("self",), "")
+    name, release = installed()
+    monkeypatch.setattr(seam_check, "installed", lambda: (name, Release(release.internals, (seam,))))
+    problems = seam_check.check_seams().problems
+    assert problems == (
+        "needs_more.scheduler.Scheduler.run: not found (ModuleNotFoundError: No module named"
+        " 'a_library_that_is_missing')",
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # SGLang warns if it is imported without an accelerator
