@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sglang_topp_patches.compat.releases import RELEASES as SERVED
+from tests.cpu_platform import request_cpu_platform
 from tests.matrix import results
 from tests.matrix.environment import JOURNALS, ROOT, environment, pin
 from tests.matrix.releases import RELEASES, Release, select_releases
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.what == "seams":
         return _check_seams(releases)
     if args.what == "run":
+        request_cpu_platform()  # SGLang 0.5.12 cannot be imported without an accelerator otherwise
         for release in releases:
             _run(release)
     print(results.format_table(results.read(), REASONS))
