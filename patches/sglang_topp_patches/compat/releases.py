@@ -95,29 +95,29 @@ _WITH_PROCESSORS = (
 )
 
 _NO_PLUGINS_IN_WORKERS = {
-    Feature.HTTP_WORKERS: "SGLang's HTTP workers load no plugins, and their application cannot be chosen"
+    Feature.HTTP_WORKERS: "SGLang's HTTP workers load no plugins, and cannot run another HTTP application"
 }
 _BEFORE_0_5_23 = {
     **_NO_PLUGINS_IN_WORKERS,
-    Feature.RESUMED: "SGLang has no function that sends a request which is aborted while it waits",
+    Feature.RESUMED: "SGLang has no function that sends the tokens of a request aborted in the queue",
 }
-_UNTESTED = {Feature.SPECULATIVE: "it is untested with this SGLang"}
-_OTHER_REJECTION = {Feature.REJECTION_SAMPLING: "its sampling kernel was not checked with this SGLang"}
+_UNTESTED = {Feature.SPECULATIVE: "it is not tested with this SGLang release"}
+_OTHER_REJECTION = {Feature.REJECTION_SAMPLING: "its sampling kernel is not checked for this SGLang release"}
 _BEFORE_0_5_20 = {
     **_BEFORE_0_5_23,
-    Feature.SAMPLER_SOURCE: "SGLang's sampler does not return what it drew from",
+    Feature.SAMPLER_SOURCE: "SGLang's sampler does not return the probabilities that it drew from",
 }
 _BEFORE_0_5_19 = {
     **_BEFORE_0_5_20,
-    Feature.PIPELINE: "SGLang sends no extension's output from stage to stage",
-    Feature.WEIGHT_VERSIONS: "SGLang's scheduler does not know the name of its weights",
+    Feature.PIPELINE: "SGLang does not send a plugin's output from one pipeline stage to the next",
+    Feature.WEIGHT_VERSIONS: "SGLang's scheduler does not know the version name of its weights",
 }
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
     # The prefill server of SGLang 0.5.12 does not convert the tensors of the top log-probs to lists before it
     # sends the log-probs to the HTTP process. With nixl, SGLang 0.5.12 completes a transfer of the KV cache
     # only for hybrid models.
-    Feature.DISAGGREGATION: "a request for `top_logprobs_num` ends SGLang's prefill server",
+    Feature.DISAGGREGATION: "a request with `top_logprobs_num` crashes SGLang's prefill server",
 }
 
 _SGLANG_0_5_22 = (
