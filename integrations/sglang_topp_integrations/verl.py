@@ -5,9 +5,11 @@ imports this module. Importing this module installs the adapter. If that import 
 The sets pass through four functions and classes on their way from SGLang to the trainer::
 
     ReplayHttpServer.generate     asks SGLang, and packs the sets of a request beside its tokens
-    LLMServerClient.generate      keeps the sets of a trajectory's requests: its turns and continuations
+    LLMServerClient.generate      keeps the sets of all requests of a trajectory
     AgentLoopOutput.as_dict       joins them into the field `candidate_sets`, which TransferQueue carries
     ReplayEngine                  scores each micro-batch over the sets of its rows
+
+A trajectory has one request for each turn, and one more for each continuation of an interrupted turn.
 
 Shape legend: B is the number of rows in a micro-batch, T the number of tokens in all rows, and V the
 vocabulary size.

@@ -1,10 +1,10 @@
 """Messages that carry candidate sets from the scheduler to the HTTP process.
 
 SGLang carries the messages in its field `customized_info`. Each generated token has one `Entry`, and each
-scored prompt position has one `Span`. A `Span` holds bytes, because bytes pickle fast. A view of a batch's
-arrays would keep the whole batch in memory. The format of `Entry` and `Span` may change in any version of
-this package, because both processes run the same version. This module also defines the names of the request
-fields that ask for candidate sets.
+scored prompt position has one `Span`. A `Span` holds a copy of its candidates as bytes, because bytes pickle
+fast. A NumPy view instead of a copy would keep the arrays of the whole batch in memory. The format of `Entry`
+and `Span` may change in any version of this package, because both processes run the same version. This module
+also defines the names of the request fields that ask for candidate sets.
 """
 
 from __future__ import annotations

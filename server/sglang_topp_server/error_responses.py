@@ -8,7 +8,8 @@
 401    `AuthenticationError`: no key, or a wrong key
 408    `BadRequestError`: the body arrived too slowly
 413    `BadRequestError`: too many bytes, too many samples, or too much for one answer
-429    `OverloadedError`, with Retry-After: too many requests, bodies, or bytes that wait for callers
+429    `OverloadedError`, with Retry-After: too many requests at once, too many bytes
+       of request bodies, or too many bytes of answers that callers have not read yet
 500    `ServerError`: a bug in the sidecar
 502    `TransportError`, `ServerError`, `WireError`, `RolloutError`: the engine is gone, failed, sent
        an answer that cannot be decoded, or gave up on a sample

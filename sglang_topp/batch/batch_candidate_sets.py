@@ -1,4 +1,6 @@
-"""`BatchCandidateSets`: the candidate sets of a batch, with one row per sample, in common CSR arrays.
+"""`BatchCandidateSets`: the candidate sets of all samples of a batch, in one shared `CandidateSets`.
+
+A row is one sample. Each position of a row has one candidate set.
 
 Shape legend: B rows, T positions in all, n candidates in all, W columns of a padded tensor.
 """

@@ -1,13 +1,13 @@
 """Collate samples of different lengths into the padded tensors of one training batch.
 
-Shape legend: B samples; P_i tokens in sample i's prompt, and R_i in its response; R = max R_i,
-S = max (P_i + R_i), A = max num_actions_i. Every field is right-aligned, so all responses end in the last
-column::
+Shape legend: B samples; P_i tokens in sample i's prompt, and R_i in its response; R = max R_i, S = max (P_i +
+R_i). `collate_sft` trains on the last `num_actions[i]` tokens of sample i; A is the maximum of `num_actions`.
+Every field is right-aligned, so all responses end in the last column::
 
-    | pad     pad     prompt  prompt  response |
+    | pad     pad     prompt   prompt   response |
     | pad     prompt  response response response |
-                      |<------- R ------------>|
-    |<--------------- S ---------------------->|
+                      |<---------- R ----------->|
+    |<------------------- S -------------------->|
 
 `reference_layouts.py` has slow reference versions of `collate_rl` and `collate_sft`, written as plain loops.
 """

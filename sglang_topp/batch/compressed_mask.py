@@ -1,4 +1,7 @@
-"""`CompressedMask`: store a [B, W] mask as runs or bits, and gather or scatter the elements that it keeps.
+"""`CompressedMask`: store a [B, W] mask as runs or bits, and gather or scatter a field's elements with it.
+
+`gather` returns the elements of a [B, W, *rest] batch field at which the mask is true. `scatter` writes such
+elements back.
 
 Shape legend: B rows, W columns, n kept elements in all, and `rest` for a field's further dimensions.
 """

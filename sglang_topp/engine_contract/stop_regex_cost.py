@@ -11,8 +11,9 @@ answer's length, and the search time of `.*.*x` is cubic. To be accepted, a stop
 3. The regex has no backreferences, and no verbose syntax (`(?x)`).
 4. The searches for all stop regexes of a request take at most `MAX_STEPS` steps in total. `search_steps`
    counts the ways to match a regex at one start position, and multiplies the count by the number of start
-   positions in the text. A quantifier `{m,n}` can match in n - m + 1 ways. A group can match in one way per
-   alternative. For a sequence of parts, `search_steps` multiplies the parts' numbers of ways.
+   positions in the text. A quantifier `{m,n}` can match in n - m + 1 ways. `search_steps` multiplies the
+   numbers of ways of all parts of a regex. For each group, it also multiplies by the number of the group's
+   alternatives.
 
 The number of steps is an upper bound, because `search_steps` also counts combinations of matches that cannot
 occur together. Some harmless regexes are refused, because their upper bound is above `MAX_STEPS`.

@@ -6,8 +6,9 @@ sets that do not fit. The caller copies the staging area to the host, reads whic
 and extracts those sets again. `top_p_candidates` and `support_candidates` wait for the set sizes, and
 allocate memory of exactly the right size.
 
-Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W weights per
-row, C candidates that fit in the staging area, n candidates in all.
+Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W sampling
+weights per row, C candidates that fit in the staging area, n candidates in all. A sampler draws tokens in
+proportion to sampling weights. W is V, or less if `token_ids` gives the token of each weight.
 """
 
 from __future__ import annotations

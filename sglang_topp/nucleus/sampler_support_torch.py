@@ -1,6 +1,8 @@
 """Find the tokens that a sampler could draw in each row, and their log-probs, in plain torch.
 
-Shape legend: R rows, V ids in the vocabulary, W weights per row, n candidates over all rows.
+Shape legend: R rows, V ids in the vocabulary, W sampling weights per row, n candidates over all rows. A
+sampler draws tokens in proportion to sampling weights. W is V, or less if `token_ids` gives the token of each
+weight.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
-every block. The block maxima are only a part of the row's log-probs. A nucleus that is computed from the
-block maxima alone therefore has a cutoff at or below the cutoff of the row's own nucleus. A block is called
-active if its maximum is in the nucleus of the maxima. The active blocks contain the row's whole nucleus. The
-second kernel searches for the exact cutoff among the log-probs of the active blocks. The last kernel writes
-out the tokens above the cutoff. Most rows of a language model have a few dozen active blocks out of
-thousands. A row of normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374 at
-p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and the extraction takes
-longer.
+every block. The block maxima have less total probability than the whole row. To reach the threshold `p`, they
+therefore need a cutoff at or below the row's own cutoff. A block is called active if its maximum is in the
+nucleus of the maxima. The active blocks contain the row's whole nucleus. The second kernel searches for the
+exact cutoff among the log-probs of the active blocks. The last kernel writes out the tokens above the cutoff.
+Most rows of a language model have a few dozen active blocks out of thousands. A row of normally distributed
+logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95. If all tokens of a row are
+about equally likely, all blocks are active, and the extraction takes longer.
 
 The search for a cutoff narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several
 pivot keys at once, until the interval holds the key of at most one value. The search takes about ten rounds,

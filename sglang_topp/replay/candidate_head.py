@@ -1,4 +1,4 @@
-"""Score targets over their candidate sets from hidden states, by computing only the candidates' logits.
+"""Score targets over their candidate sets from hidden states, with the logits of candidates only.
 
 A score over a candidate set depends only on the logits of the candidates. Computing only the candidates'
 logits, instead of all logits, reduces the work from T * V * H to n * H, and the memory from T * V to n.

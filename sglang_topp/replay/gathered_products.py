@@ -6,12 +6,11 @@ run of consecutive entries whose weighted rows are added up to one output row.
 
 The functions run on any device. A call copies at most `chunk` rows of a matrix at a time, so the call's
 memory is bounded for any number of entries. Sums are in float32 (float64 for float64 inputs) and in a fixed
-order, so results are bitwise reproducible. `gathered_products_triton` has the same three functions for NVIDIA
-GPUs.
+order, so results are bitwise reproducible. `gathered_products_triton` has the same functions for NVIDIA GPUs.
 
-On a CPU, inputs that already have the dtype of the sums need one torch operation per gathered product. Other
-inputs need several torch operations, and the CPU threads wait for each other after each operation. On a busy
-machine, set `OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
+On a CPU, a call needs only one torch operation per chunk if its inputs already have the dtype of the sums.
+Other inputs need several torch operations, and the CPU threads wait for each other after each operation. On a
+busy machine, set `OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
 
 Shape legend: m entries, S segments, H hidden size, C entries (or segments) of one chunk.
 """

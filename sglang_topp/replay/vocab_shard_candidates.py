@@ -1,8 +1,9 @@
 """Find the candidates whose LM-head rows this rank holds, if the vocabulary is split over ranks.
 
-`SupportIndex` lists, in torch tensors, the candidates that this rank holds at each position with two or more
-candidates. The replay functions use the index to gather the candidates' LM-head rows or logits, and to
-compute maxima and sums over the candidates of a position.
+A position whose set has fewer than two candidates always scores 0, so `SupportIndex` leaves out such
+positions. For every other position, `SupportIndex` lists the candidates that this rank holds, in torch
+tensors. The replay functions use the index to gather the candidates' LM-head rows or logits, and to compute
+maxima and sums over the candidates of a position.
 
 Shape legend: T positions, n candidates in all, A positions with two or more candidates, m candidates that
 this rank holds at the A positions.

@@ -1,4 +1,6 @@
-"""EndpointPool: run each call on one server, move a failed call to another server, and retry it later."""
+"""EndpointPool: run each call on one server, and fail over to other servers.
+
+After a call failed on every ready server, the pool waits and tries all servers again."""
 
 from __future__ import annotations
 

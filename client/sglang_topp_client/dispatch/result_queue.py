@@ -1,4 +1,4 @@
-"""ResultQueue: a queue of results for the caller; a full queue stops further calls from being sent."""
+"""ResultQueue: a queue of results for the caller. While it is full, the client sends no requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score one sequence through `POST /generate` of a patched SGLang, which generates no tokens.
+"""Score one sequence through a patched SGLang's `POST /generate`. The request generates no tokens.
 
 SGLang computes the next-token distribution at every position from the request's `logprob_start_len` on. The
 distribution at position i gives the log-prob of the token at i + 1. SGLang therefore reports log-probs from

@@ -1,4 +1,4 @@
-"""Request headers: check a caller's additional HTTP headers, and name the header of the routing key."""
+"""Check the HTTP headers that a caller adds to every request, and define the routing key's header."""
 
 from __future__ import annotations
 

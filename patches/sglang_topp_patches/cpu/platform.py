@@ -1,8 +1,8 @@
 """An SGLang platform that serves on a CPU, on machines without an accelerator.
 
 `SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang chooses its platform at import, before it
-parses arguments, so `--device cpu` comes too late. Without `SGLANG_PLATFORM`, the platform changes nothing,
-and SGLang still refuses to start on a machine whose driver is broken.
+parses arguments, so `--device cpu` comes too late. The platform is never chosen automatically. Without
+`SGLANG_PLATFORM`, SGLang still refuses to start on a machine whose GPU driver is broken.
 
 SGLang's own CPU engine needs kernels that no package ships. This platform runs SGLang's plain-torch code,
 which needs no kernels. The plain-torch code is slow, but the scheduler, the sampler, and the HTTP server are

@@ -1,10 +1,10 @@
 """Serve the candidate sets of prompts and first tokens from a prefill server to decode servers.
 
 The decode server answers the client, but the prefill server draws the first token. While a generation runs,
-the decode server's HTTP process therefore fetches the sets from the prefill server's HTTP process, through
-SGLang's bootstrap server. A decode server without the patch set does not fetch the sets, and would answer
-without sets. The prefill server therefore starts a request for sets only after a decode server has asked for
-that request's sets.
+the decode server's HTTP process therefore fetches the sets from the prefill server's HTTP process, on a route
+that the patch set adds to SGLang's bootstrap server. A decode server without the patch set does not fetch the
+sets, and would answer without sets. The prefill server therefore holds back each generation request that asks
+for sets, until a decode server has asked for the sets of this request.
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the output of the forward pass. Inside
 `ModelRunner.sample`, SGLang computes the log-probs that it reports. The hook `compute_logprobs` wraps the
-function that computes these log-probs, and extracts the sets from the log-probs and the sampled tokens. On
-SGLang before 0.5.16, the hook `attach_logprobs` takes the place of `compute_logprobs`. The hooks in
-`sampler_candidates` record the tokens that the sampler could draw.
+function that computes these log-probs, and extracts the sets. On SGLang before 0.5.16, the hook
+`attach_logprobs` takes the place of `compute_logprobs`.
+
+A set by threshold consists of the most likely tokens whose total probability reaches `top_logprobs_p`. A set
+with the source `"sampler"` consists of the tokens that the sampler could draw. The hooks in
+`sampler_candidates` record these tokens while the sampler runs. Every set also contains the sampled token.
 
 The sets are copied to the host together with SGLang's own results. SGLang then drops invalid tokens, such as
 those after a stop condition or of a retracted request. `GeneratedSets.consume` runs afterwards, and adds the

@@ -1,8 +1,9 @@
 """Count each request's candidates against the limits on memory, and refuse a request that exceeds a limit.
 
 The scheduler starts to count a request's candidates at the request's first set (`memory.budget.Account`). The
-scheduler stops counting when it sends the request's last output, refuses the request, or aborts the waiting
-request. At the latest, the scheduler stops counting when SGLang's `Req` object is freed.
+scheduler stops counting when it sends the request's last output or refuses the request. It also stops when it
+aborts a request that was retracted to the waiting queue. At the latest, the scheduler stops counting when
+SGLang's `Req` object is freed.
 
 Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
 same step. So the scheduler itself does not end a request that exceeded a limit. Instead, the scheduler

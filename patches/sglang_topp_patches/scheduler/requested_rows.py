@@ -2,10 +2,11 @@
 
 When SGLang builds a `ForwardBatch`, the hook `note_requested_rows` records the rows in a `ForwardPass`.
 SGLang copies a `ForwardBatch` field by field on its way to the model, so a new attribute of the batch would
-be lost. The `ForwardPass` is therefore an attribute of the batch's list `top_logprobs_nums`. SGLang also
-passes `top_logprobs_nums` to the functions that score prompts, so the hooks on these functions find the
-`ForwardPass` too. If SGLang replaces `top_logprobs_nums` with a new list, the hooks find no `ForwardPass`
-and extract no sets. The requests that ask for sets then end as errors.
+be lost. The hook therefore replaces the batch's list `top_logprobs_nums` with a `TopLogprobsNums`, a subclass
+of list that has the `ForwardPass` as an attribute. SGLang also passes `top_logprobs_nums` to the functions
+that score prompts, so the hooks on these functions find the `ForwardPass` too. If SGLang replaces
+`top_logprobs_nums` with a new list, the hooks find no `ForwardPass` and extract no sets. The requests that
+ask for sets then end as errors.
 """
 
 from __future__ import annotations

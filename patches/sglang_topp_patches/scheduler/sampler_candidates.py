@@ -9,7 +9,8 @@ SGLang returns the filtered probabilities from the same call that draws the toke
 filters of the sampling backend, their order, and their treatment of ties.
 
 With tensor parallelism, every rank computes the filtered probabilities, even if SGLang sends only one rank's
-results to the client. Ranks that called different sampling functions could draw different tokens.
+results to the client. Otherwise, ranks would call different sampling functions, and could draw different
+tokens.
 """
 
 from __future__ import annotations

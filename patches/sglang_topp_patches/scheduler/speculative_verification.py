@@ -9,8 +9,8 @@ that SGLang's sampling kernel could draw. The hook `compute_logprobs` wraps the 
 log-probs of accepted tokens, and extracts the sets.
 
 Only the device knows how many tokens each request accepted. So each request that asks for sets gets one
-*slot*, the place of one accepted token, for each level of its draft tree. A slot without an accepted token
-holds the index of the draft tree's root, and gets no set.
+*slot* for each level of its draft tree. A slot holds the index of one accepted token's tree node. An unused
+slot holds the index of the tree's root, and gets no set.
 
 Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
 of slots per request, and S = R * A is the number of slots of the R requests. N is the number of nodes in all

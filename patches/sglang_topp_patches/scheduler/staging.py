@@ -9,8 +9,8 @@ Until the scheduler processes the results, this module keeps the log-probs of ro
 memory of the kept log-probs counts against the limits (`memory.budget`). The kept log-probs stay valid until
 the host has read the sets, for three reasons:
 
-1. SGLang records a CUDA event after its copies of the results. SGLang waits for this event before the
-   scheduler processes the results, so that all earlier work on the sampling stream is done.
+1. SGLang records a CUDA event after its copies of the results, and waits for this event before the scheduler
+   processes the results. By then, no unfinished GPU work of this pass reads or writes the kept log-probs.
 2. If the host extracts sets again, the host waits for the GPU before it frees the kept log-probs.
 3. SGLang changes the kept log-probs in one way only: it replaces -inf with the dtype's lowest value. This
    module reads the dtype's lowest value as -inf.

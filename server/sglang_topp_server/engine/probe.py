@@ -5,9 +5,9 @@ serve `/server_info`. A gateway forwards the older `/get_server_info` to one wor
 `/workers`, and answers `/health` itself. So the probe of a gateway also requests `/server_info` from each
 listed worker directly.
 
-Each probe ends with a test request for one token and its candidate set, until a test request succeeds. After
-the engine was unreachable or unpatched, a test request must succeed again. The test request fails if a
-gateway silently drops sglang-topp's request fields.
+A probe ends with a test request for one token and its candidate set. Once a test request has succeeded, later
+probes omit it. After the engine was unreachable or unpatched, a test request must succeed again. The test
+request fails if a gateway silently drops sglang-topp's request fields.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Adapters to the internals of SGLang 0.5.16 to 0.5.18, whose log-prob processors compute the log-probs.
+"""Adapters to the internals of SGLang 0.5.16 to 0.5.18.
 
-These releases of SGLang do not copy a plugin's results to the host. The hooks in
+In these releases, SGLang's log-prob processors compute the log-probs. Before 0.5.16, the sampler computed
+them. These releases do not copy a plugin's results to the host. The hooks in
 `scheduler.auxiliary_output_before_0_5_19` copy the candidate sets.
 """
 

@@ -1,6 +1,7 @@
-"""Adapters to the internals of SGLang 0.5.19 and later, which copies auxiliary outputs to the host.
+"""Adapters to the internals of SGLang 0.5.19 and later.
 
-An auxiliary output holds extra results of a forward pass, such as candidate sets.
+These releases of SGLang copy auxiliary outputs to the host. Earlier releases do not. An auxiliary output
+holds extra results of a forward pass, such as candidate sets.
 """
 
 from __future__ import annotations
