@@ -7,7 +7,7 @@ SGLang function that the patch set wraps or calls.
 from __future__ import annotations
 
 from sglang_topp_patches import refusal_reasons
-from sglang_topp_patches.compat.find_in_source import PackageSource
+from sglang_topp_patches.compat.find_definitions import PackageSource
 from sglang_topp_patches.compat.releases import installed
 from sglang_topp_patches.compat.seam_check import SeamCheck, nearest, status
 from sglang_topp_patches.memory.budget import budget

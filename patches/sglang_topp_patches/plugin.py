@@ -18,7 +18,7 @@ from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
 from sglang_topp_patches.http import request_fields, worker_app
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.memory.budget import InFlight, budget
-from sglang_topp_patches.scheduler.cache_namespace import PrefixCache
+from sglang_topp_patches.scheduler.prefix_cache_per_weights import PrefixCache
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 
 __all__ = ["ProcessState", "register"]

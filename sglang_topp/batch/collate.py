@@ -9,7 +9,7 @@ Every field is right-aligned, so all responses end in the last column::
                       |<---------- R ----------->|
     |<------------------- S -------------------->|
 
-`reference_layouts.py` has slow reference versions of `collate_rl` and `collate_sft`, written as plain loops.
+`naive_layouts.py` has slow versions of `collate_rl` and `collate_sft`, which define the result.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def collate_rl(
 ) -> RLBatch:
     """Collate RL samples into a padded batch. Each argument has one row per sample.
 
-    The result equals that of `reference_layouts.collate_rl` bit for bit.
+    The result equals that of `naive_layouts.collate_rl` bit for bit.
 
     Args:
         prompts: B rows of token ids. A prompt may be empty only if its response is empty too. A row of any
@@ -217,7 +217,7 @@ def collate_sft(
     normalize_loss_mask: bool = False,
     pad_token_id: int,
 ) -> SFTBatch:
-    """Collate supervised examples. The result equals that of `reference_layouts.collate_sft` bit for bit.
+    """Collate supervised examples. The result equals that of `naive_layouts.collate_sft` bit for bit.
 
     Args:
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.

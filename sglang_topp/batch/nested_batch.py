@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets, cut, row_index
-from sglang_topp.batch.batch_dict_entries import (
+from sglang_topp.batch.batch_dict_rows import (
     as_bits,
     bits_of,
     count_rows,

@@ -8,7 +8,7 @@ column of each sample predicts no token of the sample, so scored fields are 0 or
     sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding
     scored field   .  r0 r1 r2 .  .  |  r0 .  .   .       the value of response token r0, ...
 
-`reference_layouts.py` has slow reference versions of the collator: `pack_rl` and `pack_sft`.
+`naive_layouts.py` has slow reference versions of the collator: `pack_rl` and `pack_sft`.
 
 Shape legend: B samples; L_i tokens in sample i, P_i in its prompt and R_i in its response; N rows of W
 columns.

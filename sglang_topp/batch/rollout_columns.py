@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp.batch.grouped_host_transfer import to_host
+from sglang_topp.batch.device_to_host import to_host
 from sglang_topp.batch.ragged_rows import RaggedRows
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError

@@ -24,7 +24,7 @@ from sglang_topp.formats.sglang_meta_info import (
     has_top_p,
 )
 from sglang_topp.formats.stream_chunks import merge_stream_chunks
-from sglang_topp.formats.top_logprobs import decode_top_k, encode_top_k
+from sglang_topp.formats.top_k_logprobs import decode_top_k, encode_top_k
 
 __all__ = [
     "NO_DISTRIBUTION",

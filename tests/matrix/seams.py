@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import sglang_topp_patches
-from sglang_topp_patches.compat.find_in_source import PackageSource
+from sglang_topp_patches.compat.find_definitions import PackageSource
 from sglang_topp_patches.compat.internals.interface import Internals
 from sglang_topp_patches.compat.releases import RELEASES, Feature
 from sglang_topp_patches.compat.seam_check import difference

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_topp_patches.compat.find_in_source import PackageSource
+from sglang_topp_patches.compat.find_definitions import PackageSource
 from sglang_topp_patches.compat.releases import RELEASES
 from sglang_topp_patches.compat.seams import Seam
 from tests.matrix import releases, seams

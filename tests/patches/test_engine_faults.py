@@ -14,12 +14,12 @@ import torch
 from sglang_topp import formats
 from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
 from sglang_topp_patches.compat.releases import Feature, internals
-from sglang_topp_patches.http import route_policy, tokenizer_manager
+from sglang_topp_patches.http import route_policy, sets_in_meta_info
 from sglang_topp_patches.memory.budget import Budget, InFlight
 from sglang_topp_patches.scheduler import prompt_sets
-from sglang_topp_patches.scheduler.cache_namespace import Weights
 from sglang_topp_patches.scheduler.extraction import extract
 from sglang_topp_patches.scheduler.generated_sets import GeneratedSets, free_sent_entries
+from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.prompt_sets import PassExtraction, PromptSets, forget_rows
 from sglang_topp_patches.scheduler.request_budget import admit, is_refused
@@ -285,9 +285,9 @@ class Answer:
             rows.extend(prompt)
             info[PROMPT_KEY] = [rows[:]]  # the part of the text that SGLang sends
         recv_obj = SimpleNamespace(rids=["a"], output_ids=[self.tokens], customized_info=info)
-        tokenizer_manager.receive_entries(self.manager, recv_obj)
+        sets_in_meta_info.receive_entries(self.manager, recv_obj)
         assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
-        tokenizer_manager.write_meta_info(
+        sets_in_meta_info.write_meta_info(
             HTTP, None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
         )
         return self.send() if finished else self.meta_info
@@ -303,7 +303,7 @@ class Answer:
 
         (sent,) = [
             each
-            async for each in tokenizer_manager.write_sets(
+            async for each in sets_in_meta_info.write_sets(
                 HTTP, chunks, self.manager, obj=self.state.obj, state=self.state
             )
         ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import take
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler import speculative_verification
-from sglang_topp_patches.scheduler.auxiliary_output_before_0_5_19 import Committed
+from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler_messages import KEY, Entry
 from tests.speculative import kernels

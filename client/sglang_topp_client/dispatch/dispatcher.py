@@ -33,7 +33,7 @@ from sglang_topp_client.protocols.sidecar_rollouts import RolloutsExchange, Side
 from sglang_topp_client.protocols.sidecar_scores import ScoresExchange
 from sglang_topp_client.requests.generate import SampleRequest
 from sglang_topp_client.requests.resume import empty_rollout
-from sglang_topp_client.transport.request_headers import ROUTING_KEY
+from sglang_topp_client.transport.extra_headers import ROUTING_KEY
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
 

@@ -13,7 +13,7 @@ from sglang_topp.errors import BadRequestError, ServerError, WireError
 from sglang_topp_client.dispatch import abort_delivery
 from sglang_topp_client.dispatch.abort_delivery import AbortDelivery
 from sglang_topp_client.dispatch.hang_detection import HealthCheck
-from sglang_topp_client.protocols import sglang_chat
+from sglang_topp_client.protocols import sglang_tokenize
 from sglang_topp_client.protocols.lost_request_fields import (
     REFUSABLE,
     check_fields_of_answer,
@@ -153,7 +153,7 @@ class Endpoint:
         """
         try:
             answer = await self._http.request_json(
-                "POST", sglang_chat.PATH, sglang_chat.body(messages), timeout_s=_INFO_TIMEOUT_S
+                "POST", sglang_tokenize.PATH, sglang_tokenize.body(messages), timeout_s=_INFO_TIMEOUT_S
             )
         except BadRequestError as error:
             raise BadRequestError(
@@ -162,7 +162,7 @@ class Endpoint:
                 status=error.status,
                 body=error.body,
             ) from error
-        return sglang_chat.prompt_ids(answer)
+        return sglang_tokenize.prompt_ids(answer)
 
     async def abort(self, request_id: str) -> None:
         """Ask the server to abort a request.

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client.argument_checks import whole_number
 from sglang_topp_client.storage.atomic_parquet_file import AtomicParquetFile, sync_directory
-from sglang_topp_client.storage.parquet_reader import PART_NAME, files_of, load_rows
 from sglang_topp_client.storage.rollout_columns import (
     check_rollout,
     num_bytes_of,
     pyarrow,
 )
+from sglang_topp_client.storage.rollout_reader import PART_NAME, files_of, load_rows
 
 if TYPE_CHECKING:
     from sglang_topp_client.types.rollout import Rollout

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sglang_topp.errors import InvalidInputError, describe
-from sglang_topp_client.weight_push.model_folder import check_model
+from sglang_topp_client.weight_push.checkpoint_folder import check_model
 
 if TYPE_CHECKING:
     import torch

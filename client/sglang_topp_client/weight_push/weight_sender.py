@@ -9,11 +9,11 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from sglang_topp_client.weight_push.broadcast_push import push_broadcasts
+from sglang_topp_client.weight_push.checkpoint_folder import checkpoint_folder
 from sglang_topp_client.weight_push.engine_control import EngineControl, Transport
 from sglang_topp_client.weight_push.fleet_push import Outcomes, on_each
-from sglang_topp_client.weight_push.model_folder import model_folder
+from sglang_topp_client.weight_push.http_push import push_tensors
 from sglang_topp_client.weight_push.named_tensors import buckets, named_tensors
-from sglang_topp_client.weight_push.tensor_push import push_tensors
 
 __all__ = ["weight_sender"]
 
@@ -37,7 +37,7 @@ async def weight_sender(
         InvalidInputError: there are no tensors, or the first bucket has an invalid tensor.
     """
     if via == "disk":
-        async with model_folder(weights) as folder:
+        async with checkpoint_folder(weights) as folder:
             yield lambda engines: on_each(engines, lambda engine: engine.update_from_disk(folder, version))
         return
     rest = buckets(named_tensors(weights))

@@ -1,8 +1,8 @@
 """List every SGLang function that the patch set depends on, in groups by feature and release.
 
 A seam is an SGLang function that hooks wrap or call. `seam_check` verifies at startup that each seam exists,
-and that it takes the parameters that the hooks rely on. For each SGLang release, `compat.releases`
-selects the groups whose functions the release has.
+and that it takes the parameters that the hooks rely on. For each SGLang release, `compat.releases` selects
+the groups whose functions the release has.
 """
 
 from __future__ import annotations
@@ -146,26 +146,26 @@ COMMON = (
         "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
         ("self", "tree_cache"),
         "keeps a scored prompt from sharing KV with other weights",
-        (_before("scheduler.cache_namespace.PrefixCache.choose_namespace", state="prefix_cache"),),
+        (_before("scheduler.prefix_cache_per_weights.PrefixCache.choose_namespace", state="prefix_cache"),),
     ),
     Seam(
         f"{_SCHEDULER}.flush_cache",
         ("self",),
         "learns that the prefix cache holds no KV of older weights",
-        (_after("scheduler.cache_namespace.PrefixCache.note_flush", state="prefix_cache"),),
+        (_after("scheduler.prefix_cache_per_weights.PrefixCache.note_flush", state="prefix_cache"),),
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}._handle_batch_output",
         ("self", "recv_obj"),
         "receives the sets from the scheduler",
-        (_before("http.tokenizer_manager.receive_entries"),),
+        (_before("http.sets_in_meta_info.receive_entries"),),
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}.add_logprob_to_meta_info",
         ("self", "meta_info", "state", "top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs"),
         "notes which positions a chunk shows",
         (
-            _after("http.tokenizer_manager.write_meta_info", state="http"),
+            _after("http.sets_in_meta_info.write_meta_info", state="http"),
             _after("http.resume.note_in_meta_info"),
         ),
     ),
@@ -173,13 +173,13 @@ COMMON = (
         f"{_TOKENIZER_MANAGER}._coalesce_streaming_chunks",
         ("self", "out_list", "rid"),
         "merges the sets of streamed chunks that SGLang merges",
-        (_after("http.tokenizer_manager.merge_chunks"),),
+        (_after("http.sets_in_meta_info.merge_chunks"),),
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}._handle_abort_req",
         ("self", "recv_obj"),
         "writes all tokens into the last chunk of a request that is aborted while it waits",
-        (_around("http.tokenizer_manager.write_last_chunk"),),
+        (_around("http.sets_in_meta_info.write_last_chunk"),),
     ),
     Seam(
         "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info",
@@ -450,7 +450,7 @@ def _weight_pushes(updater: str, *functions: str) -> tuple[Seam, ...]:
             f"{updater}.{function}",
             ("self", "recv_req"),
             "counts weight pushes",
-            (_before("scheduler.cache_namespace.PrefixCache.note_push", state="prefix_cache"),),
+            (_before("scheduler.prefix_cache_per_weights.PrefixCache.note_push", state="prefix_cache"),),
         )
         for function in functions
     )
@@ -570,7 +570,7 @@ SEND_WITH_STATE = (
         f"{_TOKENIZER_MANAGER}._stream_one_response",
         ("self", "obj", "state", "request"),
         "writes the sets into a chunk when it is sent",
-        (_around("http.tokenizer_manager.write_sets", state="http"),),
+        (_around("http.sets_in_meta_info.write_sets", state="http"),),
     ),
 )
 """`_stream_one_response`, which sends an answer in SGLang 0.5.19 and later.
@@ -582,7 +582,7 @@ FEW_STATUSES = (
         f"{_TOKENIZER_MANAGER}._stream_one_response",
         ("self", "obj", "state", "request"),
         "answers every error with its status",
-        (_after("http.tokenizer_manager.answer_with_status"),),
+        (_after("http.sets_in_meta_info.answer_with_status"),),
     ),
 )
 """`_stream_one_response` in SGLang before 0.5.23, which loses the HTTP status of some errors."""
@@ -621,7 +621,7 @@ COPY_TO_HOST = (
         "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
         ("self", "return_logprob"),
         "copies the sets to the host with SGLang's own results",
-        (_before("scheduler.auxiliary_output_before_0_5_19.copy_to_host"),),
+        (_before("scheduler.host_copy_before_0_5_19.copy_to_host"),),
     ),
 )
 """The function that copies a forward pass's results to the host, in SGLang before 0.5.19."""
@@ -633,20 +633,20 @@ def _commit(results: str, streamer: str) -> tuple[Seam, ...]:
             f"{results}.process_batch_result_prefill",
             ("self", "batch", "result"),
             "commits the tokens that became visible in a step",
-            (_around("scheduler.auxiliary_output_before_0_5_19.process"),),
+            (_around("scheduler.host_copy_before_0_5_19.process"),),
         ),
         Seam(
             f"{results}.process_batch_result_decode",
             ("self", "batch", "result"),
             "commits the tokens that became visible in a decoding step",
-            (_around("scheduler.auxiliary_output_before_0_5_19.process"),),
+            (_around("scheduler.host_copy_before_0_5_19.process"),),
         ),
         Seam(
             f"{streamer}.stream_output",
             ("self", "reqs", "return_logprob"),
             "adds the sets to their requests; frees the sets that were sent",
             (
-                _before("scheduler.auxiliary_output_before_0_5_19.commit"),
+                _before("scheduler.host_copy_before_0_5_19.commit"),
                 _after("scheduler.generated_sets.free_sent_entries"),
             ),
         ),
@@ -655,7 +655,7 @@ def _commit(results: str, streamer: str) -> tuple[Seam, ...]:
             ".process_batch_result_disagg_prefill",
             ("self", "batch", "result"),
             "commits the first token that a prefill server draws",
-            (_around("scheduler.auxiliary_output_before_0_5_19.process_on_prefill_server"),),
+            (_around("scheduler.host_copy_before_0_5_19.process_on_prefill_server"),),
         ),
     )
 
@@ -717,7 +717,7 @@ SEND_BY_LOOKUP = (
         f"{_TOKENIZER_MANAGER}._wait_one_response",
         ("self", "obj", "request"),
         "writes the sets into a chunk when it is sent",
-        (_around("http.tokenizer_manager.write_sets_of", state="http"),),
+        (_around("http.sets_in_meta_info.write_sets_of", state="http"),),
     ),
 )
 """`_wait_one_response`, which sends an answer in SGLang before 0.5.19.
@@ -729,25 +729,25 @@ PROMPT_TOKEN_IDS = (
         f"{_REQUEST}.__getitem__",
         ("self", "i"),
         "keeps return_prompt_token_ids on the parts of a batch",
-        (_after("http.prompt_token_ids.get_item"),),
+        (_after("http.prompt_token_ids_0_5_12.get_item"),),
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}._send_one_request",
         ("self", "tokenized_obj"),
         "keeps a prompt's token ids for its answer",
-        (_before("http.prompt_token_ids.note"),),
+        (_before("http.prompt_token_ids_0_5_12.note"),),
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}._send_batch_request",
         ("self", "tokenized_objs"),
         "keeps the token ids of prompts that are sent together",
-        (_before("http.prompt_token_ids.note_batch"),),
+        (_before("http.prompt_token_ids_0_5_12.note_batch"),),
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}._wait_one_response",
         ("self", "obj", "request"),
         "adds a prompt's token ids to its answer",
-        (_after("http.prompt_token_ids.write"),),
+        (_after("http.prompt_token_ids_0_5_12.write"),),
     ),
 )
 """The functions that the patch set wraps to return the token ids of text prompts.
@@ -759,7 +759,7 @@ NO_HTTP_CONTRACT = (
         f"{_TOKENIZER_MANAGER}.__init__",
         ("self", "server_args"),
         "answers bad input with HTTP 400; adds the patch set's status to GET /server_info",
-        (_after("http.middleware_before_0_5_22.install", always=True, state="http"),),
+        (_after("http.request_check_middleware_before_0_5_22.install", always=True, state="http"),),
     ),
 )
 """The method that installs the patch set's middleware in SGLang before 0.5.22.

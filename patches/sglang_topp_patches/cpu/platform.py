@@ -26,7 +26,7 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 from sglang_topp.errors import PatchError
-from sglang_topp_patches.compat.find_in_source import PackageSource
+from sglang_topp_patches.compat.find_definitions import PackageSource
 from sglang_topp_patches.cpu import kernel_stubs
 
 __all__ = ["TorchCpuPlatform", "activate", "register"]

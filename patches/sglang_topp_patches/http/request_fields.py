@@ -18,7 +18,7 @@ from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.http import (
     model_limit_checks,
-    prompt_token_ids,
+    prompt_token_ids_0_5_12,
     resume,
     route_policy,
     slime_fields,
@@ -66,9 +66,9 @@ def extend_request_class(cls: type[Any]) -> None:
     cls.__annotations__ |= dict.fromkeys((*FIELDS, RESUMED), Any)
     for name in (*FIELDS, RESUMED):
         setattr(cls, name, False if name in (BASE64, NUCLEUS) else None)
-    if prompt_token_ids.FIELD not in cls.__dataclass_fields__:
-        cls.__annotations__[prompt_token_ids.FIELD] = bool
-        setattr(cls, prompt_token_ids.FIELD, False)
+    if prompt_token_ids_0_5_12.FIELD not in cls.__dataclass_fields__:
+        cls.__annotations__[prompt_token_ids_0_5_12.FIELD] = bool
+        setattr(cls, prompt_token_ids_0_5_12.FIELD, False)
     # `dataclasses.dataclass` keeps an existing `__init__`, so delete the old `__init__` first.
     del cls.__init__
     dataclasses.dataclass(cls)

@@ -65,7 +65,7 @@ class Budget:
             one candidate per 256 bytes of the machine's or container's memory.
         staged_candidates_per_row: the capacity, per row, of the GPU memory into which a forward pass writes
             its sets. No request is refused because its sets exceed the capacity. If a row's sets do not fit,
-            the scheduler extracts the sets again and waits for the device (`scheduler.staging`).
+            the scheduler extracts the sets again and waits for the device (`scheduler.gpu_staging`).
     """
 
     max_candidates_per_sample: int

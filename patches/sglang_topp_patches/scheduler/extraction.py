@@ -3,8 +3,8 @@
 `extract` returns each row's nucleus at a threshold p, plus the sampled token. `extract_support` returns, for
 each row, the tokens that the sampler could draw after its top_k, top_p, and min_p filters. On a GPU, the
 kernels of `extract` and `extract_support` write the sets to a buffer of fixed size, the staging area
-(`scheduler.staging`). Both functions return without waiting for the GPU. On a CPU, the sets are complete when
-`extract` or `extract_support` returns.
+(`scheduler.gpu_staging`). Both functions return without waiting for the GPU. On a CPU, the sets are complete
+when `extract` or `extract_support` returns.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from sglang_topp import nucleus
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches.scheduler import staging
+from sglang_topp_patches.scheduler import gpu_staging
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 
 __all__ = ["Sets", "extract", "extract_support"]
 
-Sets: TypeAlias = ExtractedSets | staging.StagedSets
-"""The sets of some rows: complete (`ExtractedSets`), or still in a staging area (`staging.StagedSets`)."""
+Sets: TypeAlias = ExtractedSets | gpu_staging.StagedSets
+"""The sets of some rows: complete (`ExtractedSets`), or still in a staging area (`StagedSets`)."""
 
 
 def extract(
@@ -53,8 +53,8 @@ def extract(
         is_taken: bool [B], on the same device as `logprobs`: whether each row gets a set. If `is_taken` is
             None, every row gets a set.
     """
-    if staging.is_staged(logprobs):
-        return staging.by_threshold(process, logprobs, thresholds, sampled_ids, lowest, is_taken)
+    if gpu_staging.is_staged(logprobs):
+        return gpu_staging.by_threshold(process, logprobs, thresholds, sampled_ids, lowest, is_taken)
     logprobs = _with_zeros(logprobs, lowest)
     problems: dict[int, str] = {}
     thresholds = list(thresholds)
@@ -99,8 +99,8 @@ def extract_support(
         sampled_ids: integer [B], the sampled tokens.
         lowest: as for `extract`.
     """
-    if staging.is_staged(logprobs):
-        return staging.by_weights(process, logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)
+    if gpu_staging.is_staged(logprobs):
+        return gpu_staging.by_weights(process, logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)
     logprobs, sampled_ids = _with_zeros(logprobs[rows], lowest), sampled_ids[rows]
     if token_ids is not None:
         # Each row begins with its most likely tokens. So drop the last columns, which hold no token that the

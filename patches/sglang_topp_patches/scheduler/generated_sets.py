@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from sglang_topp_patches.compat.releases import internals
-from sglang_topp_patches.scheduler import sampler_candidates, staging
+from sglang_topp_patches.scheduler import gpu_staging, sampler_candidates
+from sglang_topp_patches.scheduler.customized_info import add_entries, lowest_logprob
 from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.request_budget import close_account, is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows, forward_pass_of
-from sglang_topp_patches.scheduler.token_entries import add_entries, lowest_logprob
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Span
 
 __all__ = ["GeneratedSets", "attach_logprobs", "compute_logprobs", "free_sent_entries", "sample"]
@@ -40,8 +40,8 @@ def sample(
 ) -> torch.Tensor:
     """Extract a pass's sets and attach them to its output: AROUND hook on `ModelRunner.sample`."""
     logits = logits_output.next_token_logits
-    if logits is not None and staging.is_staged(logits):
-        staging.warm_up(logits.shape[1], logits.dtype, logits.device)
+    if logits is not None and gpu_staging.is_staged(logits):
+        gpu_staging.warm_up(logits.shape[1], logits.dtype, logits.device)
     internals().begin_pass(logits_output)
     forward_pass = forward_pass_of(forward_batch.top_logprobs_nums)
     if forward_pass is None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.scheduler.cache_namespace import PrefixCache
+from sglang_topp_patches.scheduler.prefix_cache_per_weights import PrefixCache
 
 __all__ = ["SchedulerProcess", "StagingCounts"]
 
 
 @dataclass
 class StagingCounts:
-    """Counts the rows whose sets this process wrote to a staging area, a GPU buffer (`scheduler.staging`).
+    """Counts the rows whose sets this process wrote to a GPU staging area (`scheduler.gpu_staging`).
 
     Attributes:
         rows_staged: number of rows whose sets went to a staging area, including the sets that did not fit.
@@ -34,7 +34,7 @@ class SchedulerProcess:
     Attributes:
         in_flight: counts the candidates that the process holds.
         prefix_cache: tracks which weights computed the KV in the scheduler's prefix cache.
-        staging: counts the rows whose sets were written to a staging area (`scheduler.staging`).
+        staging: counts the rows whose sets were written to a staging area (`scheduler.gpu_staging`).
     """
 
     in_flight: InFlight

@@ -19,10 +19,11 @@ import torch
 
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory.budget import InFlight, budget
-from sglang_topp_patches.scheduler.cache_namespace import Weights, weights_of
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.extraction import Sets, extract
+from sglang_topp_patches.scheduler.gpu_staging import StagedSets
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
+from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights, weights_of
 from sglang_topp_patches.scheduler.request_budget import (
     charge,
     end_without_set,
@@ -31,7 +32,6 @@ from sglang_topp_patches.scheduler.request_budget import (
     refuse_prompt,
 )
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pass_of
-from sglang_topp_patches.scheduler.staging import StagedSets
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, Span
 
 # The maximum number of log-probs (rows times vocabulary) from which one call of `extract` extracts sets.

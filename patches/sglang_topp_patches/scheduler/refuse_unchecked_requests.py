@@ -17,7 +17,7 @@ from sglang_topp_patches.refusal_reasons import (
     source_problems,
     verification_problem,
 )
-from sglang_topp_patches.scheduler.cache_namespace import outside_kv_problem, scores_prompt
+from sglang_topp_patches.scheduler.prefix_cache_per_weights import outside_kv_problem, scores_prompt
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import admit
 from sglang_topp_patches.scheduler_messages import (

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from sglang_topp.nucleus.host_to_device import to_device
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.scheduler.customized_info import add_entries, lowest_logprob
 from sglang_topp_patches.scheduler.extraction import Sets, extract, extract_support
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows, requested_rows
-from sglang_topp_patches.scheduler.token_entries import add_entries, lowest_logprob
 from sglang_topp_patches.scheduler_messages import Span
 
 __all__ = ["VerifiedSets", "compute_logprobs", "sample"]

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from sglang.srt.platforms.interface import SRTPlatform
 
     from sglang_topp.errors import PatchError
-    from sglang_topp_patches.compat.find_in_source import PackageSource
+    from sglang_topp_patches.compat.find_definitions import PackageSource
     from sglang_topp_patches.cpu import kernel_stubs, platform
 
 

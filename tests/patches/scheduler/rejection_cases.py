@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from sglang_topp_patches.scheduler import token_entries
+from sglang_topp_patches.scheduler import customized_info
 from tests.speculative.run_eagle_sample import (
     CHAIN,
     Verified,
@@ -26,7 +26,7 @@ EITHER_RULE = pytest.mark.parametrize("by_block", [False, True], ids=["by token"
 
 @pytest.fixture(autouse=True)
 def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_entries, "charge", lambda *args: None)
+    monkeypatch.setattr(customized_info, "charge", lambda *args: None)
 
 
 def run(reqs: list[object], logits: Tensor, by_block: bool) -> Verified:

@@ -21,20 +21,20 @@ from sglang_topp import nucleus
 from sglang_topp.nucleus import reference
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory.budget import Budget, InFlight
+from sglang_topp_patches.scheduler import customized_info as request_entries
 from sglang_topp_patches.scheduler import extraction as cpu
 from sglang_topp_patches.scheduler import (
     generated_sets,
+    gpu_staging,
     prompt_sets,
     sampler_candidates,
     speculative_verification,
-    staging,
 )
-from sglang_topp_patches.scheduler import token_entries as request_entries
-from sglang_topp_patches.scheduler.auxiliary_output_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler.cache_namespace import Weights
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.extraction import extract, extract_support
+from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
+from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows, TopLogprobsNums
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY
@@ -64,8 +64,8 @@ def no_word_of_the_model() -> Iterator[None]:
 @pytest.fixture
 def room(staged_per_row: int) -> Iterator[None]:
     with (
-        mock.patch.object(staging, "budget", return_value=Budget(1 << 20, 1 << 20, staged_per_row)),
-        mock.patch.object(staging, "_LEAST_ROWS", 1),
+        mock.patch.object(gpu_staging, "budget", return_value=Budget(1 << 20, 1 << 20, staged_per_row)),
+        mock.patch.object(gpu_staging, "_LEAST_ROWS", 1),
     ):
         yield
 
@@ -210,7 +210,7 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert entries[1].candidates == (ids.numpy().tobytes(), values.numpy().tobytes())
     assert len(entries[2].candidates[0]) == 4
     assert process.staging.rows_staged == 3
-    assert (process.staging.rows_taken_again > 0) == (staging.budget().staged_candidates_per_row == 1)
+    assert (process.staging.rows_taken_again > 0) == (gpu_staging.budget().staged_candidates_per_row == 1)
 
 
 @BOTH
@@ -346,7 +346,7 @@ def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
                 output = prompt_pass(there, ids, [4, 5], (0.9, 0.7), chunk=chunk).copy_to_host(on_host)
         else:
             output = prompt_pass(there, ids, [4, 5], (0.9, 0.7), chunk=chunk).copy_to_host(on_host)
-        under_way = [each for each in output.chunks if isinstance(each, staging.StagedSets)]
+        under_way = [each for each in output.chunks if isinstance(each, gpu_staging.StagedSets)]
         assert len(under_way) == min(2, -(-9 // chunk))
         requests = [request(rid) for rid in "ab"]
         output.consume(SimpleNamespace(reqs=requests), [None, None])
@@ -361,7 +361,7 @@ def test_what_ran_in_each_step_before_fails_here() -> None:
         if torch.cuda.is_available():
             return
         there = logprobs_of(2).to("cuda")
-        before = mock.patch.object(staging, "is_staged", return_value=False)
+        before = mock.patch.object(gpu_staging, "is_staged", return_value=False)
         without_kernels = mock.patch.object(nucleus, "_has_kernels", return_value=False)
         with (
             before,

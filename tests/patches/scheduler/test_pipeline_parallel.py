@@ -13,7 +13,6 @@ import torch
 
 from sglang_topp_patches.compat.releases import Feature, internals, refused
 from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.scheduler.cache_namespace import Weights
 from sglang_topp_patches.scheduler.extraction import extract, extract_support
 from sglang_topp_patches.scheduler.generated_sets import GeneratedSets
 from sglang_topp_patches.scheduler.pipeline_parallel import (
@@ -21,6 +20,7 @@ from sglang_topp_patches.scheduler.pipeline_parallel import (
     add_to_stage_output,
     take_from_stage_output,
 )
+from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.prompt_sets import PromptSets
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.scheduler import customized_info as entries_module
 from sglang_topp_patches.scheduler import speculative_verification
-from sglang_topp_patches.scheduler import token_entries as entries_module
-from sglang_topp_patches.scheduler.auxiliary_output_before_0_5_19 import Committed
+from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler_messages import Entry
 from tests.skip_missing_features import skip_without
 from tests.speculative.run_eagle_sample import (

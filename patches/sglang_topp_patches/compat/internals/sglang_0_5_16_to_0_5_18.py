@@ -2,7 +2,7 @@
 
 In these releases, SGLang's log-prob processors compute the log-probs. Before 0.5.16, the sampler computed
 them. These releases do not copy a plugin's results to the host. The hooks in
-`scheduler.auxiliary_output_before_0_5_19` copy the candidate sets.
+`scheduler.host_copy_before_0_5_19` copy the candidate sets.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
-from sglang_topp_patches.http.tokenizer_manager import answer_with_status, write_last_chunk
+from sglang_topp_patches.http.sets_in_meta_info import answer_with_status, write_last_chunk
 
 
 def make_manager() -> Any:

@@ -12,8 +12,8 @@ import torch
 from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
 from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import Sglang0518, take
 from sglang_topp_patches.compat.internals.sglang_0_5_19_and_later import Outputs, SentOnce
-from sglang_topp_patches.scheduler import auxiliary_output_before_0_5_19
-from sglang_topp_patches.scheduler.auxiliary_output_before_0_5_19 import Committed
+from sglang_topp_patches.scheduler import host_copy_before_0_5_19
+from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY
 
 
@@ -51,16 +51,16 @@ def step(batch: Any, result: Any, appending: Callable[[], None]) -> None:
 
     def original(self: Any, batch: Any, result: Any) -> None:
         appending()
-        auxiliary_output_before_0_5_19.commit(None, batch.reqs, True)
+        host_copy_before_0_5_19.commit(None, batch.reqs, True)
 
-    auxiliary_output_before_0_5_19.process(original, None, batch, result)
+    host_copy_before_0_5_19.process(original, None, batch, result)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_what_became_visible_is_committed_once(result: Any, overlap: bool) -> None:
     output = result.logits_output.sglang_topp_device_output
     if overlap:
-        auxiliary_output_before_0_5_19.copy_to_host(result, True)
+        host_copy_before_0_5_19.copy_to_host(result, True)
         assert output.copies == 1
     grows, stays, stops = request(5, 6), request(7), request(8, 9)
     batch = SimpleNamespace(reqs=[grows, stays, stops])
@@ -87,8 +87,8 @@ def test_a_step_that_fails_leaves_nothing_behind(result: Any) -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        auxiliary_output_before_0_5_19.process(failing, None, batch, result)
-    auxiliary_output_before_0_5_19.commit(None, batch.reqs, True)
+        host_copy_before_0_5_19.process(failing, None, batch, result)
+    host_copy_before_0_5_19.commit(None, batch.reqs, True)
     assert output.consumed == []
 
 
@@ -96,20 +96,20 @@ def test_a_step_that_fails_leaves_nothing_behind(result: Any) -> None:
 def test_a_prefill_servers_tokens_are_committed_when_all_are_there(result: Any, overlap: bool) -> None:
     output = result.logits_output.sglang_topp_device_output
     if overlap:
-        auxiliary_output_before_0_5_19.copy_to_host(result, True)
+        host_copy_before_0_5_19.copy_to_host(result, True)
     first, failed, last = request(), request(), request()
     batch = SimpleNamespace(reqs=[first, failed, last])
 
     def original(self: Any, batch: Any, result: Any) -> None:
         first.output_ids.append(11)
-        auxiliary_output_before_0_5_19.commit(None, [failed], True)  # which is sent at once, with the reason
+        host_copy_before_0_5_19.commit(None, [failed], True)  # which is sent at once, with the reason
         assert not output.consumed
         last.output_ids.append(12)
 
-    auxiliary_output_before_0_5_19.process_on_prefill_server(original, None, batch, result)
+    host_copy_before_0_5_19.process_on_prefill_server(original, None, batch, result)
     assert output.consumed == [[Committed(0, (11,)), None, Committed(0, (12,))]]
-    auxiliary_output_before_0_5_19.commit(None, [first, last], True)
-    auxiliary_output_before_0_5_19.process_on_prefill_server(lambda *_: None, None, batch, result)
+    host_copy_before_0_5_19.commit(None, [first, last], True)
+    host_copy_before_0_5_19.process_on_prefill_server(lambda *_: None, None, batch, result)
     assert len(output.consumed) == 1
 
 

@@ -3,8 +3,8 @@
 1. `receive_entries` takes each token's `Entry`, which holds the token's set, out of the scheduler's message.
    The hook runs before `_handle_batch_output` reads the message.
 2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, and records
-   which token positions the next chunk contains. `write_meta_info` runs in `_handle_batch_output`, and when
-   a queued request is aborted.
+   which token positions the next chunk contains. `write_meta_info` runs in `_handle_batch_output`, and when a
+   queued request is aborted.
 3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk.
 
 If a request asked for sets and a token in the answer has no set, the request ends as an error (finish reason
@@ -24,11 +24,11 @@ from typing import Any
 from sglang_topp import formats
 from sglang_topp_patches.compat.releases import Feature, internals, refused
 from sglang_topp_patches.disaggregation import fetch_prefill_sets
-from sglang_topp_patches.errors import CallEndedError
 from sglang_topp_patches.http import slime_fields
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.http.route_policy import current_call
+from sglang_topp_patches.http_error import CallEndedError
 from sglang_topp_patches.memory.budget import LIST_FORM_COST
 from sglang_topp_patches.scheduler_messages import (
     AT_END,

@@ -1,7 +1,7 @@
 """Provide the folder from which engines load the weights of a push.
 
-If the caller gives a path, engines load from that path. If the caller gives a model in memory, `model_folder`
-saves the model to a temporary folder.
+If the caller gives a path, engines load from that path. If the caller gives a model in memory,
+`checkpoint_folder` saves the model to a temporary folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_topp.errors import InvalidInputError, describe
 
-__all__ = ["check_model", "check_path_or_model", "model_folder"]
+__all__ = ["check_model", "check_path_or_model", "checkpoint_folder"]
 
 
 def check_path_or_model(weights: Any) -> None:
@@ -42,7 +42,7 @@ def check_model(model: Any) -> None:
 
 
 @asynccontextmanager
-async def model_folder(weights: Any) -> AsyncGenerator[str, None]:
+async def checkpoint_folder(weights: Any) -> AsyncGenerator[str, None]:
     """Yield the name of a folder that contains the weights to push.
 
     If `weights` is a model, this function saves the model to a temporary folder, and removes the temporary

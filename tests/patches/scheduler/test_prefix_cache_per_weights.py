@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches.scheduler import cache_namespace
-from sglang_topp_patches.scheduler.cache_namespace import PrefixCache, weights_of
+from sglang_topp_patches.scheduler import prefix_cache_per_weights
+from sglang_topp_patches.scheduler.prefix_cache_per_weights import PrefixCache, weights_of
 
 TREE_CACHE = object()
 
@@ -23,7 +23,9 @@ class Req:
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> PrefixCache:
-    monkeypatch.setattr(cache_namespace, "internals", lambda: SimpleNamespace(weight_version=lambda: "7"))
+    monkeypatch.setattr(
+        prefix_cache_per_weights, "internals", lambda: SimpleNamespace(weight_version=lambda: "7")
+    )
     return PrefixCache()
 
 
@@ -64,7 +66,7 @@ def test_a_callers_own_key_stays(cache: PrefixCache) -> None:
 
 def test_a_request_that_waits_gets_that_of_its_prefill(cache: PrefixCache) -> None:
     waits = admitted(cache, extra_key="mine")
-    assert weights_of(waits) == cache_namespace.Weights(0, "7")
+    assert weights_of(waits) == prefix_cache_per_weights.Weights(0, "7")
     for _ in range(2):
         cache.note_push(None)
         cache.choose_namespace(waits, TREE_CACHE)

@@ -1,8 +1,8 @@
 """Middleware that checks requests and reports the patch set's status, for SGLang before 0.5.22.
 
-The middleware answers bad input to `/generate` with a 400 before a stream begins. The middleware also
-adds the patch set's status to `GET /server_info`. Since 0.5.22, SGLang itself has a function that checks a
-body and a function that answers `GET /server_info`. Hooks wrap these two functions.
+The middleware answers bad input to `/generate` with a 400 before a stream begins. The middleware also adds
+the patch set's status to `GET /server_info`. Since 0.5.22, SGLang itself has a function that checks a body
+and a function that answers `GET /server_info`. Hooks wrap these two functions.
 """
 
 from __future__ import annotations

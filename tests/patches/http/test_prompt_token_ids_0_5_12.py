@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches.http import prompt_token_ids
+from sglang_topp_patches.http import prompt_token_ids_0_5_12
 
 CHUNKS = [{"text": "a"}, {"text": "ab"}]
 
@@ -31,13 +31,13 @@ async def chunks_of() -> AsyncGenerator[dict[str, Any], None]:
 
 async def answer(self: SimpleNamespace, rid: str) -> list[dict[str, Any]]:
     obj = self.rid_to_state[rid].obj
-    return [out async for out in prompt_token_ids.write(chunks_of(), self, obj, None)]
+    return [out async for out in prompt_token_ids_0_5_12.write(chunks_of(), self, obj, None)]
 
 
 async def test_each_chunk_of_who_asked_has_them() -> None:
     requests = manager(one=True, other=False, embedding=None, unsent=True)
     for rid in ("one", "other", "embedding"):
-        prompt_token_ids.note(requests, SimpleNamespace(rid=rid, input_ids=range(3)))
+        prompt_token_ids_0_5_12.note(requests, SimpleNamespace(rid=rid, input_ids=range(3)))
     assert await answer(requests, "one") == [{**chunk, "prompt_token_ids": [0, 1, 2]} for chunk in CHUNKS]
     for rid in ("other", "embedding", "unsent"):
         assert await answer(requests, rid) == CHUNKS
@@ -46,7 +46,7 @@ async def test_each_chunk_of_who_asked_has_them() -> None:
 async def test_prompts_that_are_sent_together_have_their_own() -> None:
     requests = manager(one=True, two=True)
     together = [SimpleNamespace(rid="one", input_ids=[1]), SimpleNamespace(rid="two", input_ids=[2, 3])]
-    prompt_token_ids.note_batch(requests, together)
+    prompt_token_ids_0_5_12.note_batch(requests, together)
     assert (await answer(requests, "one"))[-1]["prompt_token_ids"] == [1]
     assert (await answer(requests, "two"))[-1]["prompt_token_ids"] == [2, 3]
 
@@ -55,7 +55,7 @@ async def test_prompts_that_are_sent_together_have_their_own() -> None:
 def test_what_is_asked_of_a_batch_is_asked_of_its_parts(asked: bool) -> None:
     item = SimpleNamespace()
     whole = SimpleNamespace(return_prompt_token_ids=asked)
-    assert prompt_token_ids.get_item(item, whole, 1) is item
+    assert prompt_token_ids_0_5_12.get_item(item, whole, 1) is item
     assert item.return_prompt_token_ids is asked
 
 
@@ -70,8 +70,8 @@ async def test_an_answer_that_nobody_reads_on_is_closed() -> None:
             closed.append(True)
 
     requests = manager(one=True)
-    prompt_token_ids.note(requests, SimpleNamespace(rid="one", input_ids=[1]))
-    reading = prompt_token_ids.write(watched(), requests, requests.rid_to_state["one"].obj, None)
+    prompt_token_ids_0_5_12.note(requests, SimpleNamespace(rid="one", input_ids=[1]))
+    reading = prompt_token_ids_0_5_12.write(watched(), requests, requests.rid_to_state["one"].obj, None)
     assert await anext(reading) == {"prompt_token_ids": [1]}
     await reading.aclose()
     assert closed

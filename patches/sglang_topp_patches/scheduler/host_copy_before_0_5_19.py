@@ -6,9 +6,9 @@ add them to the requests, in two steps:
 
 1. Right before SGLang starts to copy its own results to the host, `copy_to_host` starts to copy the sets.
    SGLang then records a CUDA event, which covers SGLang's copies and the copies of the sets.
-2. SGLang appends the new tokens to their requests. Before SGLang sends the new tokens, `commit` adds the sets
-   to the requests. Before `commit` runs, SGLang drops the tokens that a stop condition, a retraction, or
-   overlap scheduling made invalid. So `commit` adds sets only for tokens that the caller sees.
+2. SGLang drops the tokens that a stop condition, a retraction, or overlap scheduling made invalid, and
+   appends the other tokens to their requests. `commit` then adds the sets of the appended tokens. Finally,
+   SGLang sends the tokens.
 
 Between `copy_to_host` and `commit`, an attribute of SGLang's `GenerationBatchResult` holds the sets.
 """

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from sglang_topp_patches.http import middleware_before_0_5_22
-from sglang_topp_patches.http.middleware_before_0_5_22 import OlderReleaseMiddleware
+from sglang_topp_patches.http import request_check_middleware_before_0_5_22
+from sglang_topp_patches.http.request_check_middleware_before_0_5_22 import OlderReleaseMiddleware
 from sglang_topp_patches.scheduler_messages import KEY
 from tests.patches.make_http_process import http_process
 
@@ -72,7 +72,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
     )
     state = SimpleNamespace(tokenizer_manager=manager)
     server = SimpleNamespace(_global_state=state, app=SimpleNamespace(user_middleware=[]))
-    monkeypatch.setitem(sys.modules, middleware_before_0_5_22.HTTP_SERVER, server)
+    monkeypatch.setitem(sys.modules, request_check_middleware_before_0_5_22.HTTP_SERVER, server)
     routes = [
         Route("/generate", _generate, methods=["POST", "PUT"]),
         Route("/encode", _echo, methods=["POST"]),

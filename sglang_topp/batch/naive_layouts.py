@@ -1,9 +1,8 @@
-"""Reference layouts: plain loops that define how collation, packing, and nesting arrange a batch.
+"""Naive versions of collation, packing, and nesting: plain loops that define the layout of a batch.
 
 The functions in this module are slow, but simple enough to verify by reading. The tests compare the fast
-functions of `sglang_topp.batch` with these reference functions bit for bit. The benchmarks use the reference
-functions as the baseline. Samples are plain lists. Rewards, log-probs, and further fields may also be
-tensors.
+functions of `sglang_topp.batch` with these functions bit for bit. The benchmarks use these functions as the
+baseline. Each field of a sample is a plain list. Rewards, log-probs, and further fields may also be tensors.
 """
 
 from __future__ import annotations
