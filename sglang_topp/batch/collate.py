@@ -4,10 +4,10 @@ Shape legend: B samples; P_i tokens in sample i's prompt, and R_i in its respons
 R_i). `collate_sft` trains on the last `num_actions[i]` tokens of sample i; A is the maximum of `num_actions`.
 Every field is right-aligned, so all responses end in the last column::
 
-    | pad     pad     prompt   prompt   response |
-    | pad     prompt  response response response |
-                      |<---------- R ----------->|
-    |<------------------- S -------------------->|
+    | pad     prompt   prompt   response |
+    | prompt  response response response |
+              |<---------- R ----------->|
+    |<--------------- S ---------------->|
 
 `naive_layouts.py` has slow versions of `collate_rl` and `collate_sft`, which define the result.
 """

@@ -2,7 +2,8 @@
 
 The functions in this module are slow, but simple enough to verify by reading. The tests compare the fast
 functions of `sglang_topp.batch` with these functions bit for bit. The benchmarks use these functions as the
-baseline. Each field of a sample is a plain list. Rewards, log-probs, and further fields may also be tensors.
+baseline. Token ids and loss masks are plain lists. Rewards, log-probs, and further fields may be lists or
+tensors.
 """
 
 from __future__ import annotations

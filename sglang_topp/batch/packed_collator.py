@@ -5,8 +5,8 @@ writes a token's value to the column whose logits predict the token, one column 
 value of a scored field at `[row, column]` belongs to the logits at `[row, column]`, without a shift. The last
 column of each sample predicts no token of the sample, so scored fields are 0 or empty there::
 
-    sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding
-    scored field   .  r0 r1 r2 .  .  |  r0 .  .   .       the value of response token r0, ...
+    sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding, | separates samples
+    scored field   .  r0 r1 r2 .  .  |  r0 .  .   .       r0: the value of response token r0, . is 0 or empty
 
 `naive_layouts.py` has slow reference versions of the collator: `pack_rl` and `pack_sft`.
 

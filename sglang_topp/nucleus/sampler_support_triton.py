@@ -1,8 +1,10 @@
 """Triton kernels that find the tokens that a sampler could draw in each row, and their log-probs.
 
-Shape legend: B rows of log-probs, R of these rows that a sampler drew from, V ids in the vocabulary, W
-sampling weights per row, C candidates that the output has room for. A sampler draws tokens in proportion to
-sampling weights. W is V, or less if `token_ids` gives the token of each weight.
+A sampler draws the token of a row in proportion to the row's sampling weights.
+
+Shape legend: B rows of log-probs, R of these rows with sampling weights, V ids in the vocabulary, W sampling
+weights per row, C candidates that the output has room for. W is V, or less if `token_ids` gives the token of
+each weight.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
-every block. The block maxima have less total probability than the whole row. To reach the threshold `p`, they
-therefore need a cutoff at or below the row's own cutoff. A block is called active if its maximum is in the
-nucleus of the maxima. The active blocks contain the row's whole nucleus. The second kernel searches for the
-exact cutoff among the log-probs of the active blocks. The last kernel writes out the tokens above the cutoff.
-Most rows of a language model have a few dozen active blocks out of thousands. A row of normally distributed
-logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95. If all tokens of a row are
-about equally likely, all blocks are active, and the extraction takes longer.
+every block. The cutoff of a nucleus is the sort key that separates its log-probs from the lower ones. The
+block maxima are some of the row's log-probs. Above any log-prob, the maxima have at most as much probability
+as the whole row. To reach the threshold `p`, the maxima therefore need a nucleus that goes at least as far
+down as the row's nucleus. A block is called active if its maximum is in the nucleus of the maxima. The
+maximum of a block is at least as high as the block's other log-probs, so the active blocks contain the row's
+whole nucleus. The second kernel searches for the exact cutoff among the log-probs of the active blocks. The
+last kernel writes out the tokens of the nucleus. Most rows of a language model have a few dozen active blocks
+out of thousands. A row of normally distributed logits with standard deviation 6 has 85 active blocks out of
+2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and the extraction
+takes longer.
 
 The search for a cutoff narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several
 pivot keys at once, until the interval holds the key of at most one value. The search takes about ten rounds,

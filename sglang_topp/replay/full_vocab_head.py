@@ -2,9 +2,9 @@
 
 This module is for trainers that score over the whole vocabulary, not over recorded candidate sets. The
 forward computes the logits of one chunk of positions at a time, into one buffer. The backward computes the
-logits of each chunk again, and overwrites the logits with their gradient. If one chunk holds all positions,
-the forward keeps the logits for the backward. Callers should pass only the hidden states of positions that
-have a loss, selected with `RowSelection.select(hidden)`.
+logits of each chunk again, and overwrites the logits with their gradient. There is one exception: if all
+positions fit in one chunk, the forward keeps the chunk's logits for the backward. Callers should pass only
+the hidden states of positions that have a loss, selected with `RowSelection.select(hidden)`.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, C positions of one chunk.
 """

@@ -4,11 +4,11 @@
 
 `gathered_sum` returns new rows, and `gathered_add` adds to existing rows. `gathered_dot` reads the two rows
 of each dot product once. In `gathered_sum` and `gathered_add`, an entry is one selected row with its weight.
-The entries that are added up to one output row form a segment. The first kernel sums a short segment in
-registers, and writes the sum once, in the output's dtype. A frequent token or a large candidate set makes a
-long segment. The first kernel cuts a segment of more than `_PIECE` entries into pieces, and writes one
-float32 sum for each piece. A second kernel adds the sums of the pieces in order. No kernel uses atomics, so
-results are bitwise reproducible.
+The entries that are added up to one output row form a segment. These two functions use up to two kernels. The
+first kernel sums a short segment in registers, and writes the sum once, in the output's dtype. A frequent
+token or a large candidate set makes a long segment. The first kernel cuts a segment of more than `_PIECE`
+entries into pieces, and writes one float32 sum for each piece. A second kernel adds the sums of the pieces in
+order. No kernel uses atomics, so results are bitwise reproducible.
 
 Shape legend: m entries, S segments, P pieces of segments, H hidden size, R rows of the output.
 """

@@ -1,7 +1,7 @@
 """The KL divergence between two policies over candidate sets, with or without a tail for all other ids.
 
-Shape legend: T positions, A positions in `support.rows`, m candidates that this rank holds at the A
-positions.
+Shape legend: T positions, A positions with two or more candidates (`SupportIndex.rows`), m candidates that
+this rank holds at the A positions.
 """
 
 from __future__ import annotations

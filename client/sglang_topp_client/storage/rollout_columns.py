@@ -20,6 +20,8 @@ One row of the table is one rollout. T is the number of the rollout's output tok
     latency_s                       double
     routing_key                     string
     appended_spans                  list<struct<start: int32, end: int32>>
+
+`sglang_topp_client.types.rollout.Rollout` explains the fields of the same names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""RunSummary: the verdict, histograms, percentile bands, and table that `sglang-topp view` shows."""
+"""RunSummary: the statistics of a run that `sglang-topp view` shows.
+
+The statistics are histograms, percentile bands, a table of rollouts, and a verdict on the ratios."""
 
 from __future__ import annotations
 

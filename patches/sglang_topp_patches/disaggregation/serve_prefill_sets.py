@@ -1,10 +1,11 @@
 """Serve the candidate sets of prompts and first tokens from a prefill server to decode servers.
 
-The decode server answers the client, but the prefill server draws the first token. While a generation runs,
-the decode server's HTTP process therefore fetches the sets from the prefill server's HTTP process, on a route
-that the patch set adds to SGLang's bootstrap server. A decode server without the patch set does not fetch the
-sets, and would answer without sets. The prefill server therefore holds back each generation request that asks
-for sets, until a decode server has asked for the sets of this request.
+Both servers receive each generation request. The decode server answers the client, but the prefill server
+draws the first token. As soon as the decode server's HTTP process receives a request, it therefore asks the
+prefill server's HTTP process for the sets, and waits for them. The patch set adds the route for this question
+to SGLang's bootstrap server. A decode server without the patch set does not ask, and would answer without
+sets. So the prefill server starts the prefill of a request for sets only after a decode server has asked for
+the request's sets.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Accept the patch set's request fields as keyword arguments of the offline engine, `sglang.Engine`.
 
 The hooks on `Engine.generate` and `Engine.async_generate` put the keyword arguments into a context variable.
-The hook on `TokenizerManager.generate_request` copies these keyword arguments to the request object. SGLang
-awaits nothing between `Engine.generate` or `Engine.async_generate` and `generate_request`. The context
-variable therefore still holds the keyword arguments of the same request.
+The hook on `TokenizerManager.generate_request` copies these keyword arguments to the request object.
+`Engine.generate` and `Engine.async_generate` call `generate_request` before they return, so the context
+variable still holds the keyword arguments of the same request.
 """
 
 from __future__ import annotations

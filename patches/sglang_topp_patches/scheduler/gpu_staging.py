@@ -6,8 +6,8 @@ the results, because an earlier read of the sizes would wait for the GPU. If the
 into the staging area, the host extracts these sets again from the log-probs, and waits for the GPU.
 
 Until the scheduler processes the results, this module keeps the log-probs of rows that ask for sets. The
-memory of the kept log-probs counts against the limits (`memory.budget`). The kept log-probs stay valid until
-the host has read the sets, for three reasons:
+memory of the kept log-probs counts against the limits (`memory.budget`). The host can safely read the kept
+log-probs when the scheduler processes the results:
 
 1. SGLang records a CUDA event after its copies of the results, and waits for this event before the scheduler
    processes the results. By then, no unfinished GPU work of this pass reads or writes the kept log-probs.
@@ -15,8 +15,9 @@ the host has read the sets, for three reasons:
 3. SGLang changes the kept log-probs in one way only: it replaces -inf with the dtype's lowest value. This
    module reads the dtype's lowest value as -inf.
 
-The sampler's filtered probabilities do not stay valid, because the next replay of a CUDA graph overwrites
-them. So `sampler_candidates` records in a new tensor which filtered probabilities are above 0.
+Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs. In
+contrast, the next replay of a CUDA graph overwrites the sampler's filtered probabilities. So
+`sampler_candidates` records in a new tensor which filtered probabilities are above 0.
 """
 
 from __future__ import annotations

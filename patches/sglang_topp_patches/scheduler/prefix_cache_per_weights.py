@@ -11,8 +11,8 @@ From a weight push until the next flush of the cache, each scored prompt uses a 
 prefixes.
 
 With chunked prefill, later chunks of a prompt attend to the KV of earlier chunks. So `prompt_sets` ends a
-request with an error if weights are pushed after the prefill of its prompt began. `weights_of` identifies the
-weights with which a request's prefill began.
+request with an error if weights are pushed while its prompt is prefilled. `weights_of` identifies the weights
+with which a request's prefill began.
 
 This module identifies weights by the number of weight pushes so far, because weight versions are unreliable.
 A weight push may have no version. On older releases, SGLang does not tell the scheduler the version of a

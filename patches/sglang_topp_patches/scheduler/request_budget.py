@@ -1,14 +1,14 @@
 """Count each request's candidates against the limits on memory, and refuse a request that exceeds a limit.
 
 The scheduler starts to count a request's candidates at the request's first set (`memory.budget.Account`). The
-scheduler stops counting when it sends the request's last output or refuses the request. It also stops when it
-aborts a request that was retracted to the waiting queue. At the latest, the scheduler stops counting when
-SGLang's `Req` object is freed.
+scheduler stops counting when it sends the request's last output, refuses the request, or aborts the request
+in the waiting queue after a retraction. At the latest, the scheduler stops counting when SGLang's `Req`
+object is freed.
 
 Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
-same step. So the scheduler itself does not end a request that exceeded a limit. Instead, the scheduler
-extracts no more sets for this request, and sends the reason with the request's next token. When the HTTP
-process receives the reason, it ends the request with an error.
+same step. So the scheduler does not end a refused request itself. The scheduler only extracts no more sets
+for the request, and sends the reason with the request's next token. When the HTTP process receives the
+reason, it ends the request with an error.
 """
 
 from __future__ import annotations

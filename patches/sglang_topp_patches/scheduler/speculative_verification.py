@@ -9,8 +9,9 @@ that SGLang's sampling kernel could draw. The hook `compute_logprobs` wraps the 
 log-probs of accepted tokens, and extracts the sets.
 
 Only the device knows how many tokens each request accepted. So each request that asks for sets gets one
-*slot* for each level of its draft tree. A slot holds the index of one accepted token's tree node. An unused
-slot holds the index of the tree's root, and gets no set.
+*slot* for each level of its draft tree. A slot holds the index of the tree node at which the kernel drew a
+token. The first slot holds the root of the tree. The slots after the last drawn token also hold the root, but
+get no set.
 
 Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
 of slots per request, and S = R * A is the number of slots of the R requests. N is the number of nodes in all

@@ -1,4 +1,6 @@
-"""`sglang-topp demo`: run the example `rollout_loop.py`, which serves a small model and prints ratios.
+"""`sglang-topp demo`: run the example `rollout_loop.py`, which serves a small model.
+
+The example prints candidate sets, and importance ratios with and without replay.
 
 The wheel installs a copy of `examples/rollout_loop.py` beside this file.
 """
