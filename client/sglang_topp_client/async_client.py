@@ -38,7 +38,7 @@ from sglang_topp_client.weight_push.engine_control import (
 )
 from sglang_topp_client.weight_push.fleet_push import push_to_fleet
 from sglang_topp_client.weight_push.named_tensors import check_model_or_tensors
-from sglang_topp_client.weight_push.weight_sender import weight_sender
+from sglang_topp_client.weight_push.send_weights import weight_sender
 
 __all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient"]
 

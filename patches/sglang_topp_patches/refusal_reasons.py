@@ -165,7 +165,7 @@ def _speculation_reasons(server_args: Any) -> dict[str, Any]:
         f"{option}: {_OTHER_VERIFICATION.get(algorithm)}": algorithm in _OTHER_VERIFICATION,
         f"{option} with --speculative-accept-threshold-single or -acc below 1: accepted drafts are not drawn"
         " from the target's distribution": min(thresholds) < 1,
-        f"{option} with SGLANG_SIMULATE_ACC_LEN: SGLang invents which drafts it accepts": (
+        f"{option} with SGLANG_SIMULATE_ACC_LEN: SGLang accepts drafts without verifying them": (
             _simulates_acceptance()
         ),
         f"{option} with --pp-size: this combination is untested": getattr(server_args, "pp_size", 1) > 1,

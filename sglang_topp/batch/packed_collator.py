@@ -3,7 +3,8 @@
 A scored field has one value per token: a loss mask, a reward, a log-prob, or a candidate set. The collator
 writes a token's value to the column whose logits predict the token, one column before the token itself. The
 value of a scored field at `[row, column]` belongs to the logits at `[row, column]`, without a shift. The last
-column of each sample predicts no token of the sample, so scored fields are 0 or empty there::
+column of each sample predicts no token of the sample, so scored fields are 0 or empty there. Each sample may
+be padded to a multiple of a given length::
 
     sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding, | separates samples
     scored field   .  r0 r1 r2 .  .  |  r0 .  .   .       r0: the value of response token r0, . is 0 or empty

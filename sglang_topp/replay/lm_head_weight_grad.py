@@ -3,7 +3,8 @@
 A dense gradient has shape [V, H], however few ids occur in the candidate sets. If the LM head computes only
 the candidates' logits, nearly all of its time goes into the dense gradient: zeroing it, writing it, and
 adding it to the existing gradient. A sparse gradient has one row per distinct candidate id. If the caller
-passes a buffer [V, H], the backward updates only the rows of candidate ids in the buffer.
+passes a buffer [V, H], the backward adds the gradient to the buffer's rows of candidate ids, and does not
+touch the buffer's other rows.
 
 One autograd node computes the gradients of weight and bias, and another node computes the gradient of the
 hidden states. Autograd runs only the nodes whose gradients are requested. A backward that requests only the

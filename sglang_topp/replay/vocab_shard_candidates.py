@@ -38,16 +38,16 @@ class Shard:
     vocab_size: int | None
 
     @classmethod
-    def of(cls, held: int, start: int, vocab_size: int | None, *, parallel: bool) -> Shard:
-        """Build the `Shard` of a rank that holds the `held` consecutive ids from `start` on."""
+    def of(cls, num_held: int, start: int, vocab_size: int | None, *, parallel: bool) -> Shard:
+        """Build the `Shard` of a rank that holds the ids from `start` to `start + num_held - 1`."""
         if start < 0:
             raise InvalidInputError(f"vocab_start: got {start}, expected 0 or more")
         if vocab_size is not None and vocab_size < 1:
             raise InvalidInputError(f"vocab_size: got {vocab_size}, expected 1 or more")
         if not parallel:
-            stop = start + held
+            stop = start + num_held
             vocab_size = stop if vocab_size is None else min(vocab_size, stop)
-        return cls(start, start + held, vocab_size)
+        return cls(start, start + num_held, vocab_size)
 
     @property
     def num_ids(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang_topp_patches.disaggregation.input_comparison import first_token_inputs
 from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken, PrefillSets
-from sglang_topp_patches.http_error import CallEndedError
+from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
 

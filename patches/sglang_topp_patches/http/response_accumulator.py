@@ -8,7 +8,7 @@ from http import HTTPStatus
 from sglang_topp_patches.disaggregation.prefill_set_store import FirstToken
 from sglang_topp_patches.http.route_policy import Call
 from sglang_topp_patches.http.weight_spans import WeightSpans
-from sglang_topp_patches.http_error import CallEndedError
+from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import Account, InFlight
 from sglang_topp_patches.scheduler_messages import Entry, Span
 

@@ -28,7 +28,7 @@ from sglang_topp_patches.http import slime_fields
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.http.route_policy import current_call
-from sglang_topp_patches.http_error import CallEndedError
+from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import LIST_FORM_COST
 from sglang_topp_patches.scheduler_messages import (
     AT_END,

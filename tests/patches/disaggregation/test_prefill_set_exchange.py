@@ -21,7 +21,7 @@ from sglang_topp_patches.disaggregation.input_comparison import differing_names,
 from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
-from sglang_topp_patches.http_error import CallEndedError
+from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler_messages import KEY, Entry, span

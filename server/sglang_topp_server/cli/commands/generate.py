@@ -108,13 +108,13 @@ def _run(args: argparse.Namespace) -> int:
             return 0
         # Load the tokenizer before the server generates samples. The command then fails early if an extra is
         # missing or the tokenizer's path is wrong.
-        from sglang_topp_server.cli import rollout_table
+        from sglang_topp_server.cli import token_table
 
-        texts = rollout_table.token_texts(args.tokenizer)
+        texts = token_table.token_texts(args.tokenizer)
         finished = client.generate(args.prompt, sampling_params, **sets)
         if texts is None:
-            texts = rollout_table.server_token_texts(client.server_info(urls[0]), finished)
-        rollout_table.print_rollouts(finished, texts)
+            texts = token_table.server_token_texts(client.server_info(urls[0]), finished)
+        token_table.print_rollouts(finished, texts)
         if texts is None:
             print("tokens are shown by id; --tokenizer MODEL shows their texts", file=sys.stderr)
     return 0
