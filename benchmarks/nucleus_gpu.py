@@ -1,7 +1,7 @@
 """Benchmark of top-p extraction on a GPU: this project's kernels against a sort, `topk`, and plain torch.
 
-Each call is timed between two CUDA events. Before the first event, a sleep kernel keeps the GPU busy, so that
-the contender queues its kernels while the GPU sleeps. If a contender never waits for the GPU, its measured
+Each call is timed between two CUDA events. Before the first event, a sleep kernel occupies the GPU. The
+contender queues its kernels while the sleep kernel runs. If a contender never waits for the GPU, its measured
 time is therefore GPU time alone. If a contender waits for the GPU, its measured time includes the wait.
 
 Shape legend: B is the number of rows, and V the vocabulary size.
@@ -30,7 +30,7 @@ THRESHOLDS = (0.8, 0.95, 0.999)
 # Standard deviations of the logits. 7 gives set sizes as large as a real model's, and 0.5 keeps most of the
 # vocabulary.
 ROWS = {"realistic": 7.0, "flat": 0.5}
-# The rows, vocabulary, threshold, and kind of logits for which target speedups are set.
+# The case that has target speedups: its number of rows, vocabulary size, threshold, and kind of logits.
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
 # At a GPU clock of 2 GHz, the sleep kernel takes about 10 ms. Every contender queues its kernels in less than
@@ -68,7 +68,7 @@ def _cases() -> Iterator[tuple[int, int, float, str]]:
 
 
 def _compare_main_case() -> None:
-    """Compare extraction with one copy of the input, and print peak memory and host time."""
+    """Time extraction against one copy of the input, and print peak memory and host time."""
     b, v, p, kind = MAIN_CASE
     for dtype in (torch.float32, torch.bfloat16):
         logprobs = _logprobs(b, v, ROWS[kind]).to(dtype)
@@ -104,9 +104,9 @@ def _compare_main_case() -> None:
 def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
     """Return the functions to compare, by label.
 
-    Most contenders leave the candidates of every row on the GPU. `topk` leaves each row's 1024 most likely
-    tokens, FlashInfer leaves the renormalized probabilities of the whole vocabulary, and "one copy" finds no
-    candidates.
+    Most contenders write the candidates of every row to GPU memory. `topk` returns each row's 1024 most
+    likely tokens. FlashInfer returns the renormalized probabilities of the whole vocabulary. "one copy" only
+    copies the log-probs.
     """
     from sglang_topp.nucleus.gpu_extraction import stage_top_p
 
@@ -141,7 +141,7 @@ def _import_top_p_renorm_probs() -> Callable[..., Tensor] | None:
         from flashinfer.sampling import top_p_renorm_probs
 
         top_p_renorm_probs(torch.full((1, 8), 1 / 8, device="cuda"), 0.5)
-    except Exception as problem:  # the first call compiles the kernel, which may raise any exception
+    except Exception as problem:  # the first call compiles the kernel, and may raise any exception
         print(f"FlashInfer does not run here: {type(problem).__name__}")
         return None
     return top_p_renorm_probs

@@ -1,4 +1,4 @@
-"""Benchmark of a GRPOTrainer step in TRL: scoring over candidate sets against TRL's own fused head.
+"""Benchmark of a GRPOTrainer step in TRL: compare scoring over candidate sets with TRL's own fused head.
 
 A step is the forward and backward pass of one micro-batch, on the CPU in float32. Both contenders get the
 same batch and the same weights. With candidate sets, the step also checks and indexes the sets, and computes

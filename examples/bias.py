@@ -162,9 +162,9 @@ def gradient_cosines(
     """Return the cosines between the gradient of each loss in `WAYS` and two exact gradients.
 
     All four losses are computed on the same `num` trajectories. The result maps the name of each loss to two
-    cosines. `sampled` compares the loss's gradient with the gradient of the sampler's expected reward, with
-    the current candidate sets fixed. `policy` compares the loss's gradient with the gradient of the expected
-    reward at top-p 1.
+    cosines. `sampled` compares the loss's gradient with the gradient of the sampler's expected reward. The
+    latter gradient treats the current candidate sets as constants. `policy` compares the loss's gradient with
+    the gradient of the expected reward at top-p 1.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)

@@ -105,7 +105,7 @@ def roll_out(
 ) -> dict[int, tuple[ray.ObjectRef, list[Rollout]]]:
     """Roll out all prompts, and return one result per prompt, by prompt index.
 
-    A result is a Ray object reference, and the rollouts to which the reference refers.
+    A result is a pair: a Ray object reference, and the rollouts to which the reference refers.
 
     Args:
         workers: `RolloutWorker` actors.

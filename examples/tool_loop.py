@@ -73,7 +73,7 @@ def changes_when_retokenized(tokenizer: PreTrainedTokenizerBase, rollout: Rollou
 
 
 def show(rollout: Rollout) -> None:
-    """Print each turn of a response: whether model or tool wrote it, its number of tokens, and its start."""
+    """Print each turn of a response: its author (model or tool), its length, and its first token ids."""
     mask = rollout.loss_mask
     starts = np.flatnonzero(np.diff(mask, prepend=-1))
     for start, end in zip(starts, [*starts[1:], len(mask)], strict=True):

@@ -51,7 +51,7 @@ def train(
     """Train the model that the engine serves, and return the mean reward and metrics of each step.
 
     The metrics of a step are taken before the step's weight update. At the end, the engine has the weights of
-    the last step, with `weight_version` `str(steps)`.
+    the last step, and reports the weight version `str(steps)`.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -96,8 +96,8 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.model(batch["sequences"], attention_mask, positions).last_hidden_state
 
-    # The hidden state before a token scores that token. The mask `scored` selects the response tokens row by
-    # row. The candidate sets have the same order as the selected tokens.
+    # The model predicts each token from the hidden state one position earlier. The mask `scored` selects the
+    # response tokens row by row. The candidate sets have the same order as the selected tokens.
     scored = batch["response_mask"].bool()
     width = scored.shape[1]
     states, targets = hidden[:, -width - 1 : -1][scored], batch["sequences"][:, -width:][scored]
@@ -108,7 +108,7 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
         new = head_logprobs(states, weight, targets).logprobs
     old = replayed_old_logprobs(sets, output_ids=targets)
 
-    # If the rollout gave a token no probability, the token's ratio is infinite. Without the clamp, an
+    # If the rollout gave a token zero probability, the token's ratio is infinite. Without the clamp, an
     # infinite ratio would make the gradient NaN.
     advantage, ratio = batch["rewards"][scored], (new - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)

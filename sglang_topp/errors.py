@@ -1,4 +1,4 @@
-"""The exceptions that every package of this distribution raises.
+"""The exceptions that the packages of sglang-topp raise.
 
 ::
 
@@ -54,7 +54,7 @@ __all__ = [
 
 
 class SglangToppError(Exception):
-    """The base class of every exception that this distribution raises on purpose."""
+    """The base class of every exception that sglang-topp raises on purpose."""
 
 
 class InvalidInputError(SglangToppError, ValueError):
@@ -138,8 +138,8 @@ class ResponseError(RequestError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status of the error. An error in a stream or in an answer with status 200 has the
-            status that the error's body gives, or None if the body gives no status.
+        status: the HTTP status of the error. For an error in a stream or in an answer with status 200, the
+            error's body gives the status. If that body gives no status, `status` is None.
         body: the server's message, truncated to a readable length.
     """
 

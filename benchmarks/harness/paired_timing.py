@@ -42,7 +42,7 @@ def compare(
         contenders: The functions to time, by label. The first function is the baseline.
         rounds: Number of measured rounds. Every contender runs once per round.
         warmup: Number of unmeasured rounds that run first.
-        target: The ratio that the last contender should reach, printed below the table.
+        target: The speedup that the last contender should reach, printed below the table.
         clock: Runs a contender and returns the seconds that the contender took.
         picture: Name of the PNG that shows the table. Tables with the same `picture` share one PNG.
     """

@@ -50,9 +50,10 @@ class AsyncRolloutClient:
     """An asyncio client of one or several sidecars, or of one or several patched SGLang servers.
 
     With several servers, the client sends each call to the server with the fewest samples in flight. All
-    samples of a prompt go to one server, which computes the prompt once and shares the result through its
-    prefix cache. If a server dies, hangs, or answers 429 or 5xx, the server's unfinished samples move to the
-    other servers at once. The client tries the failed server again after 0.5 to 8 s.
+    samples of a prompt go to one server. This server prefills the prompt once, and the samples share the
+    prompt's KV through the prefix cache. If a server dies, hangs, or answers 429 or 5xx, the server's
+    unfinished samples move to the other servers at once. The client tries the failed server again after 0.5
+    to 8 s.
 
     One client may be used on several event loops at once. A connection belongs to the event loop that opened
     it, and closes when that loop ends or `close` is called. Pickling a client copies only its configuration.
@@ -74,8 +75,8 @@ class AsyncRolloutClient:
             default trusts the CAs of the system, or the CAs in the file that `SSL_CERT_FILE` names. A client
             with an SSLContext cannot be pickled.
         max_connections: how many calls may be in flight at once. If the limit on open files (`ulimit -n`) is
-            low, the client allows fewer calls: the number of file descriptors that are free at the client's
-            first call, minus a reserve of at most 64.
+            low, the client allows fewer calls. The maximum is then the number of file descriptors that are
+            free at the client's first call, minus a reserve of at most 64.
         max_retries: how many times a call is retried. A retry begins once the call has failed on every
             available server. A move to another server is not a retry. Only transport errors and the statuses
             429 and 5xx are retried.
@@ -424,7 +425,7 @@ class AsyncRolloutClient:
         request_id: str | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """Return the log-probs and candidate sets that the engine's model gives existing sequences.
+        """Return the log-probs and candidate sets that the engine's model assigns to existing sequences.
 
         The engine generates no token. The engine scores at temperature 1, without penalties, bias, or
         grammar, even if a sequence was sampled with other settings. Errors are raised as in `generate`.
@@ -451,9 +452,9 @@ class AsyncRolloutClient:
             The scores in the order of the sequences.
 
         Raises:
-            BadRequestError: the server refuses a sequence, for example because the sequence is longer than
-                the engine's prompt limit (in SGLang 0.5.23, the context length minus 7), or the sidecar is
-                too old to score.
+            BadRequestError: the server refuses a sequence, or the sidecar is too old to score. For example,
+                the server refuses a sequence that is longer than the engine's prompt limit (in SGLang 0.5.23,
+                the context length minus 7).
             SglangToppError: as for `generate`.
         """
         requests = plan_scores(sequences, top_logprobs_p, start)
@@ -486,7 +487,7 @@ class AsyncRolloutClient:
         If the request has `on_abort="return"`, the client keeps the request's connections open while the
         engine aborts the samples, and the caller gets everything that was generated. The client stops waiting
         for an engine that sends nothing for five seconds, and for a sidecar that sends nothing for ten
-        seconds. A sample of which nothing has arrived is returned as a rollout without tokens. If the engine
+        seconds. If nothing of a sample has arrived, the caller gets a rollout without tokens. If the engine
         had not yet tokenized the prompt, the caller gets a RolloutError, because the prompt's token ids are
         unknown.
 
@@ -505,9 +506,9 @@ class AsyncRolloutClient:
         """Abort every request in the engines, including requests of other clients.
 
         The `on_abort` of each request decides what happens to its samples. Pause the engines before this
-        call. If the engines are not paused, clients continue samples with `on_abort="resume"` at once. This
-        client's requests with `on_abort="return"` end, as after `abort`: the client sends no further prompts
-        of these requests, and returns their partial samples.
+        call. If the engines are not paused, clients at once resume the samples whose `on_abort` is
+        `"resume"`. This client's requests with `on_abort="return"` end, as after `abort`: the client sends no
+        further prompts of these requests, and returns their partial samples.
         """
         await self._runner.abort_all()
 
@@ -534,10 +535,10 @@ class AsyncRolloutClient:
                 unsharded tensors of a checkpoint. A background thread reads these pairs, about 128 MiB at a
                 time.
             version: the name of the weights, such as `"8"`; see `Rollout.weight_versions`.
-            via: the transport of the weights. `"disk"`: every engine loads the folder. A model is saved to a
-                temporary folder, which only engines on this machine can read; for other engines, save the
-                model to a shared folder and pass the path. `"tensor"`: HTTP requests carry the values to
-                engines on any machine, 128 MiB at a time, and once for each tensor-parallel rank.
+            via: the transport of the weights. `"disk"`: every engine loads the folder. The client saves a
+                model to a temporary folder, which only engines on this machine can read. For other engines,
+                save the model to a shared folder and pass the path. `"tensor"`: HTTP requests carry the
+                values to engines on any machine, 128 MiB at a time, and once for each tensor-parallel rank.
                 `"distributed"`: this process broadcasts the values over a new torch process group, which it
                 forms with all engines for this push. The push does not use existing process groups. CUDA
                 tensors use NCCL, and other tensors use gloo. If one engine fails, the weights of all engines
@@ -551,7 +552,7 @@ class AsyncRolloutClient:
                 bucket of tensors.
 
         Raises:
-            InvalidInputError: an argument is wrong, or a URL is not an engine's; nothing was sent.
+            InvalidInputError: an argument is wrong, or a URL does not belong to an engine. Nothing was sent.
             WeightPushError: the push failed after the client had begun to send weights. The error's
                 `weight_versions` and message name the weights of each engine.
             SglangToppError: an engine could not be paused, or its cache could not be flushed; no weights were
@@ -593,14 +594,14 @@ class AsyncRolloutClient:
         return info
 
     async def check_servers(self) -> None:
-        """Check that no server or gateway drops a field that this client needs.
+        """Check that all servers and gateways keep the fields that this client needs.
 
         Call this method when a training run starts. Some gateways silently drop fields that they do not know.
-        The client therefore asks each engine or gateway for four tokens, and checks in the answers that every
-        request field arrived and that every answer field came back. A field that the engine's release refuses
-        also passes, because the refusal shows that the field arrived. A gateway may send the client's
-        requests to only some of its engines, and then only those engines are checked. A sidecar checks its
-        own engine, so the client asks a sidecar only whether the sidecar is ready.
+        The client therefore sends each engine or gateway four requests for one token each. The client checks
+        in the answers that every request field arrived and that every answer field came back. A field that
+        the engine's release refuses also passes, because the refusal shows that the field arrived. A gateway
+        may send the client's requests to only some of its engines, and then only those engines are checked. A
+        sidecar checks its own engine, so the client asks a sidecar only whether the sidecar is ready.
 
         Raises:
             WireError: a field was lost on the way; the error's `field` and message name the field.

@@ -18,8 +18,8 @@ class Progress:
 
     Args:
         total: the number of samples in the batch.
-        show: True always shows the line, and False never does. None shows the line once the batch has taken
-            two seconds, but not if the program has set up logging, because the line would mix with the log.
+        show: whether to show the line. If `show` is None and the program has not set up logging, the line
+            appears once the batch has taken two seconds. With logging, the line would mix with the log.
         of: the plural noun that the line uses for the samples.
     """
 

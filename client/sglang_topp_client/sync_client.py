@@ -346,7 +346,7 @@ class RolloutClient:
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:
-        """Check that no server or gateway drops a request or answer field that the client needs.
+        """Check that all servers and gateways keep the request and answer fields that the client needs.
 
         `AsyncRolloutClient.check_servers` describes which requests this method sends.
         """

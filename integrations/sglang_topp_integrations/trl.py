@@ -40,9 +40,9 @@ SUPPORTED_TRL = ("1.16.0",)
 """The TRL releases that the tests cover. `ReplayMixin` overrides private methods of `GRPOTrainer`, which may
 change between releases."""
 
-# A caller may set only the sampling parameters in `_SAMPLING`. Each of them ends a sample or forbids tokens,
-# so the candidate sets stay exact. Any other sampling parameter would change log-probs, and a rollout does
-# not record the change.
+# A caller may set only the sampling parameters in `_SAMPLING`. Each of them changes when a sample ends, or
+# forbids tokens, so the candidate sets stay exact. Any other sampling parameter would change log-probs, and a
+# rollout does not record the change.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
 
@@ -68,16 +68,18 @@ class SGLangRollouts:
 
     The sampling parameters come from `GRPOConfig`: `temperature`, `top_p`, `top_k`, `min_p`, and
     `max_completion_length`. TRL's tokenizer renders the prompts. The main process pushes the weights before
-    each generation, and every process samples its own prompts.
+    each generation, or once for all batches of an evaluation. Every process samples completions for its own
+    prompts.
 
     Args:
         client: a client whose `engine_url` names every engine behind its `base_url`.
         sampling_params: any of SGLang's sampling parameters `ignore_eos`, `min_new_tokens`, `stop`,
-            `stop_regex`, `json_schema`, `regex`, and `ebnf`, of which the last three are grammars. The
-            constructor refuses every other parameter.
+            `stop_regex`, `json_schema`, `regex`, and `ebnf`. The last three are grammars. The constructor
+            refuses every other parameter.
 
     Raises:
-        InvalidInputError: `GRPOConfig` has a sampling parameter, or replay does not support the parameter.
+        InvalidInputError: `sampling_params` has a parameter that `GRPOConfig` sets, or one that replay does
+            not support.
     """
 
     def __init__(self, client: RolloutClient, *, sampling_params: Mapping[str, Any] | None = None) -> None:
@@ -129,7 +131,7 @@ class SGLangRollouts:
     def generate(self, prompt_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[Rollout]:
         """Return one rollout with sets for each prompt, in order. Override this method to call tools.
 
-        An override may call `Rollout.extend` and `client.resume` with the same `sampling_params`.
+        An override may append tokens with `Rollout.extend`, and pass `sampling_params` to `client.resume`.
         """
         groups = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids)]
         return self.client.generate(
@@ -178,8 +180,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
 
     Raises:
         InvalidInputError: the installed release of TRL is not in `SUPPORTED_TRL`, or replay does not support
-            an option of the trainer. The constructor checks the release and the options, so training does not
-            start. The error message names the unsupported option and the reason.
+            an option of the trainer. The constructor raises the error, before training starts. The error
+            message names the unsupported option and the reason.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -243,7 +245,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         Return (log-probs [B, C], entropies [B, C] or None, None).
         """
         if model is self.model and not compute_entropy:
-            # TRL asks for no entropy when it wants the old log-probs, which the rollout already supplies.
+            # TRL scores `self.model` without the entropy only to get the old log-probs. The rollout already
+            # supplies the old log-probs.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []

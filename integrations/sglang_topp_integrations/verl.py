@@ -61,8 +61,8 @@ TransferQueue carries the reason as text instead.
 """
 
 _MODULES = "VERL_USE_EXTERNAL_MODULES"
-# A request gets no sets if it has a sampling parameter outside `_SAMPLER` and `_OTHERS`. Such a parameter
-# would change log-probs, and a rollout does not record the change.
+# A request gets no sets if it has a sampling parameter that is in neither `_SAMPLER` nor `_OTHERS`. Such a
+# parameter would change log-probs, and a rollout does not record the change.
 _SAMPLER = ("temperature", "top_p", "top_k")
 _OTHERS = (
     "ignore_eos",
@@ -238,7 +238,7 @@ def packed_sets(micro_batch: Any) -> CandidateSets:
 
 
 def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> bytes | str:
-    """Join the candidate sets of a trajectory's requests, and pack them, or return why sets are missing.
+    """Return a trajectory's candidate sets, joined and packed, or the reason why sets are missing.
 
     A token that no request generated gets an empty set.
     """

@@ -155,7 +155,10 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
 
 
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
-    """Map each possible reason to refuse speculative decoding to whether the reason applies."""
+    """Return the possible reasons to refuse speculative decoding.
+
+    In the returned mapping, the value of a reason is true if the reason applies.
+    """
     algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
     if not algorithm:
         return {}
@@ -216,7 +219,10 @@ def verification_problem(server_args: Any, top_k: int) -> str:
 
 
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
-    """Map each possible reason to refuse a disaggregated server to whether the reason applies."""
+    """Return the possible reasons to refuse a disaggregated server.
+
+    In the returned mapping, the value of a reason is true if the reason applies.
+    """
     role = getattr(server_args, "disaggregation_mode", "null")
     if role in (None, "null"):
         return {}

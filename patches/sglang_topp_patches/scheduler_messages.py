@@ -61,13 +61,13 @@ holds the tokens that the sampler could draw."""
 
 
 def asking_field(get: Callable[[str], Any]) -> str:
-    """Return the name of the field that makes a request ask for sets, or an empty string if no field does.
+    """Return the name of the request field that asks for sets, or an empty string if there is none.
 
     Args:
         get: returns the value of the request field with a given name, or None if the request lacks the field.
     """
     if get(NUCLEUS):
-        return NUCLEUS  # before THRESHOLD, because a request with slime's field has THRESHOLD too
+        return NUCLEUS  # first, because the HTTP process adds THRESHOLD to a request with NUCLEUS
     if get(THRESHOLD):
         return THRESHOLD
     return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""

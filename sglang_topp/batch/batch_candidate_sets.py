@@ -97,7 +97,7 @@ class BatchCandidateSets:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all arrays in a transfer to another process."""
+        """The total size, in bytes, of the arrays that a transfer to another process sends."""
         sets = self.sets
         arrays = (*sets._arrays(), self.row_offsets)
         return sum(array.nbytes for array in arrays if array is not None)

@@ -76,7 +76,7 @@ def count_rows(entries: Mapping[str, Any]) -> int:
 
 
 def _rows_come_second(entries: Mapping[str, Any], name: str, num_rows: int) -> str:
-    """Return a hint for the error message that the second dimension of tensor `name` may hold the rows.
+    """Return a hint for an error message: the second dimension of tensor `name` may hold the rows.
 
     The hint is for tensors such as `position_ids` [3, B, W]. If the size of the second dimension is not
     `num_rows`, the hint is empty.

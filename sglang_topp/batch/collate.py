@@ -1,8 +1,8 @@
 """Collate samples of different lengths into the padded tensors of one training batch.
 
 Shape legend: B samples; P_i tokens in sample i's prompt, and R_i in its response; R = max R_i, S = max (P_i +
-R_i). `collate_sft` trains on the last `num_actions[i]` tokens of sample i; A is the maximum of `num_actions`.
-Every field is right-aligned, so all responses end in the last column::
+R_i). In `collate_sft`, the loss covers the last `num_actions[i]` tokens of sample i. A is the maximum of
+`num_actions`. Every field is right-aligned, so all responses end in the last column::
 
     | pad     prompt   prompt   response |
     | prompt  response response response |
@@ -221,7 +221,7 @@ def collate_sft(
 
     Args:
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.
-        num_actions: B integers, the number of tokens at the end of each row to train on.
+        num_actions: B integers, the number of tokens to train on at the end of each row.
         loss_masks: B rows of num_actions[i] values, each 0 or 1. None means all 1.
         normalize_loss_mask: divide the mask by its sum over the batch, as in `PackedBatch`. With the divided
             mask, the sum of `loss * mask` over the batch is the mean loss of the trained tokens. A mask of

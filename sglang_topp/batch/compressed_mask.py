@@ -34,8 +34,8 @@ class CompressedMask:
         width: the number of columns W.
         offsets: int64 [B + 1]. Row i's kept elements are `gather(field)[offsets[i]:offsets[i + 1]]`, in
             column order.
-        runs: int32 [runs, 2], the first column of each run and the column after its last one, row after row.
-            None if the mask is stored as bits.
+        runs: int32 [runs, 2], each run's first column and its exclusive end column, row after row. None if
+            the mask is stored as bits.
         run_offsets: int64 [B + 1]. Row i's runs are `runs[run_offsets[i]:run_offsets[i + 1]]`. None if the
             mask is stored as bits.
         bits: uint8 [B, ceil(W / 8)], column c in bit `c % 8` of byte `c // 8`. None if the mask is stored as

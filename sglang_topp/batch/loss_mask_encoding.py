@@ -62,7 +62,7 @@ class PackedLossMask:
         return iter(self.to_numpy().tolist())
 
     def __eq__(self, other: object) -> bool:
-        """Compare the values of two masks, whether they are stored as bits or bytes."""
+        """Return whether two masks hold equal values, even if one stores bits and the other stores bytes."""
         if not isinstance(other, PackedLossMask):
             return NotImplemented
         return np.array_equal(self.to_numpy(), other.to_numpy())
@@ -182,7 +182,7 @@ def _bytes(mask: Any) -> NDArray[np.uint8]:
         try:
             return np.frombuffer(bytearray(mask), np.uint8)
         except (TypeError, ValueError):
-            pass  # the mask holds floats, or ints outside 0 to 255, which NumPy checks below
+            pass  # the mask holds a float, or an int outside 0 to 255: NumPy checks every value below
     try:
         array = np.asarray(mask)
     except (TypeError, ValueError) as error:

@@ -115,9 +115,9 @@ def take_batch(batch: Any, rows: ArrayLike) -> Any:
     the rows' candidate sets.
 
     Args:
-        batch: a NestedBatch, or a dict or TensorDict with entries as in `nest_batch` and tensors on any
-            device. The result has the same type as `batch`. An entry that does not have one element per row
-            is kept unchanged.
+        batch: a NestedBatch, or a dict or TensorDict that `nest_batch` accepts, with tensors on any device.
+            The result has the same type as `batch`. An entry that does not have one element per row is kept
+            unchanged.
         rows: integers, from 0 to B - 1.
 
     Raises:

@@ -89,9 +89,9 @@ class NestedBatch:
         dense: the tensors with two or more dimensions that were not compressed. Each tensor's name maps to a
             text with the tensor's shape, dtype, and size in bytes. A tensor in an inner TensorDict has the
             name `name.inner`.
-        outside: the fields with values other than `pad` where the mask is 0. Each field's name maps to the
-            number of columns, over all rows, that are sent only because of values other than `pad`. To drop
-            the values other than `pad`, set the field's `droppable`.
+        outside: the fields that have values other than `pad` where the mask is 0. Each field's name maps to
+            the number of columns with such values, over all rows. To drop these values, set the field's
+            `droppable`.
     """
 
     num_rows: int
@@ -167,8 +167,8 @@ class NestedBatch:
         """Return a field without its padding, as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
 
         Row i of the result holds the field's values in the columns where the mask is not 0. If the field is
-        not `droppable`, row i also holds the field's values other than `pad` where the mask is 0. To turn
-        jagged values into a padded tensor again, call `padded`.
+        not `droppable`, row i also holds each column where the mask is 0 but a value differs from `pad`. To
+        turn jagged values into a padded tensor again, call `padded`.
 
         Raises:
             InvalidInputError: `name` is not a compressed field.
@@ -264,8 +264,8 @@ def nest_batch(
         bits = bits_of(entries, name, layouts[index], spec.columns)
         dtype = entries[name].dtype
         pad = pad_bits(name, dtype, spec.pad)
-        # A field may be its own mask. An integer field that is its own mask is 0 wherever the mask is 0. If
-        # the pad value of such a field is 0, no element where the mask is 0 can differ from the pad value.
+        # A field may be its own mask. An integer field that is its own mask is 0 wherever the mask is 0. With
+        # a pad value of 0, such a field therefore equals the pad value wherever the mask is 0.
         hides_zeros = name == spec.mask and pad == 0 and not dtype.is_floating_point
         if spec.droppable or hides_zeros:
             values = layouts[index].gather(bits)
@@ -348,7 +348,7 @@ def _padded(field: _Field, layout: CompressedMask | None) -> NDArray[Any]:
 
 
 class _NonPads:
-    """A counter of a field's elements whose bit pattern differs from the pad value's bit pattern `pad`."""
+    """A counter of the elements that differ bitwise from the pad value, whose bit pattern is `pad`."""
 
     def __init__(self, pad: int) -> None:
         self.pad = pad

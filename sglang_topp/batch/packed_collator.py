@@ -45,8 +45,8 @@ class PackedBatch(TypedDict):
     """The batch that `PackedCollator` returns: CPU tensors of N rows and W columns, and lists of N tensors.
 
     Data-parallel rank d trains on the rows from `d * N / dp_size` to `(d + 1) * N / dp_size - 1`. Each row is
-    a micro-batch. In an RL batch, the caller's `fields` are further entries, int64 or float32 [N, W], in the
-    same columns as `rewards`.
+    a micro-batch. An RL batch also has one entry for each of the caller's `fields`: int64 or float32 [N, W],
+    with each token's value in the column that predicts the token.
     """
 
     sequences: torch.Tensor
@@ -99,7 +99,7 @@ class _Packing:
     row_lengths: NDArray[np.int64]
 
     def gaps(self) -> NDArray[np.int64]:
-        """Return the indices of the flattened [N, W] field that no sample covers."""
+        """Return the indices, in the flattened [N, W] field, of the columns that no sample covers."""
         first = self.rows * self.width + self.starts
         stop = first + self.lengths[self.order]
         sizes = np.append(first[1:], self.num_rows * self.width) - stop
@@ -314,8 +314,8 @@ class PackedCollator:
         The caller writes the samples' tokens to the flat view.
         """
         shape, gaps = (packing.num_rows, packing.width), packing.gaps()
-        # Samples cover nearly all columns of the packed rows. Writing `pad_token_id` and 0 only to columns
-        # without a sample halves the memory traffic.
+        # Samples cover nearly all columns of the packed rows. To halve the memory traffic, write
+        # `pad_token_id` and 0 only to the columns that no sample covers.
         sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
         attention_mask = np.ones(shape, np.int64)
         sequences.reshape(-1)[gaps] = self.pad_token_id

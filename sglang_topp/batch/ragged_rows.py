@@ -42,8 +42,8 @@ _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
 # The accepted types of rows. `isinstance` takes this tuple, because a union type would be built again for
 # every row.
 _HELD = (list, tuple, np.ndarray)
-# Maps each dtype of a batch's field to the dtype codes that the field's rows may have, a description of
-# accepted values for error messages, and the format code for `struct`.
+# Maps the dtype of a batch's field to three values: the dtype codes that the caller's rows may have, the
+# accepted values in words for error messages, and the format code for `struct`.
 _TAKES = {
     np.dtype(np.int64): (_INTEGERS, "integers that fit int64", "q"),
     np.dtype(np.float32): (_NUMBERS, "numbers", "f"),
@@ -102,9 +102,9 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 
 
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
-    """Check that every row of field `name` is as long as the same sample's row in field `of`.
+    """Check that every row of field `name` is as long as the same sample's row in another field.
 
-    `expected` holds the lengths of the rows in field `of`.
+    `expected` holds the lengths of the other field's rows. `of` is the other field's name.
 
     Raises:
         InvalidInputError: the two fields differ in their number of samples or in the length of a sample's
@@ -161,7 +161,7 @@ def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
 
 
 def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
-    """Write `line[:] = row`. An int64 `line` accepts only integers, and a float32 `line` only numbers.
+    """Write `line[:] = row`. `row` must hold integers if `line` is int64, and numbers if it is float32.
 
     Args:
         line: the destination, contiguous int64 or float32 [L]. L is the row's length, already verified by

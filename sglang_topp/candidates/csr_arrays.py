@@ -25,8 +25,8 @@ __all__ = [
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
 
-# The approximate number of candidates in a block of `blocks_of`. The temporary arrays for so many candidates
-# fit in a core's cache.
+# The approximate number of candidates in each block that `blocks_of` yields. The temporary arrays for one
+# block fit in a core's cache.
 _AT_ONCE = 1 << 16
 
 

@@ -21,8 +21,8 @@ def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
     A pair is a value and its row. The function hashes each pair to a slot of a hash table, and writes the
     pair's index to the slot. Among pairs with the same slot, the last written pair keeps the slot. The
     function compares each of the other pairs with the pair that keeps the slot, and returns False if the two
-    are equal. In the next round, the function gives the pairs that do not keep their slot a new hash. Equal
-    pairs have the same slot in every round, so the function finds every duplicate.
+    are equal. In the next round, the function rehashes the pairs that do not keep their slot. Equal pairs
+    have the same slot in every round, so the function finds every duplicate.
 
     Args:
         values: int32 [n], the n values of all rows.

@@ -158,7 +158,7 @@ def _check_order_by_logprob(
 
 
 def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | None:
-    """Return the index of the first candidate that is out of order with the next one of its set, or None.
+    """Return the first i for which candidates i and i + 1 of one set are out of order, or None.
 
     Args:
         ordered: bool [n - 1], whether candidates i and i + 1 are in order. If candidates i and i + 1 belong

@@ -6,8 +6,8 @@ caller. SGLang also tokenizes a long text on its event loop, while all other req
 not check values that SGLang refuses by itself. A comment at each check says what SGLang would do without the
 check.
 
-The sidecar checks every request with this module. The patch set checks requests for candidate sets with this
-module. The sidecar may run where SGLang is not installed, so this module does not import SGLang.
+The sidecar checks every request with this module. The patch set checks only the requests that ask for
+candidate sets. The sidecar may run where SGLang is not installed, so this module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
 
 def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     for key, value in params.items():
-        # Without this check, msgpack may fail to encode a large integer, or the scheduler may fail to decode
-        # the integer and exit.
+        # Without this check, msgpack may fail to encode a large integer. Or the scheduler may exit because it
+        # fails to decode the integer.
         if _is_int(value) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
             yield f"{key}: got {describe(value)}, expected an integer of 64 bits"
     # SGLang stores top_k in an int32 tensor.

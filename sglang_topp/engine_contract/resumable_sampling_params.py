@@ -30,8 +30,8 @@ RESUMABLE_PARAMS = frozenset(
         "top_k",
         "min_p",
         "logit_bias",
-        # The sampler's random noise depends on the seed and on the token's position. Positions count from the
-        # prompt's first token.
+        # The sampler's random noise depends on the seed and on the token's position. Positions are counted
+        # from the prompt's first token.
         "sampling_seed",
         # Parameters that end an answer because of its last tokens, whichever request generated these tokens.
         "stop",

@@ -11,9 +11,8 @@ answer's length, and the search time of `.*.*x` is cubic. To be accepted, a stop
 3. The regex has no backreferences, and no verbose syntax (`(?x)`).
 4. The searches for all stop regexes of a request take at most `MAX_STEPS` steps in total. `search_steps`
    counts the ways to match a regex at one start position, and multiplies the count by the number of start
-   positions in the text. A quantifier `{m,n}` can match in n - m + 1 ways. `search_steps` multiplies the
-   numbers of ways of all parts of a regex. For each group, it also multiplies by the number of the group's
-   alternatives.
+   positions in the text. A quantifier `{m,n}` can match in n - m + 1 ways. The count for a regex is the
+   product over all its quantifiers, times the number of alternatives in each group.
 
 The number of steps is an upper bound, because `search_steps` also counts combinations of matches that cannot
 occur together. Some harmless regexes are refused, because their upper bound is above `MAX_STEPS`.
@@ -65,8 +64,8 @@ def search_steps(pattern: str, num_chars: int) -> float:
         return math.inf
     if is_verbose:
         return math.inf
-    # `ways` is the number of ways to match the part of the pattern before `token` at one start position.
-    # `steps` is the number of steps that the regex engine needs to try all `ways`.
+    # `ways` counts the ways to match the pattern up to `token`, from one start position. `steps` counts the
+    # steps that the regex engine needs to try all these ways.
     ways, steps = 1.0, 1.0
     alternatives, after_group = [1], False
     for token in _TOKEN.finditer(pattern):

@@ -76,10 +76,10 @@ def decode_sampling_mask(
     Raises:
         MissingCandidateSetsError: the response has no masks, or no mask for a position.
         SampledTokenMissingError: the mask of a position lacks the sampled token of that position.
-        WireError: a field is malformed in any other way. A WireError also reports log-probs in
-            `output_token_sampling_logprobs` and `output_token_logprobs` that cannot belong to one
-            distribution. `SGLANG_RETURN_ORIGINAL_LOGPROB=1` makes the log-probs in these two fields disagree
-            at a temperature other than 1. The message names the invalid field.
+        WireError: a field is malformed in any other way, or the log-probs in the fields
+            `output_token_sampling_logprobs` and `output_token_logprobs` cannot belong to one distribution.
+            `SGLANG_RETURN_ORIGINAL_LOGPROB=1` makes the log-probs in these two fields disagree at a
+            temperature other than 1. The message names the invalid field.
 
     Example:
         >>> choice = {"sampling_mask": [[5, 3], [7]]}  # one of vLLM's choices
@@ -174,7 +174,7 @@ def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32],
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Return the log-prob of each mask token over the mask, float32 [n], or None without these log-probs.
+    """Return each mask token's log-prob over the mask, float32 [n], or None if the answer lacks them.
 
     SGLang reports the log-probs of all mask tokens only if `sampling_logprobs_mode` is "support".
     """

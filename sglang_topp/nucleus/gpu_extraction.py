@@ -47,7 +47,7 @@ class StagingArea:
     Attributes:
         entries: int32 [2, C]. `entries[0]` holds the candidates' token ids, and `entries[1]` the bits of
             their float32 log-probs.
-        rows: int32 [4, B] (from `stage_support` [4, R]), four numbers for each row of log-probs: the set
+        rows: int32 [4, B], or [4, R] from `stage_support`. Each row of log-probs has four numbers: the set
             size, the index of the set's first candidate in `entries`, an error code, and the error's detail.
             An index of -1 means that the set did not fit in the staging area. `kernel_error_codes` lists the
             error codes and their details.
@@ -154,7 +154,7 @@ def stage_support(
     capacity: int,
     lowest: float | None = None,
 ) -> StagingArea:
-    """Extract the tokens that a sampler could draw into a staging area, without waiting for the GPU.
+    """Fill a staging area with the tokens that a sampler could draw, without waiting for the GPU.
 
     The sizes of all tensors that the function allocates depend only on `capacity` and the arguments' shapes.
 

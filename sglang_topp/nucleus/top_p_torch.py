@@ -31,12 +31,12 @@ from sglang_topp.nucleus.argument_checks import not_logprobs, sampled_out_of_ran
 __all__ = ["sort_key_descending", "top_p_candidates"]
 
 _BLOCK = 64
-# The number of blocks that each attempt reads of a row. At p = 0.95, 128 blocks contain the whole nucleus for
-# nearly all rows of a language model. Reading 1024 blocks takes a fraction of the time of sorting a whole row
-# of a large vocabulary.
+# The number of blocks that each attempt reads from a row. At p = 0.95, 128 blocks contain the whole nucleus
+# for nearly all rows of a language model. Reading 1024 blocks takes a fraction of the time of sorting a whole
+# row of a large vocabulary.
 _ATTEMPTS = (128, 1024)
-# The largest number of log-probs that one call of `_cut` gets if it sorts whole rows. The log-probs of one
-# call must fit in a CPU's cache, or in an accelerator's memory.
+# The maximum number of log-probs that one call of `_cut` sorts as whole rows, unless a single row is longer.
+# The values are chosen so that these log-probs fit in a CPU's cache, or in an accelerator's memory.
 _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25
 
@@ -105,10 +105,11 @@ def _select_requested_rows(
 
 
 def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
-    """Yield sets from the blocks with each row's highest maxima, then the sets that need more blocks.
+    """Yield the sets found in a few blocks of each row, then the sets of some rows found in more blocks.
 
-    If several of the yielded parts hold a set for the same row, only the set in the last of these parts is
-    correct.
+    Each attempt reads the blocks with the highest maxima. The next attempt reads only the rows whose nucleus
+    may need more blocks. If several of the yielded parts hold a set for the same row, only the set in the
+    last of these parts is correct.
     """
     num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]

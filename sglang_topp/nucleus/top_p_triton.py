@@ -2,22 +2,21 @@
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
 every block. The cutoff of a nucleus is the sort key that separates its log-probs from the lower ones. The
-block maxima are some of the row's log-probs. Above any log-prob, the maxima have at most as much probability
-as the whole row. To reach the threshold `p`, the maxima therefore need a nucleus that goes at least as far
-down as the row's nucleus. A block is called active if its maximum is in the nucleus of the maxima. The
-maximum of a block is at least as high as the block's other log-probs, so the active blocks contain the row's
-whole nucleus. The second kernel searches for the exact cutoff among the log-probs of the active blocks. The
-last kernel writes out the tokens of the nucleus. Most rows of a language model have a few dozen active blocks
-out of thousands. A row of normally distributed logits with standard deviation 6 has 85 active blocks out of
-2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and the extraction
-takes longer.
+block maxima are some of the row's log-probs. The maxima above a given value therefore have at most as much
+probability as all log-probs above that value. So the maxima reach the threshold `p` only at the row's cutoff
+or below it. A block is called active if its maximum is in the nucleus of the maxima. The maximum of a block
+is at least as high as the block's other log-probs, so the active blocks contain the row's whole nucleus. The
+second kernel searches for the exact cutoff among the log-probs of the active blocks. The last kernel writes
+out the tokens of the nucleus. Most rows of a language model have a few dozen active blocks out of thousands.
+A row of normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95.
+If all tokens of a row are about equally likely, all blocks are active, and the extraction takes longer.
 
-The search for a cutoff narrows an interval of sort keys (`top_p_torch.sort_key_descending`) with several
-pivot keys at once, until the interval holds the key of at most one value. The search takes about ten rounds,
-and every round needs all values, so the kernel keeps the values in registers if they fit. One Triton program
-sums the probabilities of a row in float64 and in a fixed order, so results are bitwise reproducible. The
-kernels are not specialized on arguments that change between decode steps, so Triton does not recompile a
-kernel at a later step.
+The search for a cutoff starts with an interval of sort keys (`top_p_torch.sort_key_descending`). Each round
+compares all values with several pivot keys, and narrows the interval. The search ends when the values have at
+most one distinct key in the interval. The search takes about ten rounds, and every round needs all values, so
+the kernel keeps the values in registers if they fit. One Triton program sums the probabilities of a row in
+float64 and in a fixed order, so results are bitwise reproducible. The kernels are not specialized on
+arguments that change between decode steps, so Triton does not recompile a kernel at a later step.
 
 Shape legend: B rows, V ids in the vocabulary, N blocks of S tokens, C candidates that the output has room
 for.
@@ -213,9 +212,9 @@ def _tile(  # type: ignore[no-untyped-def]
 ):
     """Load the token ids and log-probs of TILE tokens in the active blocks of a row.
 
-    `blocks_ptr` points to the numbers of the active blocks. The TILE tokens start at index `start` of these
-    blocks' tokens, joined in order. A token gets log-prob -inf if its index is `num_values` or more, or its
-    id is outside the vocabulary.
+    `blocks_ptr` points to the numbers of the active blocks. The tokens of these blocks, in order, form one
+    sequence. The TILE tokens start at index `start` of the sequence. A token gets log-prob -inf if its index
+    in the sequence is `num_values` or more, or its id is outside the vocabulary.
     """
     at = start + tl.arange(0, TILE)
     block = tl.load(blocks_ptr + at // BLOCK, mask=at < num_values, other=0)
@@ -254,8 +253,8 @@ def _values(  # type: ignore[no-untyped-def]
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
     """Return the probabilities and the counts of the values above each pivot, both [P, T].
 
-    For each of P pivots and T values, a value above the pivot has its own probability, and count 1. A value
-    that is not above the pivot has probability 0 and count 0.
+    If value t is above pivot p, the entries at [p, t] are the value's probability and the count 1. Otherwise,
+    both entries are 0.
     """
     is_above_PT = keys_T[None, :] < keys_P[:, None]
     return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
@@ -282,8 +281,8 @@ def _search(  # type: ignore[no-untyped-def]
 
     After each round, the probabilities of the values with keys below `low` sum to less than `limit`, so a
     value with key `low` is in the nucleus. The probabilities of the values with keys below `high` sum to
-    `limit` or more, unless all other values have probability 0. The search ends when at most one value has a
-    key from `low` to `high - 1`. A value with a key in this interval is in the nucleus, so the search returns
+    `limit` or more, unless all other values have probability 0. The search ends when the values have at most
+    one distinct key from `low` to `high - 1`. A value with this key is in the nucleus, so the search returns
     `high` as the cutoff. The search loads up to HELD values once, and keeps these values in registers. If the
     row has more values, the search loads all values again in every round.
     """

@@ -95,10 +95,11 @@ def candidate_logprobs(
             `lm_head_multiplier`, or 1 over Granite's `logits_scaling`.
         entropy: also return the entropy over each candidate set, differentiable.
         per_candidate: also return the log-prob of every candidate, differentiable.
-        kl_to: [n], another policy's log-probs of all candidates. If given, KL(this policy || other policy) is
-            also returned, differentiable in this policy. Pass `Scores.candidate_logprobs` of a reference
-            model, or `candidates.logprobs` for the rollout itself. The call renormalizes the log-probs over
-            each set, so log-probs over the whole vocabulary are valid too.
+        kl_to: [n], another policy's log-probs of all candidates. If given, also return
+            KL(this policy || other policy), differentiable with respect to this policy. Pass
+            `Scores.candidate_logprobs` of a reference model, or `candidates.logprobs` for the rollout itself.
+            The call renormalizes the log-probs over each set, so log-probs over the whole vocabulary are
+            valid too.
         tp_group: the ranks that share the vocabulary, or None. Every rank passes the same `hidden`,
             `targets`, and sets. Every rank gets the same scores and the whole gradient of `hidden`. The
             incoming gradient must be the same on every rank.
@@ -119,9 +120,9 @@ def candidate_logprobs(
               updated row of the buffer once. The time and the memory for such a gradient of `weight` depend
               on the number of candidates, not on V. In each call, pass the current `weight.grad` or
               Megatron's `weight.main_grad`. If `weight.grad` is None, set `weight.grad` to zeros first. With
-              a buffer, autograd gets None as the gradient of `weight`. Gradient hooks on `weight` get None or
-              are not called. Pass a buffer only if the code that reduces gradients over ranks reads the same
-              buffer. torch's DistributedDataParallel reads `weight.grad`. The forward of
+              `weight.grad`, autograd gets None as the gradient of `weight`. Gradient hooks on `weight` get
+              None or are not called. Pass a buffer only if the code that reduces gradients over ranks reads
+              the same buffer. torch's DistributedDataParallel reads `weight.grad`. The forward of
               DistributedDataParallel may replace `weight.grad`, so read `weight.grad` inside or after that
               forward. Megatron's DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward
               sets `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no memory.

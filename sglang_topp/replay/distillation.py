@@ -93,9 +93,10 @@ def distillation_loss(
     The loss is differentiable once, in `hidden`, `weight`, and `bias`. The probability of the student's tail
     is summed over the ids outside the set, so a tail of 1e-30 is as accurate as a tail of 0.5. The
     probability of the teacher's tail is computed from float32 log-probs, so it is accurate to about 1e-6. If
-    the probabilities of a teacher's set sum to 1, or by rounding to more than 1, the teacher has no tail at
-    that position. With direction "reverse", the KL to a teacher without a tail would be infinite. Direction
-    "reverse" therefore raises a teacher's tail to at least 1e-6, unless the set is the whole vocabulary.
+    the probabilities of a teacher's set sum to 1, or rounding lifts their sum above 1, the teacher has no
+    tail at that position. With direction "reverse", the KL to a teacher without a tail would be infinite.
+    Direction "reverse" therefore raises a teacher's tail to at least 1e-6, unless the set is the whole
+    vocabulary.
 
     In addition to the gradients, mode "tail" needs a buffer of `chunk_rows` x V, as `head_logprobs` does.
     Mode "renormalized" needs as much memory as `candidate_logprobs`. The call does not read the hidden states
@@ -103,7 +104,7 @@ def distillation_loss(
 
     Args:
         hidden: [T, H], float16, bfloat16, float32, or float64, the student's hidden states that predict the
-            tokens of the T positions. The state at position `s` predicts the token at position `s + 1`.
+            tokens of the T positions. The state at position `s` of a sequence predicts the token at `s + 1`.
         weight: [V, H], the rows of the LM head that this rank holds.
         teacher_sets: the teacher's sets of the T positions, with log-probs over the whole vocabulary at any
             temperature. A sampled token of zero probability is treated as outside the set. The loss ignores
@@ -115,8 +116,8 @@ def distillation_loss(
             set, on all ranks, except padding.
         temperature: the student's temperature, above 0, one number or [T]. The temperature has no gradient.
         chunk_rows: as in `head_logprobs`. Mode "renormalized" ignores `chunk_rows`.
-        weight_grad, backend: as in `candidate_logprobs`. Mode "tail" ignores `backend` and requires "dense",
-            because every id has a gradient.
+        weight_grad, backend: as in `candidate_logprobs`. Mode "tail" ignores `backend`. Mode "tail"
+            requires `weight_grad="dense"`, because every id has a gradient.
 
     Returns:
         The `DistillationLoss` of the T positions, on the inputs' device.

@@ -128,7 +128,7 @@ def gathered_add(
     The other arguments are those of `gathered_sum`.
     """
     plain = source.dtype == weights.dtype
-    step = 2 * chunk if plain else chunk  # copies of `source` rows take as much memory as the sums
+    step = 2 * chunk if plain else chunk  # copied rows of `source` take as much memory as the sums
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):
         return

@@ -4,11 +4,11 @@
 
 `gathered_sum` returns new rows, and `gathered_add` adds to existing rows. `gathered_dot` reads the two rows
 of each dot product once. In `gathered_sum` and `gathered_add`, an entry is one selected row with its weight.
-The entries that are added up to one output row form a segment. These two functions use up to two kernels. The
-first kernel sums a short segment in registers, and writes the sum once, in the output's dtype. A frequent
-token or a large candidate set makes a long segment. The first kernel cuts a segment of more than `_PIECE`
-entries into pieces, and writes one float32 sum for each piece. A second kernel adds the sums of the pieces in
-order. No kernel uses atomics, so results are bitwise reproducible.
+All entries of one output row form a segment. These two functions use up to two kernels. The first kernel sums
+a short segment in registers, and writes the sum once, in the output's dtype. A frequent token or a large
+candidate set makes a long segment. The first kernel cuts a segment of more than `_PIECE` entries into pieces,
+and writes one float32 sum for each piece. A second kernel adds the sums of the pieces in order. No kernel
+uses atomics, so results are bitwise reproducible.
 
 Shape legend: m entries, S segments, P pieces of segments, H hidden size, R rows of the output.
 """
@@ -73,9 +73,9 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     num_entries = len(segments)
     if not num_entries:
         return
-    # Give the numbers 0, 1, 2, and so on to the segments that have an entry. Only the GPU knows how many
-    # segments have entries, so the host assumes the largest possible number. The kernels ignore numbers that
-    # no segment has.
+    # Starting at 0, number the segments that have an entry, without gaps. Only the GPU knows how many such
+    # segments exist, so the host assumes the largest possible count. The kernels skip the numbers of segments
+    # that do not exist.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
@@ -101,9 +101,9 @@ def _sum_segments(
     num_segments = len(out_RH if out_row_S is None else out_row_S)
     if not num_segments or not width:
         return
-    # Only the GPU knows how many entries each segment has. Without waiting for these numbers, the host
-    # launches Triton programs for the largest number of pieces that `num_entries` entries can have. A Triton
-    # program without a piece returns at once.
+    # Only the GPU knows how many entries each segment has. Instead of waiting for these counts, the host
+    # launches Triton programs for the largest possible number of pieces. A Triton program without a piece
+    # returns at once.
     num_entries = len(segments)
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE

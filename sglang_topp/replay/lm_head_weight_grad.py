@@ -169,7 +169,7 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 
 
 def _for_megatron(ctx: Any) -> Tensor | None:
-    """Return the gradient for autograd if the real gradient is in a buffer: zeros for Megatron, else None.
+    """Return what autograd gets in place of the gradient in the buffer: zeros for Megatron, else None.
 
     Megatron's data parallelism needs a `weight.grad`, and a flag that tells Megatron not to add `weight.grad`
     to `main_grad`. The zero gradient is a sparse tensor without rows, which takes no memory.

@@ -97,7 +97,7 @@ class LogitTransform:
         return (logits_CV * (temperature / self.softcap)).square_().neg_().add_(1.0)
 
     def backward_rows_(self, grad_CV: Tensor, slope_CV: Tensor | None, part: slice) -> Tensor:
-        """Overwrite the gradient with respect to the logits, `grad_CV`, with that before scale and soft cap.
+        """Overwrite `grad_CV`, the gradient of the logits, with the gradient of the raw outputs.
 
         `slope_CV` is the result of `softcap_slope` at the same logits.
         """

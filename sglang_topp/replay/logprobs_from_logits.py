@@ -59,10 +59,10 @@ def masked_logprobs(
 
         logprobs[t] = z[t, target_t] - log(sum over i in C_t of exp(z[t, i])),   z = logits / temperature
 
-    Every returned value is differentiable once, in `logits`. Apart from the gradient, the memory that the
-    call needs depends on the number of candidates, not on the size of `logits`. Sums run in float32 (float64
-    for float64 inputs). A position with one candidate or an empty set scores exactly 0 and has no gradient.
-    An empty set belongs to a token that the policy did not draw.
+    Every returned value is differentiable in `logits`, but only once. Apart from the gradient, the memory
+    that the call needs depends on the number of candidates, not on the size of `logits`. Sums accumulate in
+    float32 (float64 for float64 inputs). A position with one candidate or an empty set scores exactly 0 and
+    has no gradient. An empty set belongs to a token that the policy did not draw.
 
     Args:
         logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the
@@ -184,8 +184,8 @@ def mask_logits(
 
     A row of `logits` whose candidate set is empty is unchanged. A row of only minus infinity would be NaN
     after softmax, and a loss mask of 0 does not remove a NaN. `masked_logprobs` scores a row with an empty
-    set as 0. `mask_logits` and `masked_logprobs` give the same loss, because a token that the policy did not
-    draw has a loss mask of 0.
+    set as 0. `mask_logits` and `masked_logprobs` still give the same loss, because a row with an empty set
+    has a loss mask of 0.
 
     Raises:
         InvalidInputError: `logits` is not [T, V] for the T positions of the sets.

@@ -111,9 +111,9 @@ class Layout:
 
         Raises:
             InvalidInputError: a length is negative, or prompts and responses differ in number. The attention
-                mask is missing for bshd, is given for thd, or has a row whose tokens are not contiguous or do
-                not match the row's lengths. The loss mask is not one number per response token. A padded
-                length is too small, or context parallelism cannot split it.
+                mask is missing for bshd, or given for thd. A row of the attention mask has padding between
+                its tokens, or marks a wrong number of tokens. The loss mask is not one number per response
+                token. A padded length is too small, or context parallelism cannot split it.
         """
         prompts, responses = (
             _lengths("prompt_lengths", prompt_lengths),
@@ -150,7 +150,7 @@ class Layout:
     def _padding_of_rows(
         self, attention_mask: ArrayLike | None, lengths: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
-        """Return the number of columns of left padding, and the width, of each row, both int64 [B]."""
+        """Return each row's number of left-padding columns, and each row's width, both int64 [B]."""
         if attention_mask is None:
             raise InvalidInputError(
                 "attention_mask: missing; with format 'bshd' only the mask of the forward pass tells on which"
@@ -190,7 +190,7 @@ class Layout:
 
     @property
     def _multiple(self) -> int:
-        """The number of which a padded length must be a multiple for context parallelism to split it."""
+        """Context parallelism can split a padded length only if the length is a multiple of this number."""
         return 2 * self.cp_size if self.split == "zigzag" and self.cp_size > 1 else self.cp_size
 
     def _place(
@@ -239,7 +239,8 @@ class RowSelection:
         hidden_rows: int64 [R], indices into the rank's hidden states, viewed as `[num_hidden_rows, H]`.
         positions: int64 [R], the response position that each row scores, ascending.
         num_hidden_rows: the number of rows that this rank holds according to the layout.
-        num_sequences: the length of the hidden states' sequence axis, which is B for bshd and 1 for thd.
+        num_sequences: the length of the axis of the hidden states that counts sequences: B for bshd, and 1
+            for thd.
         response_lengths: int64 [B], the number of response positions of each sample.
         scored: bool [response positions], True where any rank scores the position. `scored` is the same on
             every rank.
@@ -274,7 +275,8 @@ class RowSelection:
                 f"hidden: got shape {tuple(hidden.shape)}, {len(flat)} rows; by the layout this rank holds"
                 f" {self.num_hidden_rows}"
             )
-        # Reject the layout [S, B, H] of some trainers, which has the same number of rows in another order.
+        # Some trainers use the layout [S, B, H], with the same number of rows in another order. Reject this
+        # layout.
         axes = [length for length in hidden.shape[:-1] if length != 1]
         if len(axes) > 1 and axes[0] != self.num_sequences:
             raise InvalidInputError(
@@ -313,7 +315,7 @@ class RowSelection:
     def scatter(self, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
         """Put the R values at their response positions, zeros at all others, and sum over `cp_group`.
 
-        The result is differentiable. The backward needs no communication, because each rank takes the
+        The result is differentiable. The backward pass needs no communication, because each rank takes the
         gradients of its own rows. The incoming gradient must therefore be the same on every rank, which is
         true if all ranks compute the same loss.
 
@@ -370,8 +372,8 @@ def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
         raise InvalidInputError(
             f"loss_mask: got shape {mask.shape}, expected [{num_positions}], one per response position"
         )
-    # Refuse NaN and everything that is not a number, because `astype` below would make NaN and the text "0"
-    # True, and None False.
+    # Refuse NaN and everything that is not a number. Otherwise, `astype` below would convert NaN and the text
+    # "0" to True, and None to False.
     if mask.size and (mask.dtype.kind not in "biuf" or np.isnan(mask).any()):
         raise InvalidInputError(f"loss_mask: got dtype {mask.dtype} or a NaN, expected numbers")
     return mask.astype(np.bool_)

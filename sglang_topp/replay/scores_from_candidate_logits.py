@@ -3,8 +3,8 @@
 `candidate_head` and `logprobs_from_logits` share this module. All tensors have one value per candidate or per
 position. No tensor has a vocabulary axis.
 
-Shape legend: T positions, n candidates in all, A positions with two or more candidates, m candidates that
-this rank holds at the A positions.
+Shape legend: T positions, n candidates in all. A is the number of positions with two or more candidates, and
+m is the number of candidates that this rank holds at these positions.
 """
 
 from __future__ import annotations

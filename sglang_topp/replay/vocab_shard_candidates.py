@@ -58,10 +58,10 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class SupportIndex:
-    """An index of the candidates whose logits replay needs: those at positions with two or more candidates.
+    """An index of the candidates at positions with two or more candidates: replay needs only their logits.
 
-    A position with one candidate has log-prob 0 under any policy, and a position with an empty set is not
-    scored. The index therefore leaves out positions with fewer than two candidates. Pass `smallest=1` to
+    A position with one candidate has log-prob 0 under any policy, and a position with an empty set scores 0
+    too. The index therefore leaves out positions with fewer than two candidates. Pass `smallest=1` to
     `SupportIndex.of` if the ids outside each set form a tail. With a tail, a position with one candidate has
     the candidate and the tail as outcomes.
 
@@ -101,7 +101,11 @@ class SupportIndex:
 
     @functools.cached_property
     def by_id(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`(ids, order, positions)`, all int64 [m]: the held candidates sorted by id, with the sort order."""
+        """The held candidates, sorted by id: `(ids, order, positions)`, all int64 [m].
+
+        `order` is the permutation that sorts the field `ids`. `positions` has the position of each sorted
+        candidate.
+        """
         ids, order = self.ids.sort(stable=True)
         return ids, order, self.positions.index_select(0, order)
 
@@ -122,7 +126,7 @@ class SupportIndex:
         *,
         smallest: int = 2,
     ) -> tuple[SupportIndex, bool]:
-        """Return the index of `candidates`, and whether the host may wait for the device to check values.
+        """Return the index of `candidates`, and whether value checks may make the host wait for the device.
 
         The first call with `CandidateTensors` and a shard stores the index in the `CandidateTensors`. Later
         calls return the stored index, without work on the host and without waiting for the device.

@@ -33,14 +33,15 @@ _EXP_BYTES = 1 << 26
 
 
 def row_parts(num_rows: int, chunk_rows: int) -> list[slice]:
-    """Return slices that together cover `num_rows` rows: `chunk_rows` rows each, the last maybe fewer."""
+    """Split `num_rows` rows into slices of `chunk_rows` rows. The last slice may have fewer rows."""
     return [slice(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
 
 
 def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> int:
-    """Return `chunk_rows`, or by default the number of rows of `row_bytes` bytes that fit in `chunk_bytes`.
+    """Return the number of rows per chunk, which is at least 1.
 
-    The result is at least 1.
+    The result is `chunk_rows` if the caller gives it. Otherwise, the result is how many rows fit in
+    `chunk_bytes` bytes if one row takes `row_bytes` bytes.
     """
     if chunk_rows is None:
         return max(1, chunk_bytes // max(1, row_bytes))

@@ -300,7 +300,7 @@ async def test_a_score_is_of_the_weights_that_it_names(
         await requests.push(weight_folders["head-1"], "head-1", flush_cache=mode == "retract" and CAN_FLUSH)
         await requests.go_on()
         (score,) = await work
-        # A retracted request begins again. Otherwise it ends as an error after the rest of its prompt, and
+        # A retracted request begins again. Otherwise it ends with an error after the rest of its prompt, and
         # the client repeats it.
         assert num_prefilled(engine) > before
     assert score.weight_version == "head-1"

@@ -52,7 +52,7 @@ OnFailure: TypeAlias = Callable[[tuple[int, int], SglangToppError], None]
 
 @dataclass(frozen=True)
 class Operation(Generic[Result]):
-    """The differences between rollouts and scores: protocols, and functions that read or copy a result.
+    """Settings that differ for rollouts and scores: words in messages, protocols, and functions on a result.
 
     Attributes:
         singular, plural: the singular and plural noun for a result in messages.
@@ -94,7 +94,7 @@ class ResultSink(Protocol[_Taken]):
     """The receiver of one request's results. The sink also decides which samples the dispatcher requests."""
 
     def begin(self) -> Iterable[SampleRequest]:
-        """Return the requests to send first."""
+        """Return the initial requests. `take` may return further requests."""
 
     def take(self, result: _Taken, /) -> tuple[SampleRequest, float] | None:
         """Take one result from the dispatcher.
@@ -245,7 +245,7 @@ class Dispatcher(Generic[Result]):
             try:
                 await self._exchange(endpoint, exchange, key, take)
             except SglangToppError as error:
-                # Ignore a retryable error after the last sample has arrived, such as a broken connection.
+                # After the last sample has arrived, ignore a retryable error, such as a broken connection.
                 if missing or not is_retryable(error):
                     raise
             finally:

@@ -32,12 +32,13 @@ _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
 # paused. SGLang's `/health` does not answer at once, because `/health` generates a token.
 _PROBE_PATHS: dict[Kind, str] = {"sidecar": "/healthz", "sglang": "/model_info"}
 _PROBE_TIMEOUT_S = 10.0
-# SGLang's scheduler answers `/server_info` only between two steps, so a short time limit would fail while the
-# scheduler is busy.
+# SGLang's scheduler answers `/server_info` only between two steps, so a short time limit would expire while
+# the scheduler is busy.
 _INFO_TIMEOUT_S = 30.0
-# A new engine compiles kernels during its first request, so a short time limit would fail.
+# A new engine compiles kernels during its first request, so a short time limit would expire too early.
 _FIELD_CHECK_TIMEOUT_S = 120.0
-# A sidecar answers `/abort` only after its engine has stopped the request, so a short time limit would fail.
+# A sidecar answers `/abort` only after its engine has stopped the request, so a short time limit would expire
+# too early.
 _SIDECAR_ABORT_TIMEOUT_S = 10.0
 
 

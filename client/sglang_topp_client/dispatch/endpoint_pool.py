@@ -36,7 +36,7 @@ class EndpointPool:
         kinds: maps the `base_url` of a server to its kind, `"sidecar"` or `"sglang"`, once the kind is known.
             All event loops share this mapping.
         max_long_messages: see `LongMessageSlots`.
-        max_retries: how often a failed call is retried.
+        max_retries: the maximum number of retries of a failed call.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class EndpointPool:
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests that continue rollouts by the server that generated the rollout.
+        """Group requests by the server whose rollouts they continue.
 
-        One more group holds the requests that continue no rollout, or a rollout of an unknown server.
+        One more group holds the requests that continue no rollout, and the requests whose server is unknown.
         """
         groups: dict[Endpoint | None, list[SampleRequest]] = {}
         for request in requests:

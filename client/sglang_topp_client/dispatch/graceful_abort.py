@@ -33,8 +33,8 @@ class GracefulAbort:
     def request(self) -> None:
         """Begin the abort.
 
-        After `request`, a `run` ends once the server's answer is complete, or once the server has sent
-        nothing for `grace_s` seconds.
+        After a call of this method, `run` ends once the server's answer is complete, or once the server has
+        sent nothing for `grace_s` seconds.
         """
         self.note_received()
         self._requested.set()
@@ -56,9 +56,10 @@ class GracefulAbort:
         Args:
             call: a coroutine that makes the call, with its retries. If `request` was called before `run`, the
                 coroutine is not started.
-            open_orders: returns a mapping from the id of each open HTTP request, as the server knows the id,
-                to a function that sends an abort for this request. The mapping leaves out requests whose id
-                is unknown. If no request is open, `open_orders` returns None, and `run` cancels the call.
+            open_orders: returns a mapping with one function for each open HTTP request. The function sends an
+                abort for the request. The key is the request's id on the server. The mapping leaves out
+                requests whose id is unknown. If no request is open, `open_orders` returns None, and `run`
+                cancels the call.
 
         Raises:
             Exception: the error that `call` raised.

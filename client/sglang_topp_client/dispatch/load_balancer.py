@@ -31,9 +31,9 @@ class _State(Generic[_T]):
 class LoadBalancer(Generic[_T]):
     """The load balancer of one client, within one event loop.
 
-    After a failure (no complete answer, 429, or 5xx), an endpoint gets no calls until a delay has passed. The
-    delay about doubles with each failure in a row (`delay_s`). After the delay, the endpoint gets a single
-    call as a test. If the test call succeeds, the endpoint gets calls as before.
+    After a failure (no complete answer, 429, or 5xx), an endpoint gets no calls until a delay has passed.
+    Each further failure in a row roughly doubles the delay (`delay_s`). After the delay, the endpoint gets a
+    single call as a test. If the test call succeeds, the endpoint gets calls as before.
 
     Args:
         endpoints: one endpoint or several.
@@ -56,7 +56,7 @@ class LoadBalancer(Generic[_T]):
         return {state.endpoint: state.error for state in self._states if state.error is not None}
 
     def has_ready(self, *, without: Collection[_T]) -> bool:
-        """Return whether an endpoint that is not in `without` is ready."""
+        """Return whether at least one endpoint is ready, other than the endpoints in `without`."""
         return any(self._is_ready(state) and state.endpoint not in without for state in self._states)
 
     @contextmanager

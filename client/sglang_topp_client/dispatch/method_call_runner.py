@@ -163,8 +163,8 @@ class MethodCallRunner:
 
         Args:
             requests: one request for each sequence.
-            is_repeated: whether to score a sequence again after an abort request, a pause, or a weight update
-                made the engine abort the sequence.
+            is_repeated: whether to score a sequence again if the engine aborted it because of an abort
+                request, a pause, or a weight update.
             timeout_s: the time limit of the whole request, in seconds.
             progress: see `Progress`.
             request_id: the caller's name for the request.
@@ -336,8 +336,8 @@ async def _dispatch(
     Raises:
         TimeoutError: the deadline passed before the request ended.
     """
-    # Let `_run` report the passed deadline to the caller first, because cancelling the calls may take a
-    # second.
+    # Wait a little longer than the deadline, so that `_run` first reports the timeout to the caller.
+    # Cancelling the calls may take a second.
     end = None if deadline is None else deadline + _CALLER_FIRST_S
     with endpoints.aborts_expected():
         async with asyncio.timeout_at(end):

@@ -40,8 +40,8 @@ class ResultQueue(Generic[_T]):
     async def get(self) -> _T | None:
         """Wait for the next result and return it; return None after the last one."""
         result = await self._results.get()
-        # Let calls continue only once the caller has taken half of the results. Otherwise, every taken result
-        # would wake the tasks in `wait_for_room`.
+        # The tasks in `wait_for_room` continue only after the caller has taken half of the results.
+        # Otherwise, every taken result would wake these tasks.
         if self._results.qsize() <= self._max_waiting // 2:
             self._has_room.set()
         return result

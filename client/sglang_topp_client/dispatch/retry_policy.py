@@ -27,8 +27,8 @@ class RetryBudget:
         max_retries: how many retries the call has.
         waits_for_engine: whether the call waits without limit for an engine that refuses requests (429, 503).
             These repeated attempts do not count as retries.
-        repeats_aborted: whether a call is sent again after an abort request, a pause, or a weight update made
-            the engine abort the call. Such a call then waits for the engine without limit, because the engine
+        repeats_aborted: whether a call is sent again if the engine aborted it because of an abort request, a
+            pause, or a weight update. Such a call then waits for the engine without limit, because the engine
             may be paused.
     """
 

@@ -200,7 +200,8 @@ class StreamedExchange(ABC, Generic[_Result]):
     def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
         """Return the prompt's token ids.
 
-        Raise WireError if the sample's last chunk, `last`, reports another number of prompt tokens.
+        Raise WireError if `last`, the sample's last chunk, reports a number of prompt tokens that differs
+        from the number of these ids.
         """
         if isinstance(self._wanted.prompt, str):
             prompt_ids = _text_prompt_ids(last)

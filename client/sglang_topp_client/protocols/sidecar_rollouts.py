@@ -53,9 +53,9 @@ class SidecarExchange(ABC, Generic[_Result]):
     A subclass decodes each sample or score into a result, such as a `Rollout`.
 
     Attributes:
-        path: the route, such as `"/rollouts"`. The final message reports the number of results in a field
-            that is named like the route, such as `rollouts`.
-        media_type: the media type of an answer in frames.
+        path: the route, such as `"/rollouts"`. The final message has a field with the route's name, such as
+            `rollouts`. The field holds the number of results.
+        media_type: the media type of an answer that consists of binary frames.
         missing_route: the error message if the sidecar has no such route.
     """
 
@@ -132,7 +132,7 @@ class SidecarExchange(ABC, Generic[_Result]):
         Raises:
             WireError: the message is not in the sidecar's format, or the sample is inconsistent or does not
                 match the request.
-            SglangToppError: the message reports this error.
+            SglangToppError: the message contains an error from the sidecar.
         """
         if not line:
             return []

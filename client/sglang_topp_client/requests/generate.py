@@ -143,11 +143,10 @@ def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
 
 
 def thresholds_of(given: Any, count: int, *, per: str = "prompt") -> list[float | None]:
-    """Return one threshold per prompt, or None for each prompt without candidate sets.
+    """Return one threshold per prompt, or None for each prompt without a threshold.
 
     Args:
-        given: one threshold for all prompts, or one threshold per prompt. The threshold None or 0 requests no
-            candidate sets.
+        given: one threshold for all prompts, or one threshold per prompt. None or 0 stands for no threshold.
         count: the number of prompts.
         per: the word for a prompt in error messages, such as `"sequence"`.
 
@@ -192,8 +191,8 @@ def one_each(name: str, values: Any, count: int, *, per: str = "prompt") -> Sequ
     """Return `values` as a list of `count` values, one for each prompt.
 
     Raises:
-        InvalidInputError: `values` is not a sequence of `count` values. The error message calls the argument
-            `name`, and calls a prompt `per`.
+        InvalidInputError: `values` is not a sequence of `count` values. The error message uses `name` as the
+            argument's name, and `per` as the word for a prompt.
     """
     try:
         given = None if isinstance(values, str | bytes | Mapping | Set) else len(values)

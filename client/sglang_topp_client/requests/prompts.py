@@ -45,7 +45,7 @@ _NO_MEDIA = (
 
 
 def find_media(fields: Mapping[Any, Any]) -> str | None:
-    """Return an error message if a value in `fields` holds images, audio, or video, or None otherwise."""
+    """Return an error message, or None if `fields` holds no images, audio, or video."""
     found = next((name for name in _MEDIA if fields.get(name) is not None), None)
     return None if found is None else f"got {found}, expected text only; {_NO_MEDIA}"
 

@@ -159,12 +159,12 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
     Args:
         rollout: the unfinished rollout, for which `as_finished` returned None.
         wanted: the request for a complete sample of the original prompt.
-        sample: the index in `wanted.samples` of the sample that the rollout continues.
+        sample: the sample index of the rollout, which is an element of `wanted.samples`.
     """
     start = rollout.turn_start
     num_tokens = len(rollout.output_ids) - start
     # The request `wanted` may itself resume an earlier sample. The prompt of `wanted` then ends with the
-    # tokens of the earlier sample, and the new `resumed_tokens` must include these tokens.
+    # tokens of the earlier sample, and the new `resumed_tokens` must count these tokens too.
     num_before = 0 if start else wanted.resumed_tokens or 0
     params = dict(wanted.sampling_params)
     if num_tokens:

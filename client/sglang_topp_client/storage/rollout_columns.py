@@ -278,8 +278,7 @@ class _Sets:
     def _flat(lists: _Lists, rows: slice) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Concatenate the lists that the column `lists` holds in the consecutive rows `rows`.
 
-        Return a new array with the numbers of all concatenated lists, and the offset of each list in the new
-        array.
+        Return a new array with the elements of all these lists, and the offset of each list in this array.
         """
         offsets = lists.offsets[rows.start : rows.stop + 1].astype(np.int64)
         return lists.values.to_numpy()[offsets[0] : offsets[-1]].copy(), offsets - offsets[0]
@@ -299,8 +298,8 @@ def _nested(
     """Return an Arrow column with a list of lists in each row.
 
     One row is one rollout. The row's outer list has one inner list for each candidate set of the rollout.
-    Each inner list holds the token ids, or the log-probs, of one set, taken from the rollout's array in
-    `values`.
+    `values` has one flat array per rollout, with the token ids or the log-probs of all its sets. Each inner
+    list is the part of this array that belongs to one set.
     """
     sizes = [None if one is None else one.sizes for one in sets]
     flat = np.concatenate([np.empty(0, dtype), *(row for row in values if row is not None)])

@@ -84,8 +84,8 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
         ModuleNotFoundError: pyarrow is not installed.
     """
     pyarrow()
-    # List the files before the generator starts, so that `load_rollouts` raises the error for a wrong path,
-    # and not the caller's first `next`.
+    # List the files before the generator starts. If the path is wrong, the call of `load_rollouts` then
+    # raises the error. Otherwise, only the caller's first `next` would raise it.
     files = files_of(path)
     return (rollout for file in files for _, rollout, _ in load_rows(file))
 

@@ -32,10 +32,10 @@ class FileLimitError(TransportError):
 def max_connections(wanted: int) -> int:
     """Return how many connections a client may have.
 
-    The returned number is the smaller of two numbers: `wanted`, and the process's limit on open files minus
-    the files that are open now and a reserve. The reserve is 64 files or an eighth of the limit, whichever is
-    smaller. The returned number is at least 1, so that a client without a free descriptor raises
-    an error, and does not wait forever.
+    The returned number is `wanted` or the number of free descriptors, whichever is smaller. The number of
+    free descriptors is the process's limit on open files, minus the number of files open now, minus a
+    reserve. The reserve is 64 files or an eighth of the limit, whichever is smaller. The returned number is
+    at least 1, so that a client without a free descriptor raises an error, and does not wait forever.
     """
     limit = _limit()
     if limit is None:
@@ -79,8 +79,7 @@ def _num_open() -> int:
 def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
     """Return the `errno` values of `error` and of all errors linked to it.
 
-    The linked errors are the causes and contexts of `error` and, if `error` is an exception group, its
-    members.
+    An error is linked to its cause and its context. An exception group is also linked to its members.
     """
     if error is None or id(error) in seen:
         return set()

@@ -33,8 +33,8 @@ async def lines(
         WireError: a line is longer than `max_bytes`; the rest of the answer is not read.
         TransportError: the answer ends within a line.
     """
-    # This function collects a line in one large buffer, and not in a list of chunks, because malloc returns
-    # the memory of a large buffer to the OS as soon as the buffer is freed.
+    # Collect a line in one large buffer, and not in a list of chunks. malloc returns the memory of a large
+    # buffer to the OS as soon as the buffer is freed.
     pending = bytearray()
     with limit.reader() as reader:
         async for data in body:
@@ -44,8 +44,8 @@ async def lines(
                 _check_length(len(pending) + len(end), max_bytes)
                 pending += end
                 line = bytes(pending).rstrip(b"\r")
-                # A line may have hundreds of MB. To save memory, free the buffer `pending` before the caller
-                # decodes the line, and free `line` before reading the next line.
+                # A line may be hundreds of MB long. To save memory, free the buffer `pending` before the
+                # caller decodes the line, and free `line` before reading the next line.
                 pending = bytearray()
                 yield line
                 del line

@@ -27,8 +27,8 @@ class LoopThread:
     """
 
     def __init__(self) -> None:
-        # The lock is reentrant, because a thread that holds the lock may call `run`. This happens if the
-        # garbage collector runs on the thread and closes a client's generator, which calls `run`.
+        # The lock is reentrant, because a thread that holds the lock may call `run`. For example, the garbage
+        # collector runs on the thread and closes a client's generator, and the generator then calls `run`.
         self._lock = threading.RLock()
         self._running: _Running | None = None
         self._pid = os.getpid()
@@ -144,7 +144,7 @@ class _Running:
             raise TransportError(f"no event loop could be started for the client: {reason}") from error
 
     def stop(self) -> None:
-        """End the event loop, which cancels all of its tasks, and wait until the thread ends."""
+        """Cancel all tasks of the event loop, end the loop, and wait until the thread ends."""
         if not self.loop.is_closed():
             self.end()
             self.join()

@@ -24,8 +24,8 @@ class Score:
         request_id: the engine's id of the request.
         token_ids: int32 [L], the token ids of the whole sequence.
         start: the first scored position, 1 to L, where L means that no position is scored.
-        logprobs: float32 [L - start], the natural log-prob over the full vocabulary of each token from
-            `start` on, given all earlier tokens.
+        logprobs: float32 [L - start], the natural log-prob of each token from `start` on, given all earlier
+            tokens. The log-probs are normalized over the full vocabulary.
         candidates: the candidate set of each scored position, L - start sets, with `token_ids[t]` as the
             sampled token, or None if the request did not ask for sets.
         weight_version: the version of the weights that scored every position, as the engine reports it.

@@ -36,7 +36,7 @@ def spans_to_json(spans: WeightSpans) -> list[dict[str, Any]]:
 
 
 def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
-    """Convert the JSON value of SGLang's field `weight_versions` to spans, or null to None.
+    """Convert the JSON value of SGLang's field `weight_versions` to spans. Return None for null.
 
     Raises:
         WireError: the JSON value is malformed, or does not cover each of the `num_tokens` tokens exactly
@@ -69,7 +69,7 @@ def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
 def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
     """Concatenate the weight spans of two consecutive parts of a rollout.
 
-    If the first part ends with the version with which the second part begins, merge these two spans.
+    If the first part's last span and the second part's first span have the same version, merge the two spans.
     """
     if first and second and first[-1][0] == second[0][0]:
         (version, count), *rest = second

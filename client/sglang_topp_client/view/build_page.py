@@ -31,7 +31,8 @@ MAX_DETAILED = 64
 _MAX_DETAIL_BYTES = 28 * 2**20
 """The maximum total size in bytes of the encoded rollouts that one page contains.
 
-The page holds the encoded rollouts in base64, which makes 37 MiB of 28 MiB. The page thus stays below 50 MB.
+The page holds the encoded rollouts in base64, which enlarges 28 MiB to 37 MiB. The page thus stays below
+50 MB.
 """
 
 _CONTEXT = 12
@@ -62,7 +63,7 @@ def page_of_file(
 
     Raises:
         InvalidInputError: there are no rollouts.
-        WireError: a file was altered or cut; the error names the file.
+        WireError: a file was altered or truncated; the error names the file.
         OSError: the path cannot be read.
     """
 
@@ -174,7 +175,7 @@ class _Details:
         return len(self._encoded)
 
     def add(self, row: int, scored: ScoredRollout) -> None:
-        """Encode the rollout, and keep the encoded tokens, if `order` contains the row number `row`."""
+        """Encode the rollout and keep the encoded tokens, but only if `order` contains `row`."""
         if row in self._order:
             self._encoded[row] = encode_detail(scored)
 

@@ -1,8 +1,8 @@
 """Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
 The page holds its data in script elements whose types browsers do not execute. The data never contain the
-character `<`, and so cannot end a script element early. The data are JSON, in which `_json_text` escapes `<`,
-and base64, which does not use `<`.
+character `<`, and so cannot end a script element early. The data are JSON or base64. `_json_text` escapes
+each `<` in the JSON, and base64 does not use `<`.
 """
 
 from __future__ import annotations

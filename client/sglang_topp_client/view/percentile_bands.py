@@ -1,8 +1,8 @@
 """Percentile bands for the charts of `sglang-topp view`: median, p10, and p90 by position in the output.
 
 To keep memory constant, this module rounds each metric value to the nearest point of a fixed grid, and stores
-only the number of values at each grid point. A percentile is exact to the distance between two grid points, a
-difference too small to see in a chart.
+only the number of values at each grid point. The error of a percentile is at most the distance between two
+grid points, which is too small to see in a chart.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PositionBands:
         np.add.at(self._counts.reshape(-1), cells, 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the width of the bins, and the number of tokens, p10, median, and p90 of each bin."""
+        """Return the width of the bins, and the p10, median, p90, and token count of each bin."""
         totals = self._counts.sum(axis=1)
         used = int(np.flatnonzero(totals)[-1]) + 1 if totals.any() else 0
         return {"width": self._width, "count": totals[:used].tolist()} | {

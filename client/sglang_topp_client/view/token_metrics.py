@@ -48,7 +48,7 @@ class TokenMetrics:
 
     @property
     def log_ratio_or_mass(self) -> Float64Array:
-        """float64 [T]: the log-ratio of each token without replay, or an estimate if the ratio is unknown.
+        """float64 [T]: `log_ratio`, with an estimate for each token whose `log_ratio` is NaN.
 
         The log of the kept mass serves as the estimate, because it is the exact log-ratio of a trainer with
         the sampler's weights.

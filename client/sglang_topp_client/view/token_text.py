@@ -52,7 +52,7 @@ class TokenTexts:
                 f"--tokenizer: got {os.fspath(path)}, expected a tokenizer.json or the directory of a model"
                 f" that holds one: {error.strerror}"
             ) from None
-        except Exception as error:  # `tokenizers` raises `Exception`, and no subclass of it
+        except Exception as error:  # `tokenizers` raises `Exception` itself, not a subclass
             raise InvalidInputError(f"--tokenizer: {file} holds no tokenizer: {error}") from None
         self._added = {
             token_id: token.content for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -103,7 +103,7 @@ def _byte_level() -> dict[str, bytes]:
     """Return a mapping from characters to bytes: the 256 characters with which byte-level BPE writes bytes.
 
     Byte-level BPE writes a byte as the Latin-1 character whose code is the byte, if this character is
-    printable. Byte-level BPE writes every other byte as a character from U+0100 on.
+    printable. Byte-level BPE writes each of the remaining bytes as a character from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

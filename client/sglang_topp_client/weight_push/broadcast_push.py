@@ -187,8 +187,8 @@ class _Group:
                 future.cancel()
             await asyncio.wait({own, *steps})
             if own.cancelled():
-                # The daemon thread that runs `work` still waits for the engines in a collective operation.
-                # The thread frees the process group when the collective operation times out.
+                # The daemon thread that runs `work` is still in a collective operation, and waits for the
+                # engines. The thread frees the process group when the collective operation times out.
                 self._group, self._has_engines = None, False
         for task, engine in steps.items():
             error = None if task.cancelled() else task.exception()

@@ -87,8 +87,8 @@ class EngineControl:
 
         Raises:
             BadRequestError: SGLang refused the flush, because requests still hold memory of the KV cache, or
-                because retracted requests wait. Waiting requests block a flush only in SGLang before 0.5.21,
-                and in every release with --pp-size.
+                because retracted requests wait. Waiting requests block a flush only in SGLang before 0.5.21
+                or with --pp-size.
         """
         # The flush request has a timeout only in the mode "abort", in which SGLang's scheduler keeps running.
         # In the mode "retract", the scheduler is paused and never checks the timeout.

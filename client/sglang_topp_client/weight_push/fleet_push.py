@@ -50,9 +50,9 @@ async def push_to_fleet(
     _raise_first(await on_each(engines, lambda engine: engine.pause(mode)), unsent)
     flush = None if mode == "in_place" else lambda engine: engine.flush_cache(mode)
     if flush is not None:
-        # Flush the KV caches before the update, so that no engine has new weights if a flush fails. A flush
-        # as part of the update request could fail only after the update, and SGLang before 0.5.22 exits in
-        # that case.
+        # Flush the KV caches before the update, so that no engine has new weights if a flush fails. The
+        # update request itself would flush only after the update, and SGLang before 0.5.22 exits if that
+        # flush fails.
         _raise_first(await on_each(engines, flush), unsent)
     try:
         outcomes = await send(engines)

@@ -27,7 +27,8 @@ async def weight_sender(
     """Yield a function that sends the weights to a list of paused engines.
 
     Args:
-        weights: the weights to push, which the caller has already checked for the transport `via`.
+        weights: the weights to push, checked by `check_path_or_model` for `"disk"`, and by
+            `check_model_or_tensors` for the other transports.
         version: the name of the weights.
         via: the transport: `"disk"`, `"tensor"`, or `"distributed"`.
         timeout_s: the time limit of each collective operation of the process group. Only the transport

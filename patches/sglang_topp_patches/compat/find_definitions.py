@@ -6,7 +6,7 @@ place. The tests use this module to check SGLang releases that are not installed
 The package griffe 2.4.1 was tried on SGLang 0.5.23, but cannot replace this module. The patch set uses 65
 names of SGLang 0.5.23, namely 53 functions that the patch set hooks or calls, and 12 names that it imports.
 griffe found none of these 65 names. The folder `sglang/srt` has no `__init__.py`, so griffe does not treat
-the folder as a part of the package `sglang`. When griffe loaded `sglang/srt` as a package of its own, this
+the folder as a part of the package `sglang`. griffe can load `sglang/srt` as a package of its own. The load
 took 30 s of CPU time, and griffe did not resolve the names that are imported from `sglang.srt`. This module
 finds all 65 names of SGLang in 1.3 s.
 """
@@ -77,9 +77,9 @@ class PackageSource:
         return True
 
     def elsewhere(self, target: str) -> tuple[str, ...]:
-        """Return, sorted, all other dotted paths at which the package defines the last name in `target`.
+        """Return all other dotted paths that end in the last name of `target`, sorted by file.
 
-        The search covers definitions at a module's top level and within a class.
+        The search covers functions and classes at a module's top level and within a class.
         """
         name = target.rpartition(".")[2]
         found = []
@@ -204,8 +204,8 @@ class PackageSource:
 def _definitions(tree: ast.AST, *, nested: bool = True) -> Iterator[tuple[str, ast.AST]]:
     """Yield each name that a module or class defines, with the syntax node of the definition.
 
-    A definition may also be in an `if`, `try`, or `with` statement. `nested` adds names of the form
-    `Class.name`.
+    A definition may also be in an `if`, `try`, or `with` statement. If `nested` is True, names of the form
+    `Class.name` are included.
     """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, _Function | ast.ClassDef):
@@ -239,7 +239,7 @@ def _of_function(node: _Function) -> tuple[str, ...]:
 
 
 def _says(node: ast.ClassDef, name: str) -> bool:
-    """Return whether a class statement, or a decorator of the class, has the keyword argument `name=True`."""
+    """Return whether a class statement or a class decorator sets the keyword argument `name` to True."""
     words = [*node.keywords]
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call):

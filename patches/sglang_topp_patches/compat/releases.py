@@ -197,7 +197,10 @@ On an unlisted release, the hooks only refuse requests for sets and report probl
 
 @cache
 def installed() -> tuple[str, Release]:
-    """Return the installed SGLang's version, empty if SGLang is not installed, and its `Release`."""
+    """Return the version and the `Release` of the installed SGLang.
+
+    If SGLang is not installed, the version is an empty string.
+    """
     try:
         name = version("sglang")
     except PackageNotFoundError:
@@ -211,5 +214,5 @@ def internals() -> Internals:
 
 
 def refused(feature: Feature) -> str:
-    """Return why the patch set refuses a feature with the installed SGLang, or an empty string."""
+    """Return why the patch set refuses a feature with this SGLang, or an empty string if it does not."""
     return installed()[1].refused.get(feature, "")

@@ -77,9 +77,9 @@ def check_seams() -> Status:
 
 
 def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
-    """Return the supported release whose seams have the fewest problems in the installed SGLang.
+    """Return the supported release that is most like the installed SGLang, and one check per seam.
 
-    Also return the check of each of the release's seams.
+    In that release, the checks find a problem with the fewest seams.
     """
     found = {name: _checks(release) for name, release in RELEASES.items()}
     best = min(found, key=lambda name: sum(bool(check.problem) for check in found[name]))
@@ -120,7 +120,7 @@ def status() -> Status:
 
     found = check_seams()
     patched: set[str] = getattr(HookRegistry, "_patched", set())
-    # If `check_seams` finds a problem, the plugin installs only the hooks with `always`.
+    # If `check_seams` finds a problem, the plugin installs only the hooks whose `always` is True.
     expected = [c.seam.target for c in found.checks if any(found.active or h.always for h in c.seam.hooks)]
     idle = [target for target in expected if target not in patched]
     problems = found.problems + tuple(
@@ -145,7 +145,7 @@ def _problem(seam: Seam) -> str:
 
 
 def _import_error(target: str) -> ImportError | None:
-    """Return the error of importing the target's module, or None if all its modules can be imported.
+    """Return the ImportError that a module on the path to the target raises during its import, or None.
 
     `pkgutil.resolve_name` ignores an ImportError, such as that of a missing dependency, and raises an
     AttributeError about the module's parent instead.

@@ -20,7 +20,7 @@ class Hook:
         kind: the hook's kind in SGLang's `HookType`, which is BEFORE, AFTER, or AROUND.
         function: the hook's path in this package, as `module.function`.
         always: whether the plugin installs the hook even in a process that serves no candidate sets. A
-            hook with `always` refuses requests or reports problems.
+            hook whose `always` is True refuses requests or reports problems.
         state: the field of `plugin.ProcessState` that the hook gets as its first argument; empty if the hook
             gets no state.
     """
@@ -400,7 +400,9 @@ COMPOSED = (
         "knows which tokens became visible",
     ),
 )
-"""The function and the class for several auxiliary outputs in one forward pass, since SGLang 0.5.20."""
+"""The function that combines auxiliary outputs, and the class that lists visible tokens.
+
+SGLang 0.5.20 and later have both."""
 
 DISAGGREGATION = (
     Seam(
@@ -467,7 +469,7 @@ WEIGHT_PUSHES = _weight_pushes(_UPDATER, *_PUSHES)
 """The methods that receive pushed weights, in SGLang 0.5.13 and later."""
 
 WEIGHT_PUSHES_IN_MIXIN = _weight_pushes(_UPDATER_MIXIN, *_PUSHES)
-"""The methods that receive pushed weights in SGLang 0.5.12, where they belong to the scheduler itself."""
+"""The methods of the scheduler's mixin that receive pushed weights, in SGLang 0.5.12."""
 
 WEIGHT_UPDATE_SESSIONS = _weight_pushes(_UPDATER, "begin_weight_update", "end_weight_update")
 """The methods `begin_weight_update` and `end_weight_update`, which exist since SGLang 0.5.21.
@@ -563,7 +565,7 @@ SCORED_ROWS_ON_HOST = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""`LogitsMetadata` since SGLang 0.5.21, whose list of rows that score prompt tokens is on the host."""
+"""`LogitsMetadata` since SGLang 0.5.21: the list of rows that score prompt tokens is on the host."""
 
 SEND_WITH_STATE = (
     Seam(
@@ -585,7 +587,7 @@ FEW_STATUSES = (
         (_after("http.sets_in_meta_info.answer_with_status"),),
     ),
 )
-"""`_stream_one_response` in SGLang before 0.5.23, which loses the HTTP status of some errors."""
+"""`_stream_one_response` in SGLang before 0.5.23: the method loses the HTTP status of some errors."""
 
 STREAMER = (
     Seam(
@@ -614,7 +616,7 @@ SCORED_ROWS = (
         "reads which rows of a pass score which prompt tokens",
     ),
 )
-"""`LogitsMetadata` before SGLang 0.5.21, whose list of rows that score prompt tokens is on the device."""
+"""`LogitsMetadata` before SGLang 0.5.21: the list of rows that score prompt tokens is on the device."""
 
 COPY_TO_HOST = (
     Seam(
@@ -762,6 +764,6 @@ NO_HTTP_CONTRACT = (
         (_after("http.request_check_middleware_before_0_5_22.install", always=True, state="http"),),
     ),
 )
-"""The method that installs the patch set's middleware in SGLang before 0.5.22.
+"""The method whose hook installs the patch set's middleware, in SGLang before 0.5.22.
 
 SGLang before 0.5.22 lacks the functions in `HTTP_CONTRACT`."""

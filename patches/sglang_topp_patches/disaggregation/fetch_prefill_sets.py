@@ -1,9 +1,9 @@
-"""Fetch the candidate sets of a prompt and its first token from the prefill server, on a decode server.
+"""On a decode server, fetch the sets of the prompt and the first generated token from the prefill server.
 
 While a request runs, the decode server's HTTP process asks the prefill server's bootstrap server for the sets
 (`open_question`). SGLang's transfer of the KV cache cannot carry the sets, because the transfer's buffers
-have a fixed size. The schedulers of the two servers do not wait for the sets. The request ends as an error if
-the prefill server has no sets, or if the two servers have different first tokens for the request.
+have a fixed size. The schedulers of the two servers do not wait for the sets. The request ends with an error
+if the prefill server has no sets, or if the two servers have different first tokens for the request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LATE_S = 30.0
 
 
 def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
-    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: note that the prefill server has a set.
+    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: record that the prefill server has a set.
 
     The prefill server sends a request's first token with the KV cache, but without the first token's set.
     This hook runs in the decode server's scheduler, and records that the first token's set is on the prefill
@@ -89,9 +89,8 @@ async def fetch_first_token(
 
     If the sets are missing or invalid, `entry.problem` of the returned `FirstToken` says why.
 
-
     Args:
-        question: the asyncio task from `open_question`, which fetches the sets.
+        question: the asyncio task that fetches the sets, as `open_question` yields it.
         state: SGLang's `ReqState`.
         token_id: the id of the first token in the answer.
     """

@@ -24,8 +24,9 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     sampling = {**(obj.sampling_params or {})}
     sampling.pop("max_new_tokens", None)
     if isinstance(custom := sampling.get("custom_params"), dict):
-        # Leave out the patch set's own fields, and `KEY`, to which the HTTP process sets the memory cost
-        # of a candidate. The values of `THRESHOLD` and `SOURCE` have their own keys in the returned dict.
+        # Leave out the patch set's own fields, and `KEY`. The HTTP process stores the memory cost of a
+        # candidate under `KEY`. The values of `THRESHOLD` and `SOURCE` have their own keys in the returned
+        # dict.
         others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
         sampling["custom_params"] = others or None
     if sampling.get("custom_params") is None:

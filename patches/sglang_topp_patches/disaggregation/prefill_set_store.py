@@ -27,7 +27,7 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, Entry, Span, join
 __all__ = ["KEPT_S", "PATH", "FirstToken", "PrefillSets"]
 
 PATH = "/sglang_topp/first"
-"""The route, on a prefill server's bootstrap server, that delivers the sets of first tokens."""
+"""The route that delivers the sets of first tokens. A prefill server's bootstrap server has this route."""
 
 KEPT_S = 120.0
 """The number of seconds for which the store keeps sets that no decode server fetches.
@@ -173,7 +173,7 @@ class PrefillSets:
                     del self._expected[room]
 
     def put(self, room: int, first: FirstToken) -> None:
-        """Send `first` to the decode server that asked for the bootstrap room, or store `first`.
+        """Send `first` to the decode server that waits for the bootstrap room's sets, or store `first`.
 
         The store drops an earlier `FirstToken` of the same bootstrap room.
         """
@@ -240,7 +240,10 @@ class PrefillSets:
                     del self._questions[room]
 
     def _drop(self, room: int, account: Account | None = None) -> None:
-        """Free the sets of a bootstrap room. If `account` is given, free only sets that `account` counts."""
+        """Free the sets of a bootstrap room.
+
+        If `account` is given, keep the sets of a later `put`, which have another account.
+        """
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):
             del self._entries[room]

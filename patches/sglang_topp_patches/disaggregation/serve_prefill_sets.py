@@ -4,8 +4,8 @@ Both servers receive each generation request. The decode server answers the clie
 draws the first token. As soon as the decode server's HTTP process receives a request, it therefore asks the
 prefill server's HTTP process for the sets, and waits for them. The patch set adds the route for this question
 to SGLang's bootstrap server. A decode server without the patch set does not ask, and would answer without
-sets. So the prefill server starts the prefill of a request for sets only after a decode server has asked for
-the request's sets.
+sets. So if a client requests sets, the prefill server delays the prefill until a decode server has asked for
+these sets.
 """
 
 from __future__ import annotations

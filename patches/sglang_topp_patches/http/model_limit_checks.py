@@ -24,7 +24,7 @@ from sglang_topp.errors import InvalidInputError
 
 __all__ = ["ModelLimits", "num_prompts"]
 
-_MAX_SAMPLES = 8192  # the most samples of one request, which is also the sidecar's default
+_MAX_SAMPLES = 8192  # the maximum number of samples per request, equal to the sidecar's default
 _TOKEN_CHARS = 64  # the assumed length of the longest token, if the tokenizer cannot list its tokens
 _JSON = (bool, int, float, str, list, dict)
 _ONE_OR_PER_PROMPT = (
@@ -151,7 +151,7 @@ class ModelLimits:
 
 
 def num_prompts(field: Callable[[str], Any]) -> int | None:
-    """Return the number of prompts in a request, or None for a single prompt outside a list."""
+    """Return the number of prompts in a request, or None if the only prompt is not in a list."""
     text, ids, embeds = field("text"), field("input_ids"), field("input_embeds")
     if isinstance(text, list):
         return len(text)
@@ -238,7 +238,7 @@ def _holds(value: Any, kind: type) -> bool:
 
 
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
-    """Return the field's values of the type `kind`, each with its name in error messages.
+    """Return the field's values of the type `kind`, each with a name such as `text[0]` for error messages.
 
     `value` is one value, or a list with one value per prompt. Values of other types are left out, because
     SGLang itself refuses such values.

@@ -35,7 +35,7 @@ class _Collector:
     Attributes:
         entries: the sets of each finished sample, by the sample's index. A sample that did not ask for sets
             has None instead of its sets.
-        problem: why a finished sample has no sets, or an empty string.
+        problem: why a finished sample has no sets, or an empty string if no sets are missing.
         status: the HTTP status of the error that ended the OpenAI call, or 0.
     """
 

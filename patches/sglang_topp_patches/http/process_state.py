@@ -27,7 +27,7 @@ class HttpProcess:
 
     Attributes:
         in_flight: the counter of all candidates that the HTTP process holds.
-        prefill_server: the hooks of a prefill server, and its sets that decode servers have not fetched yet.
+        prefill_server: the hooks of a prefill server, and the sets that no decode server has fetched yet.
         server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
         model: the limits that the served model sets, or None before the tokenizer manager exists.
         scheduler_states: the patch set's status in each scheduler, as of the last `GET /server_info`. A

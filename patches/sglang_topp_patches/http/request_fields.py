@@ -188,8 +188,8 @@ class _RequestedSets:
         """Return a prompt's sampling parameters, with the patch set's fields and a candidate's memory cost.
 
         The scheduler counts each candidate of the prompt `cost` times against its memory budget. Only
-        `to_scheduler` adds the cost to a request. The scheduler therefore refuses a request without the cost,
-        because the request bypassed the HTTP checks (`scheduler.refuse_unchecked_requests`).
+        `to_scheduler` adds the cost to a request. A request without the cost therefore bypassed the HTTP
+        checks, and the scheduler refuses it (`scheduler.refuse_unchecked_requests`).
         """
         custom = sampling_params.get("custom_params") or {}
         asked: dict[str, Any] = {NUCLEUS: True} if self.nucleus[i] else {}

@@ -26,7 +26,7 @@ class ResponseAccumulator:
         weight_spans: the weight versions that generated the tokens and scored the prompt.
         problem: why a token has no set, or an empty string.
         refusal: the `Entry` in which the scheduler says why it refuses the request, or None. A refused
-            request ends as an error.
+            request ends with an error.
         lacks_first: whether the first token has arrived, but its candidate set is still on the prefill
             server.
         is_aborted: whether the HTTP process aborted the sample because a position has no set.
@@ -114,7 +114,7 @@ class ResponseAccumulator:
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Count the sample's candidates as candidates of the HTTP call.
+        """Add the sample's candidates, and those that arrive later, to the HTTP call's counter.
 
         If the HTTP call is ended early, the accumulator frees the sets and calls `abort`. The callback
         `abort` stops the sample in the scheduler.
@@ -153,7 +153,7 @@ class ResponseAccumulator:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the sample ends as an error, because a set is missing or the request was refused."""
+        """Whether the sample ends with an error, because a set is missing or the request was refused."""
         return self.refusal is not None or bool(self.problem) or None in self.prompt[1:]
 
     @property

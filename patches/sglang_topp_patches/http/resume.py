@@ -112,7 +112,7 @@ def pass_to_scheduler(process: HttpProcess, self: Any, field: Callable[[str], An
             field.
 
     Raises:
-        InvalidInputError: `check_fields` refuses the value of `resumed_tokens`.
+        InvalidInputError: the value of `resumed_tokens` is invalid (see `check_fields`).
     """
     if field(RESUMED) is None:
         return

@@ -1,8 +1,8 @@
 """List SGLang's HTTP routes that serve candidate sets, and refuse requests for sets on all other routes.
 
 SGLang ignores fields that it does not know, so most routes would answer without the sets. `Guard` runs before
-the routes, and refuses a request for sets on a route that cannot return sets. `Guard` also keeps the
-candidates of an HTTP call in the in-flight budget until the answer has been sent.
+the routes, and refuses a request for sets on a route that cannot return sets. The candidates of an HTTP call
+count against the in-flight budget until `Guard` has sent the answer.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Call:
         account: the counter of the candidates of all samples in the call, or None before a sample has sets.
         problem: why the HTTP call was ended early, or an empty string.
         fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
-            OpenAI route, and after a hook in `openai` has taken the fields.
+            OpenAI route, or once a hook in `openai` has moved the fields to SGLang's request.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
@@ -326,7 +326,7 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
             yield from _places(item, prefix)
     elif isinstance(value, dict):
         yield from (f"{prefix}{field}" for field in FIELDS if value.get(field) not in (None, False, 0))
-        # Unlike the other fields, `resumed_tokens` is in use even if it is 0: that answer can be resumed.
+        # Yield `resumed_tokens` even if it is 0, because 0 asks for an answer that can be resumed later.
         if value.get(RESUMED) is not None:
             yield f"{prefix}{RESUMED}"
         for name in _CONTAINERS:

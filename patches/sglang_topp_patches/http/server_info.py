@@ -19,7 +19,7 @@ __all__ = ["add_status", "note_scheduler_states", "report_state"]
 async def note_scheduler_states(
     process: HttpProcess, original: Callable[[Any], Awaitable[list[Any]]], self: Any
 ) -> list[Any]:
-    """AROUND hook on `TokenizerManager.get_internal_state`: store the patch set's status in each scheduler.
+    """AROUND hook on `TokenizerManager.get_internal_state`: keep the status that each scheduler reports.
 
     SGLang awaits the hooked function for `GET /server_info`.
     """

@@ -7,9 +7,9 @@
    queued request is aborted.
 3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk.
 
-If a request asked for sets and a token in the answer has no set, the request ends as an error (finish reason
-`abort`, status 500). Without the error, the answer would look like an answer to a request that asked for no
-sets.
+If a request asked for sets and a token in the answer has no set, the request ends with an error (finish
+reason `abort`, status 500). Without the error, the answer would look like an answer to a request that asked
+for no sets.
 """
 
 from __future__ import annotations

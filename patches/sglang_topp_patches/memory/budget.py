@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 LIST_FORM_COST = 16
-"""A candidate in JSON lists counts this many times against the limits.
+"""The limits count a candidate in JSON lists as this many candidates.
 
-A candidate in packed arrays counts once.
+A candidate in packed arrays counts as one candidate.
 
 Python objects and text take `LIST_FORM_COST` times the memory of packed arrays."""
 
@@ -101,7 +101,7 @@ def budget() -> Budget:
 
 
 def budget_problem() -> str:
-    """Return why a limit from an environment variable is invalid, or an empty string."""
+    """Return why a limit from an environment variable is invalid, or an empty string if all are valid."""
     try:
         Budget.of(os.environ, 0)
     except InvalidInputError as error:
@@ -167,7 +167,7 @@ class Account:
 
     @property
     def has_owner(self) -> bool:
-        """Whether the candidates belong to a request or HTTP call, which `end` ends."""
+        """Whether a request or an HTTP call owns the candidates."""
         return self._end is not None
 
     def add(self, candidates: int, positions: int = 1) -> None:
@@ -204,7 +204,7 @@ class Account:
 
 
 def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
-    """Return an error message if one sample holds too many candidates, or an empty string."""
+    """Return an error message if one sample holds too many candidates, and an empty string otherwise."""
     limit = limits.max_candidates_per_sample
     if candidates <= limit:
         return ""

@@ -17,7 +17,7 @@ def add_entries(
 ) -> None:
     """Append one `Entry` for each new token to a request's `customized_info`.
 
-    If a token's set is missing, the token's `Entry` holds the reason, and the request ends as an error.
+    If a token's set is missing, the token's `Entry` holds the reason, and the request ends with an error.
 
     Args:
         req: SGLang's `Req`.
@@ -41,7 +41,7 @@ def add_entries(
 
 
 def lowest_logprob() -> float | None:
-    """Return the highest log-prob that stands for probability 0; None means the dtype's lowest value.
+    """Return the highest log-prob that stands for probability 0, or None for the dtype's lowest value.
 
     With `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, SGLang replaces logits of -inf with
     -1e30. For greedy rows, SGLang reports the `log_softmax` of the logits. So a token whose logit was -inf

@@ -21,7 +21,7 @@ class ExtractedSets:
         token_ids: int32 [n].
         logprobs: float32 [n].
         offsets: int64 [rows + 1], the index in `token_ids` at which each row's set starts, and n at the end.
-        problems: maps the index of each row that has no exact set to a sentence that gives the reason.
+        problems: maps the index of a row to the reason why the row has no exact set.
     """
 
     token_ids: torch.Tensor

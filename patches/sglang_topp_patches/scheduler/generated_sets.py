@@ -10,8 +10,8 @@ with the source `"sampler"` consists of the tokens that the sampler could draw. 
 `sampler_candidates` record these tokens while the sampler runs. Every set also contains the sampled token.
 
 The sets are copied to the host together with SGLang's own results. SGLang then drops invalid tokens, such as
-those after a stop condition or of a retracted request. `GeneratedSets.consume` runs afterwards, and adds the
-set of each remaining token to its request.
+tokens after a stop condition and tokens of a retracted request. `GeneratedSets.consume` runs afterwards, and
+adds the set of each remaining token to its request.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _take(logprobs: torch.Tensor, sampled_ids: torch.Tensor) -> None:
     if capture is None or not capture.forward_pass.rows.answers:
         return
     process, thresholds = capture.forward_pass.process, capture.forward_pass.rows.thresholds
-    # The last rows of `logprobs` may only pad the batch, and get no sets.
+    # Rows at the end of `logprobs` that only pad the batch get no sets.
     thresholds += (0.0,) * (len(logprobs) - len(thresholds))
     lowest = lowest_logprob()
     if any(thresholds):
@@ -148,9 +148,9 @@ class GeneratedSets:
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the set of each new token to the `customized_info` of the token's request, as an `Entry`.
 
-        A row's set does not fit the new token in three cases: the row now belongs to another request, SGLang
-        replaced the sampled token, or the scheduler step added several tokens. If the set does not fit, the
-        `Entry` holds the problem instead of the set, and the request ends as an error.
+        A row's set does not match the new token in three cases: the row now belongs to another request,
+        SGLang replaced the sampled token, or the scheduler step added several tokens. If the set does not
+        match, the `Entry` holds the problem instead of the set, and the request ends with an error.
         """
         spans, problems = self._by_row()
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):

@@ -17,7 +17,7 @@ log-probs when the scheduler processes the results:
 
 Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs. In
 contrast, the next replay of a CUDA graph overwrites the sampler's filtered probabilities. So
-`sampler_candidates` records in a new tensor which filtered probabilities are above 0.
+`sampler_candidates` makes a new tensor that marks the filtered probabilities above 0.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ class StagedSets:
         kept: the tensors from which the host can extract the sets again.
         rows: the ascending indices of these R rows in the pass. All other rows of the pass have empty sets.
         num_rows: the number of all rows of the pass.
-        problems: maps the index of a row without an exact set to the reason. `on_host` adds the problems that
-            the GPU kernels found.
+        problems: the reason for each row without an exact set, by the row's index in the pass. `on_host` adds
+            the problems that the GPU kernels found.
     """
 
     area: StagingArea
@@ -280,7 +280,7 @@ _Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int6
 
 
 def _inserted(sets: _Flat, rows: NDArray[np.intp], again: ExtractedSets) -> _Flat:
-    """Return `sets` after the empty sets at the indices `rows` were replaced by the sets in `again`."""
+    """Return `sets` with the sets of `again` in place of the empty sets at the indices `rows`."""
     ids, logprobs, offsets = sets
     sizes = np.diff(offsets)
     added = again.offsets.diff().numpy()

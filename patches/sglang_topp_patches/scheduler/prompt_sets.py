@@ -3,7 +3,7 @@
 SGLang computes the logits of a prompt in chunks, and the hooks extract the sets from each chunk of logits.
 Row `k` of the logits is the distribution of the token after position `k`. With chunked prefill, several
 forward passes compute the logits of one prompt. If weights are pushed between two forward passes of a prompt,
-the prompt's request ends as an error.
+the prompt's request ends with an error.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ class PassExtraction:
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
         chunks: the prompt sets of the pass, in the order of the rows.
-        refused: maps the index of each request that gets an error instead of sets to whether the server is
-            too busy. True means that all requests together exceed the limit on candidates in flight. False
-            means that this request alone exceeds the limit per sample.
+        refused: maps the index of each request that gets an error instead of sets to True or False. True
+            means that the server is too busy, because all requests together exceed the limit on candidates
+            in flight. False means that this request alone exceeds the limit per sample.
     """
 
     def __init__(self, in_flight: InFlight, thresholds: Sequence[float], counts: Sequence[int]) -> None:

@@ -6,8 +6,8 @@ in the waiting queue after a retraction. At the latest, the scheduler stops coun
 object is freed.
 
 Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
-same step. So the scheduler does not end a refused request itself. The scheduler only extracts no more sets
-for the request, and sends the reason with the request's next token. When the HTTP process receives the
+same step. So the scheduler does not end a refused request itself. Instead, the scheduler stops extracting
+sets for the request, and sends the reason with the request's next token. When the HTTP process receives the
 reason, it ends the request with an error.
 """
 
@@ -38,7 +38,7 @@ _REFUSED = "sglang_topp_refused"
 
 
 def admit(req: Any, in_flight: InFlight) -> None:
-    """Store the counter of all candidates in flight on a request, where `charge` finds the counter.
+    """Store `in_flight`, the counter of all candidates in flight, in the request, where `charge` finds it.
 
     A request's `custom_params` may hold a reference to the request itself. This function replaces that
     reference with a weak reference, as SGLang does since 0.5.23. A strong reference would keep an aborted
@@ -82,8 +82,8 @@ def close_account(req: Any) -> None:
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
     """Stop counting the candidates of aborted waiting requests: BEFORE hook on `Scheduler.abort_request`.
 
-    SGLang drops aborted waiting requests without output, but may keep references to these requests for two
-    more forward passes.
+    SGLang removes an aborted request from the waiting queue, and sends no more tokens for the request. But
+    SGLang may keep a reference to the request for two more forward passes.
     """
     decode_queue = getattr(self, "disagg_decode_prealloc_queue", None)
     for req in (*self.waiting_queue, *getattr(decode_queue, "retracted_queue", ())):
@@ -104,8 +104,8 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status. The status must not be 500, because status 500 marks an `Entry` whose
-            set is missing without a refusal.
+        status: the error's HTTP status. The status must not be 500, because an `Entry` with status 500
+            means that the request was not refused.
     """
     refusal = Entry(None, reason, status)
     end_without_set(req)

@@ -1,12 +1,12 @@
 """Record which rows of a forward pass ask for candidate sets.
 
 When SGLang builds a `ForwardBatch`, the hook `note_requested_rows` records the rows in a `ForwardPass`.
-SGLang copies a `ForwardBatch` field by field on its way to the model, so a new attribute of the batch would
-be lost. The hook therefore replaces the batch's list `top_logprobs_nums` with a `TopLogprobsNums`, a subclass
-of list that has the `ForwardPass` as an attribute. SGLang also passes `top_logprobs_nums` to the functions
-that score prompts, so the hooks on these functions find the `ForwardPass` too. If SGLang replaces
+Before the model runs, SGLang copies the fields of the `ForwardBatch` one by one, so the copy would lack a new
+attribute. The hook therefore replaces the batch's list `top_logprobs_nums` with a `TopLogprobsNums`, a
+subclass of list that has the `ForwardPass` as an attribute. SGLang also passes `top_logprobs_nums` to the
+functions that score prompts, so the hooks on these functions find the `ForwardPass` too. If SGLang replaces
 `top_logprobs_nums` with a new list, the hooks find no `ForwardPass` and extract no sets. The requests that
-ask for sets then end as errors.
+ask for sets then end with an error.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _FIELD = "sglang_topp_verification"
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record the tokens that a verification drew and could draw: AROUND hook on `eagle_sample`."""
+    """Record which tokens a verification drew, and which it could draw: AROUND hook on `eagle_sample`."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -75,7 +75,7 @@ def compute_logprobs(
 
     Some speculative algorithms call `compute_spec_logprobs` or `compute_spec_v2_logprobs` with tokens that
     `eagle_sample` did not draw. A token that `eagle_sample` did not draw gets no set, and the token's request
-    ends as an error.
+    ends with an error.
     """
     original(batch, logits_output, predict, *args, **kwargs)
     verification: _Verification | None = getattr(logits_output, _FIELD, None)
@@ -109,8 +109,8 @@ class _Verification:
         asking: the indices of the requests that ask for sets, ascending.
         result: the three tensors that `eagle_sample` returns. `result[0]`, int32 [N], holds the token that
             was drawn at each node of the draft trees. `result[1]`, int32 [B], holds the number of tokens that
-            each request accepted. `result[2]`, int32 [B, A], holds the indices of the nodes at which each
-            request's accepted tokens were drawn, padded with -1.
+            each request accepted. `result[2]`, int32 [B, A], holds the index of the node at which each
+            accepted token was drawn. The slots without an accepted token hold -1.
         is_drawn: bool [R' * A, V], whether SGLang's sampling kernel could draw each token in each slot of the
             R' requests in `rows.drawn`. `is_drawn` is None if SGLang called no sampling kernel.
         is_inside: bool [S], whether the token in each slot had a probability above 0 in the input of SGLang's
@@ -279,7 +279,7 @@ class VerifiedSets:
             add_entries(req, commit.output_index, entries, self.weight_version)
 
     def _by_slot(self) -> list[tuple[Span | None, str]]:
-        """Return, for each slot, its set and an empty string, or None and why the slot has no set."""
+        """Return for each slot `(set, "")`, or `(None, reason)` if the slot has no set."""
         count = len(self.asking) * self.width
         found: list[tuple[Span | None, str]] = [(None, "SGLang verified without reporting log-probs")] * count
         width, drawn = self.width, self.rows.drawn

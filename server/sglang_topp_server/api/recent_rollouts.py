@@ -15,7 +15,7 @@ _MAX_BYTES = 2**28
 
 
 class RecentRollouts:
-    """Keeps the most recent rollouts, at most `count` of them and at most 256 MiB.
+    """The most recent rollouts: at most `count` rollouts, and at most 256 MiB in total.
 
     Args:
         count: the maximum number of rollouts to keep.

@@ -1,9 +1,9 @@
 """SampleEndpoint: serve one `POST /rollouts` or `POST /scores` request.
 
 `SampleEndpoint` is the route's response object. `SampleEndpoint` reads the request body and sends the answer
-itself, so that it knows exactly how long the request is in flight. `SampleEndpoint` also notices at any
-moment that the caller disconnects. Starlette's StreamingResponse would leave the generator of a broken stream
-open until the generator is garbage-collected.
+itself, so that it knows exactly how long the request is in flight. `SampleEndpoint` also notices a disconnect
+of the caller while the engine generates. Starlette's StreamingResponse would leave the generator of a broken
+stream open until the generator is garbage-collected.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
 # The maximum number of messages of more than 1 MiB that the sidecar reads from the engine at the same time.
-# Each such message holds one sample. After the sidecar has read a sample, `MemoryLimit` counts its memory.
+# Each such message holds one sample. `MemoryLimit` counts a sample's memory once the sidecar has read the
+# sample.
 _MAX_LONG_MESSAGES = 4
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
@@ -95,7 +96,7 @@ class EngineClient:
         """Return the engine's model, or raise if the engine cannot take requests.
 
         If an engine that was ready before does not answer a probe, this method does not raise. Such an engine
-        may only be too busy to answer the probe.
+        may be alive, but too busy to answer the probe.
 
         Raises:
             PatchError: the engine is not patched.

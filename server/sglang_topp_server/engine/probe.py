@@ -121,8 +121,8 @@ class EngineProbe:
         try:
             return await self._look(known, is_healthy=is_healthy)
         except Exception as error:
-            # Report every failure as an unreachable engine, for example a refused connection, invalid JSON,
-            # or an unknown host. The sidecar keeps probing, so a failure is not final.
+            # On any failure, such as a refused connection, invalid JSON, or an unknown host, report the
+            # engine as unreachable. The sidecar keeps probing, so a failure is not final.
             return self._silent(known, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
@@ -201,7 +201,10 @@ class EngineProbe:
         return None
 
     async def _first_sets(self, known: EngineStatus, status: EngineStatus) -> EngineStatus:
-        """Request one token with its set. Return `status` if that succeeds, or a status with the reason."""
+        """Request one token with its set, and return `status` if the engine returns both.
+
+        Otherwise, return a status with another phase, and with the reason for the failure.
+        """
         try:
             await self._generate_one(_TIMEOUT_S)
         except AuthenticationError:

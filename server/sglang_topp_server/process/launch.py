@@ -83,8 +83,8 @@ def check_free(host: str, port: int) -> int:
     """Return `port` if no process listens on it; for port 0, return a free port.
 
     For port 0, the result is from 10,000 to 21,999. SGLang may also use the port that is 10,000 higher. The
-    engine listens only about half a minute after its start. Until then, the engine's port and the port 10,000
-    higher must stay free. Linux gives outgoing connections only ports from 32,768 on, so no outgoing
+    engine starts to listen about half a minute after its launch. Until then, the engine's port and the port
+    10,000 higher must stay free. Linux gives outgoing connections only ports from 32,768 on, so no outgoing
     connection takes one of the engine's ports.
 
     Raises:

@@ -13,7 +13,7 @@ from sglang_topp_client.argument_checks import truncate
 
 __all__ = ["num_prompts", "read_body"]
 
-# The most unknown fields that an error names, because a body may hold millions of them.
+# An error names at most this many unknown fields, because a body may hold millions of unknown fields.
 _MAX_UNKNOWN = 4
 _MAX_NAME_CHARS = 60
 
@@ -51,7 +51,7 @@ def num_prompts(prompts: Any) -> int:
 
 
 def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
-    """Return an error message: one sentence per validation error, which begins with the field's name."""
+    """Return an error message that lists every validation error, each after the name of its field."""
     sentences = []
     for problem in error.errors(include_url=False):
         field = ".".join(truncate(str(part), _MAX_NAME_CHARS) for part in problem["loc"])

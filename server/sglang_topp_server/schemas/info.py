@@ -40,8 +40,8 @@ class EngineInfo(BaseModel):
 class PatchInfo(BaseModel):
     """The state of the engine's patch set. The sidecar copies `version` and `seams` from the engine's report.
 
-    `seams` maps each SGLang function or class that the patch set depends on to a text: `holds`, or a
-    description of the problem.
+    The keys of `seams` are the names of the SGLang functions and classes that the patch set depends on. Each
+    value is `holds`, or a description of the problem.
     """
 
     active: bool

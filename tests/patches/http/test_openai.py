@@ -1,4 +1,4 @@
-"""An OpenAI call that lacks a set ends as an error."""
+"""An OpenAI call that lacks a set ends with an error."""
 
 from __future__ import annotations
 

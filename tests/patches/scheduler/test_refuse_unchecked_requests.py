@@ -1,4 +1,4 @@
-"""A request for sets that reaches the scheduler without the HTTP checks ends as an error."""
+"""A request for sets that reaches the scheduler without the HTTP checks ends with an error."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ export function closeRollout() {
   wanted = null;
 }
 
-/** Draw all tokens for printing, because the page has not drawn the tokens far from the visible part yet. */
+/** Draw all tokens for printing. Otherwise, the page draws only the tokens near the visible part. */
 export function drawAllTokens() {
   for (const flow of flows) flow.drawAll();
 }

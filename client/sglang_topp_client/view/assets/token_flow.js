@@ -31,7 +31,7 @@ export class TokenFlow {
     for (const block of this.blocks) this.observer.observe(block);
   }
 
-  /** Stop drawing blocks of tokens as they come near the visible part. The caller must remove `element` itself. */
+  /** Stop drawing and removing tokens when the user scrolls. The caller must remove `element` itself. */
   close() {
     this.observer.disconnect();
   }
@@ -63,7 +63,7 @@ export class TokenFlow {
     return position === null ? null : this.element.querySelector(`[data-t="${position}"]`);
   }
 
-  /** Return the position of the token on an adjacent line that is horizontally closest to the selected token.
+  /** Search an adjacent line for the token horizontally closest to the selected token, and return its position.
    * The direction -1 searches the line above the selected token, and the direction 1 searches the line below. */
   tokenOnAdjacentLine(direction) {
     const from = startOf(this.tokenAt(this.selected));

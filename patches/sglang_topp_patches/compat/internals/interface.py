@@ -33,7 +33,7 @@ class Internals(Protocol):
         """Remove an earlier pass's candidate sets from `logits_output`, which SGLang may reuse."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
-        """Attach candidate sets to the results of a forward pass, which are later copied to the host.
+        """Attach candidate sets to a forward pass's results, before the results are copied to the host.
 
         Args:
             logits_output: SGLang's `LogitsProcessorOutput` of the pass.
@@ -43,7 +43,7 @@ class Internals(Protocol):
         """
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine two outputs that `attach` got for one forward pass. `current` and `output` may be None."""
+        """Combine two outputs of one forward pass (see `attach`). `current` and `output` may be None."""
 
     def answers_requests(self) -> bool:
         """Return whether SGLang sends this rank's results to the client.
@@ -94,12 +94,12 @@ class Internals(Protocol):
     def prompt_rows(self) -> list[Any]:
         """Return an empty list, to which the scheduler appends a prompt's candidate sets.
 
-        The list belongs to a request's `customized_info`, and SGLang sends the list to the HTTP process as a
-        whole. SGLang sends an ordinary list in `customized_info` piece by piece, with the new tokens.
+        The list belongs to a request's `customized_info`. SGLang sends the whole list to the HTTP process at
+        once. SGLang sends an ordinary list in `customized_info` piece by piece, with the new tokens.
         """
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Give all requests that SGLang sends in one message the same keys in `customized_info`.
+        """Give the same keys in `customized_info` to all requests that SGLang sends in one message.
 
         If the keys differed, SGLang up to 0.5.14 would deliver one request's values to another request.
         """

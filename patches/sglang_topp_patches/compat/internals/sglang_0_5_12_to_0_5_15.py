@@ -52,7 +52,7 @@ class Sglang0513(Sglang0514):
     """Adapter to SGLang 0.5.13 and 0.5.13.post1, which lack the module `runtime_context`."""
 
     def answers_requests(self) -> bool:
-        """Return whether `dp_attention` gives rank 0 in both attention groups (tensor, context parallel)."""
+        """Return whether this process has rank 0 in both attention groups (tensor and context parallel)."""
         from sglang.srt.layers.dp_attention import get_attention_cp_rank, get_attention_tp_rank
 
         return bool(get_attention_tp_rank() == 0 and get_attention_cp_rank() == 0)

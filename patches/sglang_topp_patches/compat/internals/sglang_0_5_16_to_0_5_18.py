@@ -19,7 +19,7 @@ _FIELD = "sglang_topp_device_output"
 
 
 def take(logits_output: Any) -> Any:
-    """Remove and return the candidate sets of a `LogitsProcessorOutput`, or return None without sets."""
+    """Remove and return the candidate sets of a `LogitsProcessorOutput`, or return None if it has none."""
     output = getattr(logits_output, _FIELD, None)
     if output is not None:
         setattr(logits_output, _FIELD, None)

@@ -51,7 +51,7 @@ class Sglang0523:
         return append_auxiliary_output(current, output)
 
     def answers_requests(self) -> bool:
-        """Return whether `get_parallel` gives rank 0 in both attention groups (tensor, context parallel)."""
+        """Return whether this process has rank 0 in both attention groups (tensor and context parallel)."""
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
@@ -148,8 +148,8 @@ class Sglang0523:
 class SentOnce(list[Any]):
     """A list in `customized_info` that SGLang sends to the HTTP process once and as a whole.
 
-    For each message to the HTTP process, SGLang slices every list in `customized_info`. The positions of the
-    new tokens are the bounds of SGLang's slice. When SGLang slices a `SentOnce`, the `SentOnce` ignores these
+    For each message to the HTTP process, SGLang slices every list in `customized_info`. The bounds of the
+    slice are the positions of the new tokens. When SGLang slices a `SentOnce`, the `SentOnce` ignores these
     bounds, returns all of its entries as one entry, and becomes empty.
     """
 
@@ -167,7 +167,7 @@ class Sglang0521(Sglang0523):
     """Adapter to SGLang 0.5.21 and 0.5.22, where each call of `eagle_sample` imports the sampling kernel."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import the module that has the sampling kernel: on CUDA devices SGLang's own, else `sgl_kernel`."""
+        """Import the sampling kernel's module: SGLang's own on CUDA devices, `sgl_kernel` elsewhere."""
         from sglang.srt.utils.common import is_cuda
 
         name = "sglang.kernels.ops.speculative.sampling" if is_cuda() else _PACKAGE

@@ -160,7 +160,7 @@ class _Summary:
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """Return a text with the `_MAX_NAMES` largest counts and their names, and the number of other names."""
+    """Format the `_MAX_NAMES` largest counts with their names, then say how many names are left out."""
     ranked = sorted(counts.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name or repr(name)} {count:,}" for name, count in ranked[:_MAX_NAMES])
     more = len(ranked) - _MAX_NAMES
