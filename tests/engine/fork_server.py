@@ -1,13 +1,16 @@
 """Import SGLang once, and fork an engine per configuration from the process that did.
 
-    python -m tests.engine.fork_server SOCKET
+    python -m tests.engine.fork_server template SOCKET
+    python -m tests.engine.fork_server launch ARGUMENTS
 
-Importing SGLang takes some 20 s of a core, and a server of it imports SGLang in three processes. The template
-process here imports it once, with its plugins. Each engine is a fork of the template that runs
-`sglang.launch_server`, and its own processes are forks of it. It serves after 2 to 4 s.
+An import of SGLang takes about 16 s of a core, and an SGLang server imports SGLang in three processes. The
+template process imports SGLang once, with its plugins. Each engine is a fork of the template that runs
+`sglang.launch_server`, and the engine's own processes are forks of the engine. A forked engine serves after 2
+to 4 s.
 
-A fork skips what runs at import. Engines for which that matters start afresh; see `can_fork`. The template
-ends with the process that started it, and so does every engine.
+A fork skips the code that runs at import. If this code matters, the engine starts afresh (see `can_fork`). An
+engine that starts afresh with `launch` imports SGLang in its first process, and forks its other processes.
+The template ends with the process that started it, and so does every engine.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 __all__ = ["ForkServer", "ForkedProcess"]
 
@@ -98,11 +101,15 @@ class ForkServer:
         """
         changed = {name for name, value in env.items() if self._environment.get(name) != value}
         return (
-            self._environment.get("SGLANG_PLATFORM") == "sglang_topp_cpu"  # CUDA does not survive a fork
+            self.can_fork_processes(arguments)
             and changed <= _READ_AT_START
             and not _has_sitecustomize(env.get("PYTHONPATH", ""))
-            and _STARTS_AFRESH.isdisjoint(arguments)
         )
+
+    def can_fork_processes(self, arguments: Sequence[str]) -> bool:
+        """Return whether an engine may fork its processes instead of spawning them."""
+        on_cpu = self._environment.get("SGLANG_PLATFORM") == "sglang_topp_cpu"  # CUDA does not survive a fork
+        return on_cpu and _STARTS_AFRESH.isdisjoint(arguments)
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
         """Fork `python -m sglang.launch_server ARGUMENTS`, in its own session."""
@@ -131,7 +138,7 @@ class ForkServer:
     def _start_template(self) -> subprocess.Popen[bytes]:
         with self._log.open("wb") as output, self._template_socket as theirs:
             return subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-m", __name__, "template", str(theirs.fileno())],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
@@ -146,12 +153,14 @@ def _has_sitecustomize(search_path: str) -> bool:
     return any(Path(folder, "sitecustomize.py").exists() for folder in folders)
 
 
-def main(descriptor: int) -> None:
+def run_template(descriptor: int) -> None:
     """Import SGLang, then fork an engine for each request, until the other end of the socket closes.
 
     `_end_with_parent` would end the template with the thread that started it, which may belong to a pool.
     """
     _import_sglang()
+    # Only servers that name the algorithm use it.
+    importlib.import_module("tests.speculative.chain_draft_worker").register()
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the engines' parents
@@ -173,8 +182,6 @@ def _import_sglang() -> None:
         importlib.import_module("sglang.srt.plugins").load_plugins()
         for name in _MODULES:
             importlib.import_module(name)
-        # Only servers that name the algorithm use it.
-        importlib.import_module("tests.speculative.chain_draft_worker").register()
 
 
 def _run_and_report(request: Any, log: int, status: int) -> None:
@@ -189,7 +196,7 @@ def _run_and_report(request: Any, log: int, status: int) -> None:
     os._exit(0)
 
 
-def _run_engine(request: Any, log: int, status: int) -> None:
+def _run_engine(request: Any, log: int, status: int) -> NoReturn:
     _end_with_parent()
     os.setsid()
     os.write(status, b"%d\n" % os.getpid())
@@ -199,7 +206,12 @@ def _run_engine(request: Any, log: int, status: int) -> None:
     os.close(log)
     os.environ.update(request["env"])
     sys.path[:0] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
-    sys.argv = ["sglang.launch_server", *request["arguments"]]
+    _launch(request["arguments"])
+
+
+def _launch(arguments: Sequence[str]) -> NoReturn:
+    """Run `sglang.launch_server` in this process, and end the process."""
+    sys.argv = ["sglang.launch_server", *arguments]
     _fork_instead_of_spawn()
     code = 1
     try:
@@ -229,5 +241,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+def main(role: str, *arguments: str) -> None:
+    if role == "template":
+        run_template(int(arguments[0]))
+    else:
+        _import_sglang()
+        _launch(arguments)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*sys.argv[1:])

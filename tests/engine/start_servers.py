@@ -120,7 +120,8 @@ def run_engine(
 ) -> Iterator[Engine]:
     """Run SGLang on a free loopback port, serving `model` in float32.
 
-    The engine is forked if `ForkServer.can_fork` allows it, and starts afresh otherwise.
+    The engine is forked if `ForkServer.can_fork` allows it, and starts afresh otherwise. An engine that
+    starts afresh forks its other processes if `ForkServer.can_fork_processes` allows it.
 
     Args:
         model: the model's folder.
@@ -159,8 +160,10 @@ def _start_sglang(
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     if fork_server is not None and fork_server.can_fork(arguments, env):
         return fork_server.start(arguments, env, output)
+    forks = fork_server is not None and fork_server.can_fork_processes(arguments)
+    module = ["tests.engine.fork_server", "launch"] if forks else ["sglang.launch_server"]
     return subprocess.Popen(
-        [sys.executable, "-m", "sglang.launch_server", *arguments],
+        [sys.executable, "-m", *module, *arguments],
         stdout=output,
         stderr=subprocess.STDOUT,
         env={**os.environ, **env},

@@ -148,6 +148,7 @@ async def test_however_it_is_written(client: httpx.AsyncClient, path: str, body:
     assert kept.status_code == 200
 
 
+@pytest.mark.filterwarnings("ignore")  # SGLang warns if it is imported without an accelerator
 @pytest.mark.parametrize("path", sorted(route_policy.OPENAI))
 async def test_openais_routes_refuse_where_the_patch_set_does_not_hold(
     client: httpx.AsyncClient, path: str
