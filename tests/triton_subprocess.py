@@ -22,6 +22,8 @@ def run_in_subprocess(*files: Path, interpret: bool) -> None:
     if interpret:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
+    if interpret:
+        command += ["-p", "tests.faster_interpreter"]
     done = subprocess.run(
         command,
         env=environment,
