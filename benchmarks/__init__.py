@@ -1,1 +1,1 @@
-"""Benchmarks of sglang-topp: `python -m benchmarks NAME ...` runs some, and `make bench` runs all."""
+"""Benchmarks of sglang-topp: `python -m benchmarks NAME ...` runs the named ones, and `make bench` all."""

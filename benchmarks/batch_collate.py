@@ -2,8 +2,8 @@
 
 The batch has 1024 samples, with prompts of 64 to 512 tokens and responses of 16 to 2048. The first two tables
 compare `collate_rl` and `collate_sft` with the loops over lists in `naive_layouts.py`. The last table
-compares `collate_rl` with a copy of its output into fresh memory. The copy is a lower bound, because every
-collation must write its whole output.
+compares `collate_rl` with a copy of its output into fresh memory. The time of the copy is a lower bound,
+because every collation must write its whole output.
 """
 
 from __future__ import annotations

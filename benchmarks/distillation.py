@@ -2,7 +2,7 @@
 
 Each contender runs the forward and backward pass of the forward KL. On the CPU, contenders use float32 and
 one thread. On a GPU, if there is one, contenders use bfloat16 and tensors as large as a real trainer's.
-`benchmarks/replay.py` makes the random candidate sets.
+`benchmarks/replay.py` generates the random candidate sets.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ THRESHOLDS = (0.8, 0.95, 0.999)
 # Standard deviations of the logits. 7 gives set sizes as large as a real model's, and 0.5 keeps most of the
 # vocabulary.
 ROWS = {"realistic": 7.0, "flat": 0.5}
-# The case that has target speedups: its number of rows, vocabulary size, threshold, and kind of logits.
+# The only case with target speedups: (number of rows, vocabulary size, threshold, kind of logits).
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
 # At a GPU clock of 2 GHz, the sleep kernel takes about 10 ms. Every contender queues its kernels in less than

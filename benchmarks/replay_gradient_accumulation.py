@@ -1,8 +1,8 @@
 """Benchmark of scoring over candidate sets when the LM head's gradient accumulates over micro-batches.
 
-Each micro-batch makes a new gradient of the hidden states, and adds to the head's existing gradient. With a
-dense head gradient, each micro-batch zeroes, fills, and adds the whole matrix, even if only a few of the
-matrix's rows are non-zero.
+Each micro-batch computes a new gradient for the hidden states, and adds its gradient for the head to the
+head's existing gradient. With a dense head gradient, each micro-batch zeroes, fills, and adds the whole
+matrix, even if only a few of the matrix's rows are non-zero.
 
 The benchmark uses torch's default number of threads. torch's threads spin while they wait for each other. If
 other processes compete for the cores, a thread may spin for a whole time slice. On such a busy machine,
@@ -108,7 +108,7 @@ def candidate_head(t: int, h: int, v: int, way: str = "buffer", spread: int | No
 
 
 def _inputs(t: int, h: int, v: int, spread: int) -> tuple[Tensor, Tensor, CandidateSets]:
-    """Return hidden states, a head with a gradient, and sets whose token ids are spread over [0, `spread`).
+    """Return hidden states, a head whose `.grad` is set, and sets with token ids spread over [0, `spread`).
 
     At most 32,768 distinct ids occur, however large the vocabulary is.
     """

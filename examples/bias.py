@@ -193,7 +193,7 @@ def measure(task: Task, policy: nn.Module, first_VV: Tensor, top_p: float) -> di
     """Return the exact reward at `top_p` and at top-p 1, two KLs in nats per token, and the mean set size.
 
     `kl_sampler_to_policy` is KL(sampler || policy). `kl_to_first_policy` is KL(policy || first policy). Both
-    KLs and the set size are averages over the tokens from which the sampler draws the next token.
+    KLs and the set size are averages over states, weighted by how often the sampler visits each state.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)
@@ -240,7 +240,7 @@ def run(
 ) -> dict[str, Any]:
     """Train a policy for each loss, threshold, and seed. Return the training curves and the gradient cosines.
 
-    The cosines are measured at four steps of each training with the loss "replay".
+    Only the training runs with the loss "replay" measure the cosines, at four steps of each run.
     """
     curves: list[dict[str, Any]] = []
     cosines: list[dict[str, Any]] = []
@@ -282,7 +282,7 @@ def main() -> int:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print the mean cosines, and the mean, smallest, and largest final reward and KL over the seeds."""
+    """Print statistics over the seeds: the mean cosines, and the mean and range of the final measures."""
     print("cosine of the expected gradient with the exact one: of the sampled reward | of the policy's")
     print(f"{'top-p':>6}{'step':>6}  " + "".join(f"{way:>18}" for way in WAYS))
     for top_p, step in sorted({(each["top_p"], each["step"]) for each in results["cosines"]}):

@@ -6,8 +6,8 @@ step on the distillation loss over the teacher's sets. At the end of each step, 
 weights to the student's engine.
 
 After the last step, the example prints a table. For each step, the table has the KL between student and
-teacher over the whole vocabulary. The KL falls. The KL over the whole vocabulary takes a forward pass of the
-teacher, which the training itself does not need.
+teacher over the whole vocabulary. The KL falls. To compute this KL, the example runs a forward pass of the
+teacher in torch. The training itself does not need this forward pass.
 
 Run the example in one of these ways::
 
@@ -51,7 +51,7 @@ def distill(
     direction: Literal["forward", "reverse"] = "forward",
     outside: Literal["tail", "renormalized"] = "tail",
 ) -> list[dict[str, float]]:
-    """Distill the teacher into the student, and return the loss, two KLs, and the set size of each step.
+    """Distill the teacher into the student, and return each step's loss, two KLs, and mean set size.
 
     `loss` is the training loss. Over the whole vocabulary, `forward_kl` is KL(teacher || student), and
     `reverse_kl` is KL(student || teacher). `loss`, `forward_kl`, and `reverse_kl` are means over the

@@ -92,8 +92,8 @@ def grpo_loss(
     ratio = (new.logprobs - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     per_token = -gain - entropy_bonus * new.entropy
-    # `scatter` sums over the context-parallel ranks. Every rank then divides by the number of tokens that all
-    # ranks score, so all ranks get the same loss.
+    # `scatter` collects the values of all context-parallel ranks. Every rank then divides the sum of the
+    # values by the number of tokens that all ranks score, so all ranks get the same loss.
     loss = rows.scatter(per_token, cp_group).sum() / max(1, int(rows.scored.sum()))
     return loss, replay_metrics(new.logprobs, old, sets)
 

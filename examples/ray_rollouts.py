@@ -80,7 +80,7 @@ class RolloutWorker:
         self.sampling = sampling
 
     async def roll_out(self, prompt_index: int, prompt: str) -> list[Rollout]:
-        """Return the samples of one prompt. Add calls of your own tools or reward model to this method."""
+        """Return the samples of one prompt. In this method, you can call your own tools or reward model."""
         rollouts = await self.client.generate(prompt, self.sampling, top_logprobs_source="sampler")
         return [replace(rollout, prompt_index=prompt_index) for rollout in rollouts]
 
@@ -103,7 +103,7 @@ class Trainer:
 def roll_out(
     workers: Iterable[Any], prompts: Sequence[str], in_flight: int
 ) -> dict[int, tuple[ray.ObjectRef, list[Rollout]]]:
-    """Roll out all prompts, and return one result per prompt, by prompt index.
+    """Roll out all prompts, and return a dict that maps each prompt's index to the prompt's result.
 
     A result is a pair: a Ray object reference, and the rollouts to which the reference refers.
 

@@ -1,8 +1,8 @@
 """Train on the real engine: roll out at top-p, score over the candidate sets, update, and push the weights.
 
 The example runs the whole training cycle with every part of this project. The model is small and random, and
-is created when the example starts. The reward of a sample is the share of even token ids, which a policy can
-learn. The reward rises, and every step starts with importance ratios of 1.
+is created when the example starts. The reward of a sample is the share of its token ids that are even. The
+policy learns to sample even ids, so the reward rises. Every step starts with importance ratios of 1.
 
     python examples/train.py                    # a minute to start SGLang, seconds per step
     python examples/train.py --without-replay   # score over the whole vocabulary: the ratios are biased
@@ -50,8 +50,8 @@ def train(
 ) -> list[dict[str, float]]:
     """Train the model that the engine serves, and return the mean reward and metrics of each step.
 
-    The metrics of a step are taken before the step's weight update. At the end, the engine has the weights of
-    the last step, and reports the weight version `str(steps)`.
+    The metrics of a step are computed before the step's weight update. At the end, the engine has the weights
+    of the last step, and reports the weight version `str(steps)`.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -46,8 +46,8 @@ def set_sizes(rollouts: Iterable[HasCandidates], ax: Axes | None = None) -> Axes
     sizes = np.concatenate([sets.sizes[sets.sizes > 0] for sets in _sets_of(rollouts)])
     ax = _axes(ax)
     powers = np.arange(int(sizes.max()).bit_length() + 1)
-    # Each bar counts the sets whose size is above one power of two, and at most the next. The first bar
-    # counts the sets with one candidate.
+    # Bar k counts the sets with more than 2**(k - 1) and at most 2**k candidates. Bar 0 therefore counts the
+    # sets with one candidate.
     ax.hist(sizes, bins=[0.5, *(2.0**powers + 0.5)], color=_BLUE, edgecolor="white", linewidth=0.5)
     for q, style in ((50, "--"), (99, ":")):
         value = np.percentile(sizes, q, method="inverted_cdf")

@@ -1,4 +1,4 @@
-"""Measure a computation's peak memory, without its inputs and results, in a fresh process."""
+"""Measure a computation's peak memory in a fresh process, excluding the memory of inputs and results."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class AsyncRolloutClient:
             `push_weights` needs this argument if `base_url` names sidecars or gateways, which do not forward
             weights.
         kind: whether the servers at `base_url` are sidecars or patched SGLang servers. With `"auto"`, the
-            client asks the server by one `GET /info`.
+            client determines the kind with one `GET /info`.
         api_key: the key, sent as a bearer token. The client follows no redirects, so no other server gets the
             key.
         engine_api_key: the bearer token for `engine_url`, for example SGLang's `--admin-api-key`. The default
@@ -219,19 +219,19 @@ class AsyncRolloutClient:
                 tokenizer and pass the token ids. The client refuses images, audio, and video.
             sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n`
                 is the number of samples of each prompt.
-            top_logprobs_p: the threshold p of the candidate sets, one for all prompts or one per prompt. None
-                or 0 requests no sets.
-            top_logprobs_source: the rule that makes the sets, one for all prompts or one per prompt.
-                `"sampler"` returns the tokens that the engine's sampler could draw under the request's top_k,
-                top_p, and min_p. `"sampler"` cannot be combined with `top_logprobs_p`. None or
-                `"distribution"` returns the top-p sets of the threshold `top_logprobs_p`.
+            top_logprobs_p: the threshold p of the candidate sets, one for all prompts or one per prompt. With
+                None or 0, the client requests no sets.
+            top_logprobs_source: the rule that selects the tokens of the sets, one for all prompts or one per
+                prompt. `"sampler"` selects the tokens that the engine's sampler could draw under the
+                request's top_k, top_p, and min_p. `"sampler"` cannot be combined with `top_logprobs_p`. With
+                None or `"distribution"`, the sets are the top-p sets at the threshold `top_logprobs_p`.
             on_abort: how to treat a sample that the engine aborts because of `abort`, a pause, or a weight
                 update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`
                 that holds everything generated so far and can be resumed. `"resume"` continues the sample, as
                 often as needed, once the engine accepts requests again. `"resume"` requires `max_new_tokens`.
             timeout_s: the time limit of the whole call, including retries; None for no limit.
-            progress: whether to show a progress line, if stderr is a terminal. None shows the line for
-                batches that take over two seconds, unless the program has set up logging.
+            progress: whether to show a progress line, if stderr is a terminal. With None, the client shows
+                the line for batches that take over two seconds, unless the program has set up logging.
             request_id: the name of the request for `abort` and for the server's logs: printable text of at
                 most 512 characters. By default, the client makes up a random name.
             return_exceptions: whether the other samples continue if one sample fails. If True, the returned
@@ -434,8 +434,8 @@ class AsyncRolloutClient:
             sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
                 output tokens form the sequence.
             top_logprobs_p: the threshold p of the candidate sets, one for all sequences or one per sequence.
-                None or 0 requests no sets. `score` has no argument `top_logprobs_source`, because no sampler
-                drew these tokens.
+                With None or 0, the client requests no sets. `score` has no argument `top_logprobs_source`,
+                because no sampler drew these tokens.
             start: the first scored position, at least 1; one for all sequences or one per sequence. The
                 default is 1 or, for a Rollout, the position of its first generated token. Position 0 cannot
                 be scored, because no token precedes it. If `start` is the sequence's length, no position is
@@ -584,9 +584,9 @@ class AsyncRolloutClient:
         """Return what a server reports about itself: a sidecar's `/info`, or SGLang's `/server_info`.
 
         Args:
-            base_url: the server to ask. By default, a client that was created with one URL asks that server.
-                A client that was created with a list of URLs asks all servers, and returns the answers by
-                base URL.
+            base_url: the server to query. By default, a client that was created with one URL queries that
+                server. A client that was created with a list of URLs queries all servers, and returns the
+                answers by base URL.
         """
         if base_url is None and not isinstance(self._base_url, str):
             return await self._runner.infos()
@@ -597,10 +597,10 @@ class AsyncRolloutClient:
         """Check that all servers and gateways keep the fields that this client needs.
 
         Call this method when a training run starts. Some gateways silently drop fields that they do not know.
-        The client therefore sends each engine or gateway four requests for one token each. The client checks
-        in the answers that every request field arrived and that every answer field came back. A field that
-        the engine's release refuses also passes, because the refusal shows that the field arrived. A gateway
-        may send the client's requests to only some of its engines, and then only those engines are checked. A
+        The client therefore sends each engine or gateway four requests for one token each. The answers show
+        whether every request field arrived and every answer field came back. A field that the engine's
+        release refuses also passes the check, because the refusal shows that the field arrived. A gateway may
+        send the client's requests to only some of its engines, and then only those engines are checked. A
         sidecar checks its own engine, so the client asks a sidecar only whether the sidecar is ready.
 
         Raises:

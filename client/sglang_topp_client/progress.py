@@ -20,7 +20,7 @@ class Progress:
         total: the number of samples in the batch.
         show: whether to show the line. If `show` is None and the program has not set up logging, the line
             appears once the batch has taken two seconds. With logging, the line would mix with the log.
-        of: the plural noun that the line uses for the samples.
+        of: the word for the samples in the line, a plural noun such as "rollouts".
     """
 
     def __init__(self, total: int, show: bool | None, *, of: str = "rollouts") -> None:

@@ -37,12 +37,12 @@ from sglang_topp_client import Rollout, RolloutClient
 __all__ = ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"]
 
 SUPPORTED_TRL = ("1.16.0",)
-"""The TRL releases that the tests cover. `ReplayMixin` overrides private methods of `GRPOTrainer`, which may
-change between releases."""
+"""The TRL releases that the tests cover. `ReplayMixin` overrides private methods of `GRPOTrainer`. TRL may
+change these methods between releases."""
 
-# A caller may set only the sampling parameters in `_SAMPLING`. Each of them changes when a sample ends, or
-# forbids tokens, so the candidate sets stay exact. Any other sampling parameter would change log-probs, and a
-# rollout does not record the change.
+# A caller may set only the sampling parameters in `_SAMPLING`. Each of these parameters either decides when a
+# sample ends or forbids tokens, so the candidate sets stay exact. Any other sampling parameter would change
+# log-probs, and a rollout does not record the change.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
 
@@ -129,7 +129,7 @@ class SGLangRollouts:
         return rollout_fields(rollouts)
 
     def generate(self, prompt_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[Rollout]:
-        """Return one rollout with sets for each prompt, in order. Override this method to call tools.
+        """Return one rollout per prompt, in order, with candidate sets. Override this method to call tools.
 
         An override may append tokens with `Rollout.extend`, and pass `sampling_params` to `client.resume`.
         """
@@ -212,7 +212,7 @@ class ReplayMixin(_Next):  # type: ignore[misc]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # TRL scores the reference model with `_get_per_token_logps_and_entropies`. While `_rows` is None,
-        # `_get_per_token_logps_and_entropies` scores over `_sets`, which has the candidate sets of all rows.
+        # `_get_per_token_logps_and_entropies` scores over `_sets`, the candidate sets of all rows.
         self._rows = None
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         # TRL shuffles and splits lists together with tensor rows, so each row keeps its candidate sets.
@@ -245,8 +245,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         Return (log-probs [B, C], entropies [B, C] or None, None).
         """
         if model is self.model and not compute_entropy:
-            # TRL scores `self.model` without the entropy only to get the old log-probs. The rollout already
-            # supplies the old log-probs.
+            # TRL omits the entropy of `self.model` in one case: when it computes the old log-probs. The
+            # rollout already supplies the old log-probs.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []

@@ -75,10 +75,10 @@ _OTHERS = (
 )
 
 _turns: ContextVar[list[tuple[list[int], bytes | None]] | None] = ContextVar("turns", default=None)
-"""The requests of the running trajectory, in order.
+"""The requests of the current trajectory, in order.
 
-Each entry has a request's generated token ids, and the request's packed candidate sets, or None in place of
-the sets if the request has none."""
+Each entry is a pair: the token ids that a request generated, and the request's packed candidate sets. A
+request without sets has None in place of the sets."""
 
 # `_Next` stands for verl's `SGLangHttpServer`, which only serving processes import.
 _Next: Any = object

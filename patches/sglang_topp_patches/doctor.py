@@ -16,7 +16,7 @@ __all__ = ["report"]
 
 
 def report() -> tuple[bool, list[str]]:
-    """Return whether the installed SGLang can serve candidate sets, and the report's lines of text."""
+    """Return two values: whether the installed SGLang can serve candidate sets, and the report's lines."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

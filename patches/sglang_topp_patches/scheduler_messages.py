@@ -97,8 +97,8 @@ element of the list is an `Entry` that gives the reason."""
 AT_END = "sglang_topp_at_end"
 """The attribute that the HTTP process sets on requests to OpenAI routes.
 
-The HTTP process writes all sets of a request with this attribute at the end of the answer, even in a
-stream."""
+If a request has this attribute, the HTTP process writes all of the request's sets at the end of the answer,
+even in a stream."""
 
 SETS = "sglang_topp_sets"
 """The key of `meta_info` for the sets and tokens of a request that has the attribute `AT_END`.

@@ -33,7 +33,7 @@ class BatchCandidateSets:
         row_offsets: int64 [B + 1], `row_offsets[0] == 0`, never decreasing, `row_offsets[B] == T`.
 
     Raises:
-        InvalidInputError: `row_offsets` is not int64 [B + 1], decreases, or does not run from 0 to T.
+        InvalidInputError: `row_offsets` has a wrong dtype or shape, decreases, or does not run from 0 to T.
     """
 
     sets: CandidateSets

@@ -9,7 +9,7 @@ R_i). In `collate_sft`, the loss covers the last `num_actions[i]` tokens of samp
               |<---------- R ----------->|
     |<--------------- S ---------------->|
 
-`naive_layouts.py` has slow versions of `collate_rl` and `collate_sft`, which define the result.
+The slow versions of `collate_rl` and `collate_sft` in `naive_layouts.py` define the results.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def collate_rl(
         candidates: the CandidateSets of each sample's R_i positions, or None.
         fields: further fields by name, such as another model's log-probs. Each field has B rows of R_i
             values. If all rows of a field are integer arrays or integer tensors, the field becomes int64.
-            All other fields become float32, including fields of integer lists.
+            All other fields become float32, even if their rows are lists of integers.
         pad_token_id: fills `sequences` before the prompt.
         max_seq_len: warn if a sample is longer. Nothing is truncated.
 
@@ -139,7 +139,7 @@ def collate_rollouts(
 ) -> RLBatch:
     """Collate a client's `Rollout` objects into a batch like that of `collate_rl`.
 
-    The batch's `logprobs` are the denominators of importance ratios. For rollouts with candidate sets, each
+    The batch's `logprobs` are the old log-probs of importance ratios. For rollouts with candidate sets, each
     token's log-prob is normalized over the token's set in the rollout. For rollouts without sets, each
     token's log-prob is normalized over the whole vocabulary. Tokens that `Rollout.extend` appended have a
     loss mask of 0.

@@ -54,8 +54,8 @@ class CompressedMask:
         num_rows, width = mask.shape
         pairs, counts = [], np.zeros(num_rows, np.int64)
         for low, high in blocks(num_rows, width):
-            # Concatenate the mask's rows, with a 0 between two rows. Each change of value in the result
-            # starts or ends a run.
+            # Concatenate the mask's rows, with a 0 before and after each row. Each change of value in the
+            # result starts or ends a run.
             line = np.zeros((high - low) * (width + 1) + 1, np.uint8)
             np.not_equal(mask[low:high], 0, out=line.view(np.bool_)[1:].reshape(-1, width + 1)[:, :width])
             changes = np.bitwise_xor(line[1:], line[:-1])
@@ -148,7 +148,7 @@ class CompressedMask:
 
 
 def blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges `(low, high)` that cover `num_rows` rows, each about as large as a core's cache."""
+    """Split `num_rows` rows into blocks about as large as a core's cache, and yield each as `(low, high)`."""
     step = max(1, _BLOCK_BYTES // max(1, row_bytes))
     return ((low, min(low + step, num_rows)) for low in range(0, num_rows, step))
 

@@ -81,7 +81,10 @@ class PackedLossMask:
         return int.from_bytes(self.data.tobytes(), "little").bit_count()
 
     def to_numpy(self) -> NDArray[np.int8]:
-        """Return int8 [L], each 0 or 1, as a view if `data` is int8. To count the ones, call `self.sum`."""
+        """Return the mask as int8 [L] of zeros and ones.
+
+        The array is a view if `data` is int8. To count the ones, call `self.sum`.
+        """
         if self.data.dtype == np.int8:
             return self.data.view(np.int8)
         bits = self.data.view(np.uint8)
@@ -150,7 +153,7 @@ def unpack_loss_masks(
 
 
 def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
-    """Return every sample's mask as uint8 [L_i], each 0 or 1. The result is a view if the dtype allows it.
+    """Return every sample's mask as uint8 [L_i] of zeros and ones, as a view if the dtype allows it.
 
     Raises:
         InvalidInputError: a value is not 0 or 1, or a mask is not 1-D. The message names the sample.
@@ -182,7 +185,7 @@ def _bytes(mask: Any) -> NDArray[np.uint8]:
         try:
             return np.frombuffer(bytearray(mask), np.uint8)
         except (TypeError, ValueError):
-            pass  # the mask holds a float, or an int outside 0 to 255: NumPy checks every value below
+            pass  # the mask holds a float, or an int outside 0 to 255: the code below checks every value
     try:
         array = np.asarray(mask)
     except (TypeError, ValueError) as error:

@@ -64,7 +64,7 @@ class MicroBatches:
             [B, ...], one result per row of the batch.
 
         Raises:
-            InvalidInputError: a result is missing, or its number of rows differs from its micro-batch's.
+            InvalidInputError: a result is missing, or has more or fewer rows than its micro-batch.
         """
         parts = []
         for rank, expected in enumerate(self.rows):

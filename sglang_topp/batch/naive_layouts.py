@@ -29,7 +29,7 @@ def collate_rl(
     fields: Mapping[str, Sequence[Any]] | None = None,
     pad_token_id: int,
 ) -> dict[str, torch.Tensor]:
-    """Return left-padded sequences, and response fields right-aligned to the longest response."""
+    """Return left-padded sequences, and right-aligned response fields as wide as the longest response."""
     longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     width = max(len(r) for r in responses)
     sequences, attention_masks, response_masks = [], [], []

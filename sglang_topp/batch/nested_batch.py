@@ -47,10 +47,10 @@ class NestedFieldSpec:
     Args:
         mask: the name of the [B, W] field whose non-zero elements mark the columns to keep.
         pad: the field's value in columns that are not kept.
-        droppable: whether to replace all elements where the mask is 0 by `pad`. If true, elements where the
-            mask is 0 are never sent.
-        columns: the field's dimension that matches the mask's columns. For example, pass 2 for `position_ids`
-            [B, 3, W], which hold three position ids per token.
+        droppable: whether to set all elements to `pad` where the mask is 0. If true, these elements are never
+            sent.
+        columns: the index of the dimension that matches the mask's columns. For example, pass 2 for
+            `position_ids` [B, 3, W], which hold three position ids per token.
     """
 
     mask: str
@@ -71,7 +71,8 @@ class _Field:
     pad: int = 0
     """The pad value's bit pattern."""
     columns: int = 1
-    """The dimension of size W in the padded tensor. `values` [n, *rest] has no dimension of size W."""
+    """The index of the dimension of size W in the padded tensor. `values` [n, *rest] has no dimension of
+    size W."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,9 +87,9 @@ class NestedBatch:
 
     Attributes:
         num_rows: the number of rows B.
-        dense: the tensors with two or more dimensions that were not compressed. Each tensor's name maps to a
-            text with the tensor's shape, dtype, and size in bytes. A tensor in an inner TensorDict has the
-            name `name.inner`.
+        dense: the uncompressed tensors with two or more dimensions. Each tensor's name maps to a text with
+            the tensor's shape, dtype, and size in bytes. A tensor in an inner TensorDict has the name
+            `name.inner`.
         outside: the fields that have values other than `pad` where the mask is 0. Each field's name maps to
             the number of columns with such values, over all rows. To drop these values, set the field's
             `droppable`.
@@ -115,7 +116,7 @@ class NestedBatch:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all tensors, masks, and candidate sets in a transfer to another process."""
+        """The total size in bytes of the tensors, masks, and candidate sets that a transfer sends."""
         return (
             sum(field.values.nbytes for field in self._fields.values())
             + sum(layout.nbytes for layout in self._layouts)

@@ -60,8 +60,8 @@ class PackedBatch(TypedDict):
     zeros and ones. An SFT mask is divided by its sum over the whole batch, so that the sum of `loss * mask`
     over the batch is the mean loss of the trained tokens."""
     row_lengths: torch.Tensor
-    """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, all rows
-    have W columns to compute."""
+    """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, the number is W for
+    all rows."""
     cu_seqlens: list[torch.Tensor]
     """int32 [samples + 1] for each row: the first column of each sample, followed by the row's length. Each
     sequence of `cu_seqlens` includes the padding after its sample. A row without samples has one sequence,
@@ -107,7 +107,7 @@ class _Packing:
         return np.repeat(stop - before, sizes) + np.arange(sizes.sum())
 
     def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-        """Return `(sample, first, stop)` for every sample, as indices into the flattened [N, W] field.
+        """Return `(sample, first, stop)` for every sample: its range in the flattened [N, W] field.
 
         The range `first` to `stop - 1` of sample i starts `skip[i]` columns after the sample's first column,
         and has `lengths[i]` columns.
@@ -132,11 +132,11 @@ class PackedCollator:
             sequence parallelism requires.
         cp_size: the number of context-parallel ranks. If `cp_size` is above 1, every sample is padded to a
             multiple of `2 * cp_size * tp_size`, because each rank takes two zigzag chunks.
-        pp_size: the number of pipeline stages. If `pp_size` is above 1, all rows are computed at the same
-            width.
-        fp8_multiple: on every rank, an FP8 GEMM needs a number of rows (tokens) that is a multiple of
-            `fp8_multiple`. Pass 16 with per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1
-            without FP8. For FP8, the collator pads each row of the batch, but not each sample.
+        pp_size: the number of pipeline stages. If `pp_size` is above 1, all rows have the same length
+            (`row_lengths`).
+        fp8_multiple: in each row, the number of tokens per rank is a multiple of `fp8_multiple`, as FP8 GEMMs
+            require. Pass 16 with per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without
+            FP8. For FP8, the collator pads each row of the batch, but not each sample.
 
     Raises:
         InvalidInputError: an argument is not an integer, a size is below 1, or `max_tokens` is below

@@ -104,7 +104,7 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
     """Check that every row of field `name` is as long as the same sample's row in another field.
 
-    `expected` holds the lengths of the other field's rows. `of` is the other field's name.
+    The other field has the name `of`, and its rows have the lengths `expected`.
 
     Raises:
         InvalidInputError: the two fields differ in their number of samples or in the length of a sample's

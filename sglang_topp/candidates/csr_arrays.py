@@ -84,10 +84,11 @@ def sorted_by_logprob(
 
 
 def blocks_of(offsets: Int64Array) -> Iterator[slice]:
-    """Yield slices that cover all positions, each with about as many candidates as a core's cache holds.
+    """Yield slices that together cover all positions.
 
-    Callers work block by block, so that each block reuses the memory of the previous block's temporary
-    arrays. The first access to newly allocated memory would take longer than a block's computation.
+    A slice has at most `_AT_ONCE` candidates, or only one position. Callers work block by block, so that each
+    block reuses the memory of the previous block's temporary arrays. The first access to newly allocated
+    memory would take longer than a block's computation.
     """
     start = 0
     while start < len(offsets) - 1:

@@ -35,7 +35,8 @@ _MAX_BIAS = 1e30
 # this penalty and the smallest temperature, the quotient stays finite in float32.
 _MIN_REPETITION_PENALTY = 1e-6
 
-# The most characters of one stop string or stop pattern. SGLang itself refuses more than 32 stop strings.
+# The maximum length of a stop string or stop pattern in characters. SGLang itself refuses more than 32 stop
+# strings.
 _MAX_STOP_CHARS = 1024
 _MAX_GRAMMAR_CHARS = 32768
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -91,7 +92,7 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
 
     Args:
         name: the field's name in the message.
-        ids: integers, a list or an array.
+        ids: a list or an array of integers.
         vocab_size: valid ids are 0 to `vocab_size - 1`.
 
     Raises:
@@ -117,7 +118,7 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
 def overlong_text(name: str, text: str, model: Model) -> str | None:
     """Return an error message if a prompt's text is longer than `Model.max_text_chars`, and None otherwise.
 
-    SGLang tokenizes the text on its event loop, at some megabytes per second, before it checks the length.
+    SGLang tokenizes the text on its event loop, at a few megabytes per second, before it checks the length.
     During the tokenization, all other requests wait.
     """
     if len(text) <= model.max_text_chars:
@@ -154,8 +155,8 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
 
     Args:
         name: the name of `params` in error messages.
-        params: the sampling parameters by SGLang's names. Parameters with unknown names are not checked,
-            because SGLang refuses them.
+        params: a mapping from SGLang's parameter names to their values. Parameters with unknown names are not
+            checked, because SGLang refuses them.
         model: the sizes of the engine's model.
 
     Raises:
@@ -179,7 +180,7 @@ def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     # and the sampler raises an error.
     if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
         yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
-    # SGLang pickles custom_params. Pickle fails beyond some hundred levels of nesting. If pickle fails,
+    # SGLang pickles custom_params. Pickle fails beyond a few hundred levels of nesting. If pickle fails,
     # SGLang answers with status 500 and gives no reason.
     if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
         yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"

@@ -1,9 +1,9 @@
 """Decide which sampling parameters allow a request to resume an earlier request's answer exactly.
 
 A resuming request sends the earlier tokens as part of its prompt. Parameters that depend only on the logits
-of one position, or on the tokens themselves, work as if the answer had not been interrupted. Parameters that
-keep state over the answer's tokens, such as penalties and grammars, would lose that state. A resuming request
-must not use parameters that keep state. Every field of SGLang's `SamplingParams` is in `RESUMABLE_PARAMS`,
+of one position, or on the tokens themselves, work as if the answer had not been interrupted. Some parameters,
+such as penalties and grammars, keep state over the answer's tokens. A resuming request would lose this state,
+so it must not use these parameters. Every field of SGLang's `SamplingParams` is in `RESUMABLE_PARAMS`,
 `NON_RESUMABLE_PARAMS`, or `INTERNAL_PARAMS`. A test compares these three constants with the installed SGLang
 release.
 """

@@ -11,8 +11,8 @@ answer's length, and the search time of `.*.*x` is cubic. To be accepted, a stop
 3. The regex has no backreferences, and no verbose syntax (`(?x)`).
 4. The searches for all stop regexes of a request take at most `MAX_STEPS` steps in total. `search_steps`
    counts the ways to match a regex at one start position, and multiplies the count by the number of start
-   positions in the text. A quantifier `{m,n}` can match in n - m + 1 ways. The count for a regex is the
-   product over all its quantifiers, times the number of alternatives in each group.
+   positions in the text. A quantifier `{m,n}` can match in n - m + 1 ways, and a group in one way for each
+   alternative. The count for a regex is the product of the counts of its quantifiers and groups.
 
 The number of steps is an upper bound, because `search_steps` also counts combinations of matches that cannot
 occur together. Some harmless regexes are refused, because their upper bound is above `MAX_STEPS`.
@@ -27,8 +27,9 @@ from functools import lru_cache
 __all__ = ["MAX_STEPS", "search_steps"]
 
 MAX_STEPS = 2e7
-"""The most steps that SGLang may need after one token to search for all stop regexes of a request. On 4,000
-random patterns within this limit, Python's `re` took at most 11 ns per step, which is 0.2 s per search."""
+"""The maximum total of `search_steps` for all stop regexes of a request. SGLang searches for them after each
+token. On 4,000 random patterns within this limit, Python's `re` took at most 11 ns per step, which is 0.2 s
+per search."""
 
 _TOKEN = re.compile(
     r"""

@@ -96,7 +96,7 @@ def decode_top_p(
 def decode_prompt_top_p(
     meta_info: Mapping[str, Any], prompt_ids: ArrayLike, *, vocab_size: int | None = None
 ) -> CandidateSets:
-    """Decode the sets of a `/generate` response's prompt tokens from `logprob_start_len` on.
+    """Decode the sets of the prompt tokens in a `/generate` response, starting at `logprob_start_len`.
 
     Args:
         meta_info: the response's `meta_info`.

@@ -83,7 +83,7 @@ def encode_top_k(
 
 
 def merge_top_k(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the fields that `encode_top_k` writes, over consecutive stream chunks.
+    """Join the `encode_top_k` fields of consecutive stream chunks.
 
     The `meta_info` of every chunk must have all four fields.
     """
@@ -115,9 +115,9 @@ def decode_top_k(
         C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
 
     The set keeps all tokens that are as likely as the k-th, if the response lists them. SGLang omits tied
-    tokens after the k-th if `top_logprobs_num` equals `k`. To get the tied tokens too, request a
-    `top_logprobs_num` a few above `k`. The decoder drops unsampled tokens of zero probability. The sampled
-    token's log-prob comes from `output_token_logprobs`.
+    tokens after the k-th if `top_logprobs_num` equals `k`. To get the tied tokens too, set `top_logprobs_num`
+    slightly higher than `k`. The decoder drops unsampled tokens of zero probability. The sampled token's
+    log-prob comes from `output_token_logprobs`.
 
     Args:
         meta_info: the response's `meta_info`. By default, SGLang returns lists (`output_top_logprobs`).
@@ -201,8 +201,8 @@ def _read(meta_info: Mapping[str, Any], num_tokens: int) -> _Rows:
     """Parse the top log-probs to `(token_ids [n], logprobs [n], lengths [T], fields)`.
 
     `meta_info` may hold any of the four forms that this module's docstring lists. A position without a
-    distribution gets length -1. `fields` maps the name of each `CandidateSets` argument to the name of the
-    field with the argument's values.
+    distribution gets length -1. For each argument of `CandidateSets`, `fields` names the `meta_info` field
+    that holds the argument's values.
     """
     for kind in ("base64", "flat_b64", "flat"):
         values, ids = f"{_LISTS}_val_{kind}", f"{_LISTS}_idx_{kind}"

@@ -20,7 +20,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 def check_top_p_arguments(
     logprobs: Tensor, p: float | Sequence[float] | Tensor, sampled_ids: Sequence[int] | Tensor | None
 ) -> tuple[Tensor, NDArray[np.float64], Tensor | None]:
-    """Check the shapes, the dtypes, and `p` of `top_p_candidates`.
+    """Check the shapes and dtypes of the arguments of `top_p_candidates`, and the values of `p`.
 
     The torch and Triton implementations check the values of `logprobs` and `sampled_ids` while they read the
     two tensors.

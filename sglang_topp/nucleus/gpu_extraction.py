@@ -1,4 +1,4 @@
-"""Extract candidate sets on a GPU with the Triton kernels, with or without waiting for the device.
+"""Extract candidate sets with Triton kernels on a GPU: two functions wait for the GPU, and two do not.
 
 The host can learn the sizes of the candidate sets only by waiting for the GPU. `stage_top_p` and
 `stage_support` do not wait. The two functions write the sets to a staging area of fixed size, and leave out
@@ -47,17 +47,17 @@ class StagingArea:
     Attributes:
         entries: int32 [2, C]. `entries[0]` holds the candidates' token ids, and `entries[1]` the bits of
             their float32 log-probs.
-        rows: int32 [4, B], or [4, R] from `stage_support`. Each row of log-probs has four numbers: the set
-            size, the index of the set's first candidate in `entries`, an error code, and the error's detail.
-            An index of -1 means that the set did not fit in the staging area. `kernel_error_codes` lists the
-            error codes and their details.
+        rows: int32 [4, B], or [4, R] from `stage_support`. Each column describes one row of log-probs by
+            four numbers: the set size, the index of the set's first candidate in `entries`, an error code,
+            and the error's detail. An index of -1 means that the set did not fit in the staging area.
+            `kernel_error_codes` lists the error codes and their details.
     """
 
     entries: Tensor
     rows: Tensor
 
     def map(self, copy_tensor: Callable[[Tensor], Tensor]) -> StagingArea:
-        """Return a staging area with `copy_tensor(entries)` and `copy_tensor(rows)`.
+        """Return a staging area whose tensors are `copy_tensor(entries)` and `copy_tensor(rows)`.
 
         If `copy_tensor` is asynchronous, the two copies may still run when this method returns.
         """
@@ -180,7 +180,7 @@ def stage_support(
 def top_p_candidates(
     logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, *, lowest: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.top_p_candidates` on a GPU, for checked arguments.
+    """Compute `sglang_topp.nucleus.top_p_candidates` on a GPU. The caller must check the arguments first.
 
     The host waits for the GPU once, to read the set sizes. `lowest` is as in `stage_top_p`.
     """
@@ -202,7 +202,7 @@ def support_candidates(
     *,
     lowest: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.support_candidates` on a GPU, for checked arguments.
+    """Compute `sglang_topp.nucleus.support_candidates` on a GPU. The caller must check the arguments first.
 
     The host waits for the GPU once, to read the set sizes. `lowest` is as in `stage_top_p`.
     """
@@ -245,8 +245,8 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
     """Return float64 [B] on the GPU: the total probability at which each row's nucleus ends."""
-    # With p = 1, the nucleus is the whole row. Use an infinite limit, because the rounded probabilities of
-    # only a part of the row may sum to 1.
+    # With p = 1, the nucleus is the whole row. A limit of 1 could cut the row, because the rounded
+    # probabilities of a part of the row may already sum to 1. So the limit is infinite.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 
 

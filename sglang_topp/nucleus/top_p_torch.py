@@ -105,7 +105,7 @@ def _select_requested_rows(
 
 
 def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
-    """Yield the sets found in a few blocks of each row, then the sets of some rows found in more blocks.
+    """Yield the sets from a few blocks of each row, then, for some rows, the sets from more blocks.
 
     Each attempt reads the blocks with the highest maxima. The next attempt reads only the rows whose nucleus
     may need more blocks. If several of the yielded parts hold a set for the same row, only the set in the
@@ -154,13 +154,13 @@ def _cut(
         requested: the R rows that the log-probs in `values_RM` come from.
         bound_R: an upper bound for each row's log-probs that are not in `values_RM`, or None if `values_RM`
             holds whole rows.
-        blocks_RK: the numbers of the K blocks that each row's log-probs in `values_RM` come from, or None if
+        blocks_RK: the indices of the K blocks that each row's log-probs in `values_RM` come from, or None if
             `values_RM` holds whole rows.
 
     Returns:
         `(part, short_R)`. `part` holds the candidate sets. `short_R`, bool [R], is True for each row whose
-        nucleus may contain tokens that are not in `values_RM`. In a row with True, the tokens above the bound
-        have a total probability below `p`.
+        nucleus may contain tokens that are not in `values_RM`. If `short_R[r]` is True, the tokens of row `r`
+        above the bound have a total probability below `p`.
     """
     # If a row holds NaN, `topk` chooses the block with NaN, and `amax` returns NaN. `not NaN <= x` is true.
     if not float(values_RM.amax()) <= MAX_LOGPROB:

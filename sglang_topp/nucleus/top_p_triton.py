@@ -2,14 +2,15 @@
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
 every block. The cutoff of a nucleus is the sort key that separates its log-probs from the lower ones. The
-block maxima are some of the row's log-probs. The maxima above a given value therefore have at most as much
-probability as all log-probs above that value. So the maxima reach the threshold `p` only at the row's cutoff
-or below it. A block is called active if its maximum is in the nucleus of the maxima. The maximum of a block
-is at least as high as the block's other log-probs, so the active blocks contain the row's whole nucleus. The
-second kernel searches for the exact cutoff among the log-probs of the active blocks. The last kernel writes
-out the tokens of the nucleus. Most rows of a language model have a few dozen active blocks out of thousands.
-A row of normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95.
-If all tokens of a row are about equally likely, all blocks are active, and the extraction takes longer.
+block maxima are some of the row's log-probs. The total probability of the maxima above a given value is
+therefore at most the total probability of all log-probs above that value. So the total of the maxima reaches
+the threshold `p` only at the row's cutoff or below it. A block is called active if its maximum is in the
+nucleus of the maxima. The maximum of a block is at least as high as the block's other log-probs, so the
+active blocks contain the row's whole nucleus. The second kernel searches for the exact cutoff among the
+log-probs of the active blocks. The last kernel writes out the tokens of the nucleus. Most rows of a language
+model have a few dozen active blocks out of thousands. A row of normally distributed logits with standard
+deviation 6 has 85 active blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely,
+all blocks are active, and the extraction takes longer.
 
 The search for a cutoff starts with an interval of sort keys (`top_p_torch.sort_key_descending`). Each round
 compares all values with several pivot keys, and narrows the interval. The search ends when the values have at
@@ -57,8 +58,8 @@ class Cuts(NamedTuple):
         highest: float32 [B], the highest log-prob of each row, or NaN if the row holds NaN.
         keys: int32 [B], the nucleus cutoff of each row, as a sort key (`top_p_torch.sort_key_descending`). A
             token is in the nucleus if its sort key is below the row's cutoff.
-        blocks: int32 [B, N]. The first `active[b]` elements of `blocks[b]` are the numbers of the blocks that
-            can hold tokens of row `b`'s nucleus, in ascending order.
+        blocks: int32 [B, N]. The first `active[b]` elements of `blocks[b]` are the indices, in ascending
+            order, of the blocks that can hold tokens of row `b`'s nucleus.
         active: int32 [B], how many blocks of each row can hold tokens of the row's nucleus.
         block: S, the number of tokens in a block.
     """
@@ -212,7 +213,7 @@ def _tile(  # type: ignore[no-untyped-def]
 ):
     """Load the token ids and log-probs of TILE tokens in the active blocks of a row.
 
-    `blocks_ptr` points to the numbers of the active blocks. The tokens of these blocks, in order, form one
+    `blocks_ptr` points to the indices of the active blocks. The tokens of these blocks, in order, form one
     sequence. The TILE tokens start at index `start` of the sequence. A token gets log-prob -inf if its index
     in the sequence is `num_values` or more, or its id is outside the vocabulary.
     """
@@ -251,7 +252,7 @@ def _values(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
-    """Return the probabilities and the counts of the values above each pivot, both [P, T].
+    """Return two [P, T] tensors: the probability and the count of each value above each pivot.
 
     If value t is above pivot p, the entries at [p, t] are the value's probability and the count 1. Otherwise,
     both entries are 0.
@@ -420,7 +421,7 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
         tl.store(blocks_ptr + written + tl.cumsum(is_active.to(tl.int32), 0) - 1, at, mask=is_active)
         written += tl.sum(is_active.to(tl.int32), 0)
     tl.store(active_ptr + row, num_active)
-    tl.debug_barrier()  # the search below reads block numbers that other threads wrote
+    tl.debug_barrier()  # the search below reads block indices that other threads wrote
 
     key, size = _search(
         row_ptr,

@@ -1,4 +1,4 @@
-"""Score targets over their candidate sets from hidden states, with the logits of candidates only.
+"""Compute targets' scores over candidate sets from hidden states and the candidates' LM-head rows.
 
 A score over a candidate set depends only on the logits of the candidates. Computing only the candidates'
 logits, instead of all logits, reduces the work from T * V * H to n * H, and the memory from T * V to n.
@@ -119,14 +119,15 @@ def candidate_logprobs(
               one gradient row per distinct candidate id to the buffer, in place. The backward rounds each
               updated row of the buffer once. The time and the memory for such a gradient of `weight` depend
               on the number of candidates, not on V. In each call, pass the current `weight.grad` or
-              Megatron's `weight.main_grad`. If `weight.grad` is None, set `weight.grad` to zeros first. With
-              `weight.grad`, autograd gets None as the gradient of `weight`. Gradient hooks on `weight` get
-              None or are not called. Pass a buffer only if the code that reduces gradients over ranks reads
-              the same buffer. torch's DistributedDataParallel reads `weight.grad`. The forward of
-              DistributedDataParallel may replace `weight.grad`, so read `weight.grad` inside or after that
-              forward. Megatron's DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward
-              sets `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no memory.
-              FSDP reads neither `weight.grad` nor `weight.main_grad`, so use "dense" with FSDP.
+              Megatron's `weight.main_grad`. If `weight.grad` is None, set `weight.grad` to zeros first. If
+              the buffer is `weight.grad`, autograd gets None as the gradient of `weight`. Gradient hooks on
+              `weight` then get None or are not called. Pass a buffer only if the code that reduces gradients
+              over ranks reads the same buffer. torch's DistributedDataParallel reads `weight.grad`. The
+              forward of DistributedDataParallel may replace `weight.grad`, so read `weight.grad` inside or
+              after that forward. Megatron's DistributedDataParallel reads `weight.main_grad`. For Megatron,
+              the backward sets `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that
+              takes no memory. FSDP reads neither `weight.grad` nor `weight.main_grad`, so use "dense" with
+              FSDP.
 
         backend: "torch" runs anywhere. "triton" reads the candidates' LM-head rows without copying the rows,
             and needs an NVIDIA GPU or Triton's interpreter. "auto" uses Triton if possible.
@@ -249,8 +250,8 @@ class _ByPosition(torch.autograd.Function):
                 *entries, support.positions, ctx.shape[0], out_dtype=ctx.dtype, **ctx.options
             )
         else:
-            # Sum over the ranks only the gradients at the A positions with two or more candidates. Round
-            # these gradients only after the sum over the ranks.
+            # Only the A positions with two or more candidates have gradients, so sum these A rows over the
+            # ranks. Round the gradients after this sum, not before.
             grad_AH = ctx.ops.gathered_sum(
                 *entries, support.segment, len(support.rows), out_dtype=grad_m.dtype, **ctx.options
             )
@@ -263,7 +264,7 @@ class _ByPosition(torch.autograd.Function):
 def _implementation(
     backend: str, hidden: Tensor, weight: Tensor, dtype: torch.dtype, chunk: int | None
 ) -> tuple[ModuleType, dict[str, int]]:
-    """Return `gathered_products` or `gathered_products_triton`, and keyword arguments for its functions."""
+    """Return the module `gathered_products` or `gathered_products_triton`, and options for its functions."""
     if chunk is not None and chunk < 1:
         raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
     if backend not in ("auto", "torch", "triton"):

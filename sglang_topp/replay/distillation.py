@@ -87,8 +87,9 @@ def distillation_loss(
     teacher's top-k tokens, without a tail, is not a KL and can fall below 0.
 
     Mode "renormalized" ignores the ids outside the set. The student's probability outside the set does not
-    change the loss, and the logits of the ids outside the set have no gradient. Mode "renormalized" takes a
-    fraction of the time and memory of mode "tail". verl's issue 6676 renormalizes over the student's top-k.
+    change the loss, and the logits of the ids outside the set have no gradient. Mode "renormalized" needs
+    only a fraction of the time and memory of mode "tail". verl's issue 6676 asks for a loss that is
+    renormalized over the student's top-k.
 
     The loss is differentiable once, in `hidden`, `weight`, and `bias`. The probability of the student's tail
     is summed over the ids outside the set, so a tail of 1e-30 is as accurate as a tail of 0.5. The

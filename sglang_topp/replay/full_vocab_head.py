@@ -1,4 +1,4 @@
-"""Score targets over the whole vocabulary from hidden states, without `[T, V]` logits.
+"""Compute targets' scores over the whole vocabulary from hidden states, without `[T, V]` logits.
 
 This module is for trainers that score over the whole vocabulary, not over recorded candidate sets. The
 forward computes the logits of one chunk of positions at a time, into one buffer. The backward computes the
@@ -58,8 +58,8 @@ def head_logprobs(
     Args:
         entropy: also return the entropy over the whole vocabulary, differentiable.
         chunk_rows: the number of positions that pass through the LM head at a time. By default, the logits of
-            these positions take at most 256 MiB. If `chunk_rows` is T or more, the logits of T x V x 4 bytes
-            are kept until the backward, which saves a quarter of the work.
+            these positions take at most 256 MiB. If `chunk_rows` is T or more, the forward keeps the logits,
+            T x V x 4 bytes, for the backward. Keeping the logits saves a quarter of the work.
 
     The other arguments and the errors are those of `candidate_logprobs`. On a CPU, the weight of a
     half-precision head is converted to float32 during the call.

@@ -1,8 +1,8 @@
 """Gathered products in plain torch: dot products and weighted sums over selected rows of a matrix.
 
 `candidate_head` and `lm_head_weight_grad` use these functions for the candidates' logits and the gradients.
-An entry is one selected row with its weight, or one selected pair of rows for a dot product. A segment is the
-run of consecutive entries whose weighted rows are added up to one output row.
+An entry is one selected row with its weight, or one selected pair of rows for a dot product. A segment is a
+run of consecutive entries whose weighted rows sum to one output row.
 
 The functions run on any device. A call copies at most `chunk` rows of a matrix at a time, so the call's
 memory is bounded for any number of entries. Sums are in float32 (float64 for float64 inputs) and in a fixed
@@ -166,7 +166,7 @@ def _is_plain(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor) -> Tensor:
-    """Compute `gathered_dot` in one torch operation: only the selected elements of `left @ right.T`."""
+    """Compute only the elements of `left @ right.T` that `gathered_dot` selects, in one torch operation."""
     _suppress_sparse_csr_warning()
     bounds = torch.searchsorted(left_rows, torch.arange(len(left) + 1))
     pattern = torch.sparse_csr_tensor(

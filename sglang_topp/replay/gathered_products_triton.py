@@ -73,9 +73,8 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     num_entries = len(segments)
     if not num_entries:
         return
-    # Starting at 0, number the segments that have an entry, without gaps. Only the GPU knows how many such
-    # segments exist, so the host assumes the largest possible count. The kernels skip the numbers of segments
-    # that do not exist.
+    # Number the nonempty segments 0, 1, 2, and so on. Only the GPU knows how many segments are nonempty, so
+    # the host assumes the largest possible count. The kernels skip the numbers that no segment has.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
@@ -121,7 +120,7 @@ def _sum_segments(
     blocks = triton.cdiv(width, block)
     out = (
         out_RH,
-        # If `out_row_S` is None, the kernels do not read this argument.
+        # If `out_row_S` is None, this argument is a placeholder that the kernels do not read.
         start_S1 if out_row_S is None else out_row_S,
         out_RH.stride(0),
         out_RH.stride(1),

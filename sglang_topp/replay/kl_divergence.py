@@ -39,8 +39,8 @@ def divergence(
 
     Args:
         logits: [m], the policy's logits of the candidates that this rank holds.
-        tail: [A], the log-sum-exp of the policy's logits of all ids outside the candidate set, over all
-            ranks. If `tail` is None, the policy is the softmax over the candidates.
+        tail: [A], the log-sum-exp of the policy's logits for the ids outside the candidate set. The sum
+            includes the ids of all ranks. If `tail` is None, the policy is the softmax over the candidates.
         other: [m], the other policy's log-probs of the same candidates. At each position, the probabilities
             of all ranks' candidates and of the tail must sum to 1.
         other_tail: [A], the other policy's log-prob of the tail, or None without a tail. An element of

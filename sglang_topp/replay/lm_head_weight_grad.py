@@ -3,7 +3,7 @@
 A dense gradient has shape [V, H], however few ids occur in the candidate sets. If the LM head computes only
 the candidates' logits, nearly all of its time goes into the dense gradient: zeroing it, writing it, and
 adding it to the existing gradient. A sparse gradient has one row per distinct candidate id. If the caller
-passes a buffer [V, H], the backward adds the gradient to the buffer's rows of candidate ids, and does not
+passes a buffer [V, H], the backward adds the gradient to the buffer's rows at the candidate ids, and does not
 touch the buffer's other rows.
 
 One autograd node computes the gradients of weight and bias, and another node computes the gradient of the
@@ -31,7 +31,7 @@ WeightGrad: TypeAlias = Literal["dense", "sparse"] | Tensor
 
 
 def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
-    """Raise InvalidInputError unless `weight_grad` is valid for a gradient of `weight` summed in `dtype`."""
+    """Raise InvalidInputError if `weight_grad` is invalid for this `weight`, `hidden`, and sum `dtype`."""
     if not isinstance(weight_grad, Tensor):
         if isinstance(weight_grad, str) and weight_grad in ("dense", "sparse"):
             return
@@ -88,8 +88,8 @@ class GradientById(torch.autograd.Function):
     ) -> Tensor:
         ctx.support, ctx.ops, ctx.options = support, ops, options
         ctx.weight_grad, ctx.shape, ctx.dtype = weight_grad, weight_VH.shape, weight_VH.dtype
-        # Keep a reference to `weight` only if `weight` is a leaf tensor, because the backward reads the
-        # attributes of a leaf tensor only.
+        # Keep a reference to `weight` only if `weight` is a leaf tensor, because the backward reads no
+        # attribute of a `weight` that is not a leaf.
         ctx.leaf = weight_VH if weight_VH.is_leaf else None
         ctx.is_grad = _is_its_grad(weight_grad, ctx.leaf)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
@@ -103,8 +103,8 @@ class GradientById(torch.autograd.Function):
     def backward(ctx: Any, grad_m: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_TH,) = ctx.saved_tensors
         grad_weight = grad_bias = None
-        # Sort the candidates by token id. Each row of the weight's gradient is then one sum in a fixed order,
-        # which is written once.
+        # Sort the candidates by token id. Each row of the weight's gradient is then summed in a fixed order,
+        # and the row is written once.
         ids, order, positions = ctx.support.by_id
         by_id_m = grad_m.index_select(0, order)
         if ctx.needs_input_grad[0]:

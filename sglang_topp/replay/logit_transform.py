@@ -63,7 +63,7 @@ class LogitTransform:
         return cls(_check_temperature(temperature, num_positions, may_wait), softcap, float(logit_scale))
 
     def of_entries(self, raw_m: Tensor, positions_m: Tensor) -> Tensor:
-        """Return the candidates' logits [m] from their raw outputs `raw_m` and their positions `positions_m`.
+        """Convert the candidates' raw outputs `raw_m`, at the positions `positions_m`, to logits [m].
 
         The logits are differentiable in `raw_m`.
         """
@@ -105,7 +105,7 @@ class LogitTransform:
         return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
     def take(self, positions: Tensor) -> LogitTransform:
-        """Return the transform for only the positions with the indices `positions`, a 1-D int64 tensor."""
+        """Return the transform for a subset of positions. `positions`, 1-D int64, holds their indices."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature.to(positions.device).index_select(0, positions))

@@ -117,9 +117,9 @@ def replay_metrics(
         old_logprobs: [T], the rollout's log-probs over the support (`replayed_old_logprobs`).
         candidates: the candidate sets of the T positions.
         loss_mask: [T]. The metrics ignore positions with a mask of 0 or with an empty set.
-        p: the top-p threshold, one number or [T]. With `p`, the metrics also count the forced tokens. A
-            sampled token is forced if the probabilities of all more likely candidates sum to `p` or more. For
-            `p` = 1, a sampled token is forced if its probability is 0.
+        p: the top-p threshold, one number or [T]. If `p` is given, the metrics also count the forced
+            tokens. A sampled token is forced if the probabilities of all more likely candidates sum to `p` or
+            more. For `p` = 1, a sampled token is forced if its probability is 0.
 
     Raises:
         InvalidInputError: a length is not T, `p` is not above 0 and at most 1, or `p` is passed for sets
@@ -136,8 +136,8 @@ def replay_metrics(
     def numbers(values: Tensor) -> np.ndarray:
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
-    # A token's importance ratio is inf if only the rollout gave the token probability 0. The ratio is NaN if
-    # both the rollout and the policy gave the token probability 0.
+    # If a token has probability 0 in the rollout but not in the policy, the token's importance ratio is inf.
+    # If the token has probability 0 in both, the ratio is NaN.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)

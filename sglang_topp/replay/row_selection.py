@@ -103,9 +103,9 @@ class Layout:
 
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.
-            attention_mask: [B, S], required for bshd, and None for thd. Pass the mask of the forward pass,
-                with 0 on padding, before context parallelism splits the mask. `collate_rl` returns this
-                attention mask.
+            attention_mask: [B, S], required for bshd, and None for thd. Pass the whole mask of the forward
+                pass, not one context-parallel rank's part of the mask. The mask is 0 on padding. `collate_rl`
+                returns this attention mask.
             loss_mask: [sum of response lengths], samples concatenated. The selection leaves out rows that
                 score a token whose loss mask is 0 or False.
 
@@ -239,8 +239,7 @@ class RowSelection:
         hidden_rows: int64 [R], indices into the rank's hidden states, viewed as `[num_hidden_rows, H]`.
         positions: int64 [R], the response position that each row scores, ascending.
         num_hidden_rows: the number of rows that this rank holds according to the layout.
-        num_sequences: the length of the axis of the hidden states that counts sequences: B for bshd, and 1
-            for thd.
+        num_sequences: the length of the hidden states' batch axis: B for bshd, and 1 for thd.
         response_lengths: int64 [B], the number of response positions of each sample.
         scored: bool [response positions], True where any rank scores the position. `scored` is the same on
             every rank.
@@ -263,7 +262,7 @@ class RowSelection:
         The result is differentiable. Rows of `hidden` that are not selected get zero gradients.
 
         Args:
-            hidden: [num_hidden_rows, H], or with a sequence axis: [B, S, H] for bshd, [1, tokens, H] or
+            hidden: [num_hidden_rows, H], or with a batch axis: [B, S, H] for bshd, [1, tokens, H] or
                 [tokens, 1, H] for thd.
 
         Raises:
@@ -315,9 +314,9 @@ class RowSelection:
     def scatter(self, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
         """Put the R values at their response positions, zeros at all others, and sum over `cp_group`.
 
-        The result is differentiable. The backward pass needs no communication, because each rank takes the
-        gradients of its own rows. The incoming gradient must therefore be the same on every rank, which is
-        true if all ranks compute the same loss.
+        The result is differentiable. The backward pass needs no communication, because each rank reads the
+        gradients of its own rows from its incoming gradient. The incoming gradient must therefore be the same
+        on every rank, which is true if all ranks compute the same loss.
 
         Raises:
             InvalidInputError: there is not one value per selected row.

@@ -79,11 +79,11 @@ def score_support(
     kl_to: Tensor | None,
     tp_group: dist.ProcessGroup | None,
 ) -> Scores:
-    """Compute the scores from the `logits` [m] of this rank's candidates (float32 or float64).
+    """Compute the scores from the `logits` (float32 or float64 [m]) of this rank's candidates.
 
     Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same scores.
-    The forward makes two reductions over the ranks, one of maxima and one of sums. With `per_candidate`, the
-    forward makes a third reduction. The backward needs no communication. The incoming gradient must therefore
+    The forward runs two reductions over the ranks, one of maxima and one of sums. With `per_candidate`, the
+    forward runs a third reduction. The backward needs no communication. The incoming gradient must therefore
     be the same on every rank, which is true if all ranks compute the same loss.
 
     If `match.is_absent` is not None, the host does not wait for the device. A position with an invalid value
@@ -235,7 +235,8 @@ def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
 def check_held(held_A: Tensor, support: SupportIndex) -> None:
     """Raise InvalidCandidateSetsError unless exactly one rank holds each candidate.
 
-    `held_A[a]` is the number of candidates of position `a` that each rank holds, summed over all ranks.
+    `held_A[a]` counts the candidates of position `a` that the ranks hold. A candidate on k ranks counts k
+    times.
     """
     index = first_true(held_A != support.sizes)
     if index is not None:

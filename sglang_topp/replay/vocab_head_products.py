@@ -78,7 +78,7 @@ class VocabHead:
 
 
 class HeadGradients:
-    """Running sums of the gradients of hidden states, weight, and bias over chunks, in the head's `dtype`."""
+    """Gradients of hidden states, weight, and bias, accumulated chunk by chunk in the head's `dtype`."""
 
     def __init__(
         self,

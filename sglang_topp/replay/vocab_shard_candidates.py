@@ -29,7 +29,7 @@ __all__ = ["Shard", "SupportIndex", "TargetMatch", "check_num_sets", "check_targ
 class Shard:
     """The ids `start <= id < stop` that this rank holds, out of a vocabulary of `vocab_size` ids.
 
-    `vocab_size` is None if the caller did not pass the size and other ranks hold a part of the vocabulary.
+    `vocab_size` is None if other ranks hold a part of the vocabulary and the caller did not pass the size.
     The last shard may contain padding, so `num_ids` counts only the ids below `vocab_size`.
     """
 
@@ -61,13 +61,13 @@ class SupportIndex:
     """An index of the candidates at positions with two or more candidates: replay needs only their logits.
 
     A position with one candidate has log-prob 0 under any policy, and a position with an empty set scores 0
-    too. The index therefore leaves out positions with fewer than two candidates. Pass `smallest=1` to
-    `SupportIndex.of` if the ids outside each set form a tail. With a tail, a position with one candidate has
-    the candidate and the tail as outcomes.
+    too. The index therefore leaves out positions with fewer than two candidates. For a KL with a tail, pass
+    `smallest=1` to `SupportIndex.of`. The tail is one outcome that stands for all ids outside the set, so a
+    position with one candidate has two outcomes.
 
-    All tensors are on one device, and int64 except for `token_ids`. No tensor of the index depends on the
-    targets. In the descriptions of the fields, a held candidate is one of the m candidates that this rank
-    holds.
+    All tensors are on one device. All tensors are int64, except for `token_ids`. No tensor of the index
+    depends on the targets. In the descriptions of the fields, a held candidate is one of the m candidates
+    that this rank holds.
     """
 
     token_ids: Tensor
@@ -103,8 +103,8 @@ class SupportIndex:
     def by_id(self) -> tuple[Tensor, Tensor, Tensor]:
         """The held candidates, sorted by id: `(ids, order, positions)`, all int64 [m].
 
-        `order` is the permutation that sorts the field `ids`. `positions` has the position of each sorted
-        candidate.
+        `order` is the permutation that sorts the field `ids`. `positions` lists the candidates' positions in
+        the sorted order.
         """
         ids, order = self.ids.sort(stable=True)
         return ids, order, self.positions.index_select(0, order)
@@ -126,7 +126,7 @@ class SupportIndex:
         *,
         smallest: int = 2,
     ) -> tuple[SupportIndex, bool]:
-        """Return the index of `candidates`, and whether value checks may make the host wait for the device.
+        """Return the index of `candidates`, and whether value checks are allowed to wait for the device.
 
         The first call with `CandidateTensors` and a shard stores the index in the `CandidateTensors`. Later
         calls return the stored index, without work on the host and without waiting for the device.

@@ -26,8 +26,9 @@ __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk",
 # The code raises logits below `_LOWEST` to `_LOWEST`, because 0 times `_LOWEST` is 0, but 0 times -inf is
 # NaN. Raising a logit changes no result, because `exp(_LOWEST)` is 0 in float32 and float64.
 _LOWEST = -1.0e4
-# `some_rows` returns slices of rows whose exponentials take at most this many bytes. The exponentials then
-# fit in a CPU's cache, or are enough work to amortize kernel launches on a GPU.
+# `some_rows` returns slices of rows whose exponentials take at most this many bytes. On a CPU, the
+# exponentials of one slice then fit in the cache. On a GPU, one slice is enough work to amortize the kernel
+# launches.
 _EXP_BYTES_CPU = 1 << 21
 _EXP_BYTES = 1 << 26
 
@@ -40,8 +41,8 @@ def row_parts(num_rows: int, chunk_rows: int) -> list[slice]:
 def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> int:
     """Return the number of rows per chunk, which is at least 1.
 
-    The result is `chunk_rows` if the caller gives it. Otherwise, the result is how many rows fit in
-    `chunk_bytes` bytes if one row takes `row_bytes` bytes.
+    If the caller passes `chunk_rows`, the function returns `chunk_rows`. Otherwise, the function returns how
+    many rows of `row_bytes` bytes each fit in `chunk_bytes` bytes.
     """
     if chunk_rows is None:
         return max(1, chunk_bytes // max(1, row_bytes))
@@ -66,7 +67,7 @@ def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | No
     """Return int64 [T]: each target's column on this rank, or -1 if another rank holds the target.
 
     Raises:
-        InvalidInputError: no rank or several ranks hold a target id.
+        InvalidInputError: a target id is on no rank, or on several ranks.
     """
     column_T = targets_T.to(torch.int64) - shard.start
     held_T = (column_T >= 0) & (column_T < shard.num_ids)
@@ -109,7 +110,7 @@ class RowSums:
         return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
 
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
-        """Compute the sums of the positions in slice `part` from their logits `logits_CV`.
+        """Compute the softmax sums at the positions in slice `part` from their logits `logits_CV`.
 
         The method subtracts `subtracted_T` from `logits_CV` in place. It may also raise elements of
         `logits_CV` to `_LOWEST`, which changes no probability.

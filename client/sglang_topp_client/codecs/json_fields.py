@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 def read_field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
-    """Return the field `name`, which must be of type `kind`. A boolean does not count as an integer."""
+    """Return `record[name]`, which must be of type `kind`. A boolean does not count as an integer."""
     value = record.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         got = type(value).__name__ if name in record else "nothing"
@@ -45,7 +45,7 @@ def read_field(record: Mapping[str, Any], name: str, kind: type[_T] | tuple[type
 
 
 def read_count(record: Mapping[str, Any], name: str) -> int:
-    """Return the field `name` of `record`, which must be an integer from 0 to 2^63 - 1."""
+    """Return `record[name]`, which must be an integer from 0 to 2^63 - 1."""
     value = read_field(record, name, int)
     if not 0 <= value <= _MAX_COUNT:
         raise WireError(name, f"got {describe(value)}, expected a 64-bit integer of 0 or more")
@@ -53,7 +53,7 @@ def read_count(record: Mapping[str, Any], name: str) -> int:
 
 
 def read_text(record: Mapping[str, Any], name: str) -> str:
-    """Return the field `name` of `record`, which must be text."""
+    """Return `record[name]`, which must be text."""
     value = read_field(record, name, str)
     if not is_text(value):
         raise WireError(name, "got text with a lone surrogate, which is no Unicode text")
@@ -61,12 +61,12 @@ def read_text(record: Mapping[str, Any], name: str) -> str:
 
 
 def read_optional_text(record: Mapping[str, Any], name: str) -> str | None:
-    """Return the field `name` of `record`, which must be text or null."""
+    """Return `record[name]`, which must be text or null."""
     return None if name in record and record[name] is None else read_text(record, name)
 
 
 def read_token_ids(record: Mapping[str, Any], name: str) -> NDArray[np.int32]:
-    """Return the field `name` of `record`, which must be a list of token ids, as int32 [T]."""
+    """Return the list of token ids in `record[name]` as int32 [T]."""
     return parse_token_ids(name, read_field(record, name, list))
 
 
@@ -83,7 +83,7 @@ def parse_token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
 
 
 def read_float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
-    """Decode the field `name` of `record`, base64 of little-endian float32, and return float32 [T]."""
+    """Decode `record[name]`, base64 of little-endian float32, and return float32 [T]."""
     text = read_field(record, name, str)
     try:
         raw = pybase64.b64decode(text, validate=True)

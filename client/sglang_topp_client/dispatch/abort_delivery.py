@@ -56,8 +56,7 @@ class AbortDelivery:
     def start(self, request_id: str, engine_ids: Iterable[str]) -> None:
         """Start to abort the engine's requests with the ids `engine_ids`, and return at once.
 
-        `request_id` is the name of the caller's request, for which the client sent these requests to the
-        engine.
+        The client sent these requests to the engine for the caller's request `request_id`.
         """
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         for engine_id in engine_ids:

@@ -52,7 +52,7 @@ OnFailure: TypeAlias = Callable[[tuple[int, int], SglangToppError], None]
 
 @dataclass(frozen=True)
 class Operation(Generic[Result]):
-    """Settings that differ for rollouts and scores: words in messages, protocols, and functions on a result.
+    """The protocol classes, result functions, and message nouns that differ between rollouts and scores.
 
     Attributes:
         singular, plural: the singular and plural noun for a result in messages.
@@ -175,8 +175,8 @@ class Dispatcher(Generic[Result]):
             first = failed.exceptions[0]
         else:
             return
-        # Raise outside of the `except` block. Inside the block, `raise first` would overwrite the context of
-        # `first`, and `raise first from None` would remove the cause of `first`.
+        # Raise `first` outside of the `except` block. Inside the block, `raise first` would overwrite the
+        # context of `first`, and `raise first from None` would remove the cause of `first`.
         raise first
 
     def _samples_per_call(
@@ -291,7 +291,7 @@ class Dispatcher(Generic[Result]):
         routing_key: str | None,
         take: Callable[[Result], None],
     ) -> None:
-        """Send one call and take its results as they arrive."""
+        """Send one call, and pass each result to `take` as it arrives."""
         headers = {} if exchange.accept is None else {"Accept": exchange.accept}
         if routing_key is not None:
             headers[ROUTING_KEY] = routing_key

@@ -169,8 +169,8 @@ class Endpoint:
         """Ask the server to abort a request.
 
         Args:
-            request_id: the name by which the server knows the request: the id that an engine gave the
-                request, or the `request_id` that a sidecar received.
+            request_id: the request's id on this server. On an engine, it is the id that the engine gave the
+                request. On a sidecar, it is the `request_id` that the sidecar received.
         """
         if await self.kind() == "sglang":
             await self._abort_engine_request(request_id)

@@ -60,7 +60,10 @@ class EndpointPool:
         return next(iter(self._kinds.values()), None)
 
     async def kind(self) -> Kind:
-        """Return `"sidecar"` or `"sglang"`. If the servers' kind is unknown, ask until one server answers."""
+        """Return the servers' kind, `"sidecar"` or `"sglang"`.
+
+        If the kind is unknown, send `GET /info` to one server after another until one answers.
+        """
         known = self.known_kind
         return await self.call(Endpoint.kind) if known is None else known
 

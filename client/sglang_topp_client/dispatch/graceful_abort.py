@@ -48,18 +48,18 @@ class GracefulAbort:
         call: Coroutine[Any, Any, None],
         open_orders: Callable[[], Mapping[str, Callable[[], Awaitable[object]]] | None],
     ) -> None:
-        """Run one call to the server, and abort the call gracefully once `request` is called.
+        """Run one call to the server, and abort the call gracefully after `self.request()` is invoked.
 
         `run` repeats the abort until the call ends. If the server sends nothing for `grace_s` seconds, `run`
         cancels the call.
 
         Args:
-            call: a coroutine that makes the call, with its retries. If `request` was called before `run`, the
-                coroutine is not started.
-            open_orders: returns a mapping with one function for each open HTTP request. The function sends an
-                abort for the request. The key is the request's id on the server. The mapping leaves out
-                requests whose id is unknown. If no request is open, `open_orders` returns None, and `run`
-                cancels the call.
+            call: a coroutine that makes the call, with its retries. If `self.request()` was invoked before
+                `run`, the coroutine is not started.
+            open_orders: a function that returns a mapping with one abort function for each open HTTP request.
+                The abort function asks the server to abort the request. The key is the request's id on the
+                server. The mapping leaves out requests whose id is unknown. If no request is open,
+                `open_orders` returns None, and `run` cancels the call.
 
         Raises:
             Exception: the error that `call` raised.

@@ -1,4 +1,4 @@
-"""Detect a server that hangs: probe a silent server, and fail its calls if the server answers no probe."""
+"""Detect a server that hangs: probe a silent server, and fail all calls to it if it answers no probe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HealthCheck:
     A generation may wait in the engine's queue for an hour before its first byte arrives. A timeout of the
     call could not tell a busy server from a server that hangs. `HealthCheck` therefore sends a probe to a
     server that has sent nothing for 10 s. The probe has its own connection. After two failed probes in a row,
-    the server's calls fail, and the client moves the calls to other servers or retries the calls.
+    all calls to the server fail, and the client moves the calls to other servers or retries the calls.
 
     Args:
         probe: sends a request that a healthy server answers at once. Returns whether the server answered in

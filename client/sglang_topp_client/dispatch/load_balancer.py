@@ -65,8 +65,9 @@ class LoadBalancer(Generic[_T]):
     ) -> Generator[_T, None, None]:
         """Choose the endpoint for one call, and yield the endpoint.
 
-        The `with` block makes the call. A retryable error in the block counts as a failure of the endpoint.
-        If no endpoint is ready, the balancer chooses the endpoint whose delay ends first.
+        The caller must make the call inside the `with` block. A retryable error in the block counts as a
+        failure of the endpoint. If no endpoint is ready, the balancer chooses the endpoint whose delay ends
+        first.
 
         Args:
             num_samples: how many samples the call requests.

@@ -336,8 +336,8 @@ async def _dispatch(
     Raises:
         TimeoutError: the deadline passed before the request ended.
     """
-    # Wait a little longer than the deadline, so that `_run` first reports the timeout to the caller.
-    # Cancelling the calls may take a second.
+    # Cancel the calls a little after the deadline, so that `_run` first reports the timeout to the caller.
+    # Canceling the calls may take a second.
     end = None if deadline is None else deadline + _CALLER_FIRST_S
     with endpoints.aborts_expected():
         async with asyncio.timeout_at(end):

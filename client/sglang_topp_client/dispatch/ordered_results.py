@@ -43,7 +43,7 @@ async def collect_in_order(
         async for result in results:
             outcomes[operation.place(result)] = result
     except SglangToppError as error:
-        # This error ended all samples that were still missing: the time limit passed, the request was
+        # Every sample without an outcome fails with this error: the time limit passed, the request was
         # aborted, or no server answered.
         if not return_exceptions:
             raise

@@ -44,7 +44,7 @@ class PartialRollouts:
         self._waits_s: dict[tuple[int, int], float] = {}
 
     def begin(self) -> Iterator[SampleRequest]:
-        """Yield the requests to send first, and deliver the samples that are already finished."""
+        """Yield the initial requests, and deliver the samples that are already finished."""
         for index, request in self._requests.items():
             part = self._parts.get((index, 0))
             if part is None:

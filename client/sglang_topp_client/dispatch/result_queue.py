@@ -47,7 +47,7 @@ class ResultQueue(Generic[_T]):
         return result
 
     async def wait_for_room(self) -> None:
-        """Wait while the queue is full, until the caller has taken half of the results."""
+        """If the queue has filled up, wait until the caller has taken half of the results."""
         await self._has_room.wait()
 
     def lift_limit(self) -> None:

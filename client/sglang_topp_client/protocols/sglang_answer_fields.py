@@ -24,7 +24,7 @@ def parse_token_logprobs(
         field: the name of the answer's field that holds the list.
         entries: the list, with one `[logprob, token_id, text or null]` for each token.
         token_ids: int32 [T], the expected tokens.
-        of: the word for the tokens in error messages, such as `"output"`.
+        of: the noun that error messages use for the tokens, such as `"output"`.
 
     Raises:
         WireError: an item of `entries` is malformed, has no log-prob, or has a token id that differs from

@@ -53,7 +53,8 @@ __all__ = ["GenerateExchange", "StreamedExchange"]
 
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
-# Phrases in the errors of SGLang's tokenizer manager and scheduler for a prompt that is too long.
+# If a prompt is too long, the error from SGLang's tokenizer manager or scheduler contains one of these
+# phrases.
 _TOO_LONG = ("is longer than the model's context length", "exceeds the maximum allowed length")
 _Result = TypeVar("_Result")
 
@@ -354,7 +355,7 @@ def _field_at_fault(words: str, prompts_field: str) -> str:
 def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
     """Return an error whose type matches the HTTP status that the engine reports.
 
-    If `status` is not an HTTP error status, the type of the error is `otherwise`.
+    The parameter `otherwise` is the error's type if `status` is not an HTTP error status.
     """
     kind = otherwise
     if status == 429:

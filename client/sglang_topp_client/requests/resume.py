@@ -159,7 +159,7 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
     Args:
         rollout: the unfinished rollout, for which `as_finished` returned None.
         wanted: the request for a complete sample of the original prompt.
-        sample: the sample index of the rollout, which is an element of `wanted.samples`.
+        sample: the rollout's sample index, one of the elements of `wanted.samples`.
     """
     start = rollout.turn_start
     num_tokens = len(rollout.output_ids) - start

@@ -26,7 +26,7 @@ Sequences: TypeAlias = (
 )
 Start: TypeAlias = int | Sequence[int | None] | None
 
-# Sampling parameters with which the engine generates no token, and scores at temperature 1.
+# With these sampling parameters, the engine scores at temperature 1 and generates no token.
 _NO_TOKEN = {"max_new_tokens": 0, "temperature": 1.0}
 _MAX_START = int(np.iinfo(np.int32).max)
 
@@ -68,8 +68,8 @@ def plan_scores(
         given = list(one_each("start", start, count, per="sequence"))
         names = [f"start[{i}]" for i in range(count)]
     firsts = [len(rollout.prompt_ids) for rollout in rollouts] or [1] * count
-    # A gateway sends a request with the rollout's routing key to the server that generated the rollout. The
-    # server that generated a rollout has the sequence in its prefix cache.
+    # If a request has the rollout's routing key, a gateway sends the request to the server that generated the
+    # rollout. The server that generated a rollout has the sequence in its prefix cache.
     keys = [rollout.routing_key for rollout in rollouts] or [""] * count
     return [
         ScoreRequest(

@@ -1,4 +1,4 @@
-"""Atomic Parquet file: write rollouts to a file that appears only once it is complete and on disk."""
+"""Atomic Parquet file: write rollouts to a file that appears only after it is complete and on disk."""
 
 from __future__ import annotations
 

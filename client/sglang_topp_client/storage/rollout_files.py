@@ -48,8 +48,8 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
             increase the row group's size beyond 64 MiB.
 
     Raises:
-        InvalidInputError: the path exists, an array has another dtype or length than `Rollout` documents, or
-            a text cannot be encoded as UTF-8; the error names the field.
+        InvalidInputError: the path exists, an array's dtype or length differs from the docstring of
+            `Rollout`, or a text cannot be encoded as UTF-8; the error names the field.
         OSError: the file cannot be written; the error names the file.
         ModuleNotFoundError: pyarrow is not installed.
     """
@@ -84,8 +84,8 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
         ModuleNotFoundError: pyarrow is not installed.
     """
     pyarrow()
-    # List the files before the generator starts. If the path is wrong, the call of `load_rollouts` then
-    # raises the error. Otherwise, only the caller's first `next` would raise it.
+    # List the files before the generator starts, so that `load_rollouts` itself raises the error for a wrong
+    # path. Inside the generator, only the caller's first `next` would raise the error.
     files = files_of(path)
     return (rollout for file in files for _, rollout, _ in load_rows(file))
 
@@ -107,8 +107,8 @@ class RolloutWriter:
 
     Args:
         path: the directory, which the writer creates if it does not exist.
-        append: whether to add parts to a directory that already has parts. If False, a directory that already
-            has parts raises InvalidInputError, so that two runs are not mixed by accident.
+        append: whether to add parts to a directory that already has parts. If False, the writer raises
+            InvalidInputError for such a directory, so that two runs are not mixed by accident.
         part_size: the maximum number of rollouts in a part. The writer holds the rollouts of a part in memory
             until it writes the part's file. The writer also ends a part if the next rollout would increase
             the part's size beyond 64 MiB.
@@ -153,8 +153,9 @@ class RolloutWriter:
         """Add a rollout. A rollout is on disk once its part is full, or after `flush` or `close`.
 
         Raises:
-            InvalidInputError: an array has another dtype or length than `Rollout` documents, or a text cannot
-                be encoded as UTF-8; the error names the field. The writer discards the rejected rollout.
+            InvalidInputError: an array's dtype or length differs from the docstring of `Rollout`, or a text
+                cannot be encoded as UTF-8; the error names the field. The writer discards the rejected
+                rollout.
             OSError: the part cannot be written; the error names the part. The writer discards the argument
                 `rollout`, and keeps the part's earlier rollouts in memory. The caller may call `write` again
                 with the same rollout.

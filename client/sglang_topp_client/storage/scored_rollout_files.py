@@ -34,11 +34,11 @@ class ScoredRollout(NamedTuple):
 def load_scored_rollouts(
     path: _Path, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, ScoredRollout]]:
-    """Yield each saved rollout's number, and a ScoredRollout with the rollout and the trainer's values.
+    """Yield each saved rollout's index, and a ScoredRollout with the rollout and the trainer's values.
 
     Args:
         path: a file, or a directory written by `RolloutWriter`.
-        wanted: the numbers of the rollouts to read, counted from 0 over all files, or None to read all
+        wanted: the indices of the rollouts to read, counted from 0 over all files, or None to read all
             rollouts.
 
     Raises:

@@ -107,7 +107,7 @@ class ServerConfig:
 
 
 def check_key(name: str, key: Any) -> None:
-    """Raise InvalidInputError, without showing the key, unless `key` is None or valid in an HTTP header."""
+    """Raise InvalidInputError unless `key` is None or valid in an HTTP header. The error omits the key."""
     if key is not None and not (
         isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key != ""
     ):
@@ -246,7 +246,7 @@ class HttpClient:
             raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
 
     async def is_answering(self, path: str, *, timeout_s: float) -> bool:
-        """Return whether the headers of an answer to a GET arrive within `timeout_s`, with any status.
+        """Return whether a GET receives an answer's headers within `timeout_s`. Any status counts.
 
         A connection error within `timeout_s` also returns True, because the server may still work on earlier
         requests. For example, a server that is shutting down refuses new connections, but still finishes its

@@ -27,8 +27,8 @@ class LongMessageSlots:
 
     Args:
         max_long_messages: the number of slots. Each long message takes one slot while the client reads the
-            message. If no bytes of the messages that hold slots arrive for 5 s, the client reads the waiting
-            messages without slots.
+            message. If no message that holds a slot receives bytes for 5 s, the client reads the waiting
+            messages even without a slot.
     """
 
     def __init__(self, max_long_messages: int) -> None:
@@ -78,7 +78,11 @@ class MessageReader:
         self._is_long = self._has_place = False
 
     def note_received(self) -> None:
-        """Record that a part of the answer has arrived, so that waiting messages go on waiting for a slot."""
+        """Record that a part of the answer has arrived.
+
+        While parts of a long message arrive, other messages keep waiting for a slot; see
+        `LongMessageSlots.enter`.
+        """
         if self._is_long:
             self._limit.step()
 

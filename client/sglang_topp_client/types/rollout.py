@@ -30,7 +30,7 @@ the engine's sampler could draw.
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """A sample that an engine generated from a prompt, with candidate sets.
+    """A sample that an engine generated from a prompt, and the candidate sets of the sample's tokens.
 
     T is the number of output tokens: the tokens that the engine generated, and those that `extend` appended.
 
@@ -51,8 +51,8 @@ class Rollout:
             tokens.
         weight_version: the weight version of the last token, as the engine reports it, or None if the engine
             reports no version.
-        cached_tokens: how many prompt tokens came from the engine's prefix cache. For a resumed sample, only
-            the sample's first request is counted.
+        cached_tokens: how many prompt tokens came from the engine's prefix cache. For a resumed sample,
+            `cached_tokens` covers only the first request that generated tokens.
         latency_s: seconds from the engine's receipt of the request to the last token. For a resumed sample,
             the latencies of all its requests are summed, without the time between the requests.
         top_logprobs_source: the kind of the sets, `"distribution"` (the tokens up to a threshold p) or

@@ -1,4 +1,4 @@
-"""Score: the log-probs that a model gives an existing sequence, and the candidate sets at its positions."""
+"""Score: the log-probs that a model assigns to a given sequence, and the candidate sets at its positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Score:
     """One scored sequence of L tokens, of which the tokens at positions `start` to L - 1 have log-probs.
 
     Each log-prob comes from the model's own distribution at temperature 1, given all earlier tokens.
-    Penalties, bias, and grammars do not apply, even if the sequence was sampled with them.
+    Penalties, logit bias, and grammars do not change the log-probs, even if the sequence was sampled with
+    them.
 
     Attributes:
         sequence_index: the index of the sequence in the request, from 0.
@@ -26,8 +27,8 @@ class Score:
         start: the first scored position, 1 to L, where L means that no position is scored.
         logprobs: float32 [L - start], the natural log-prob of each token from `start` on, given all earlier
             tokens. The log-probs are normalized over the full vocabulary.
-        candidates: the candidate set of each scored position, L - start sets, with `token_ids[t]` as the
-            sampled token, or None if the request did not ask for sets.
+        candidates: the L - start candidate sets of the scored positions, or None if the request did not ask
+            for sets. In the set of position t, the sampled token is `token_ids[t]`.
         weight_version: the version of the weights that scored every position, as the engine reports it.
             SGLang before 0.5.19 reports the weight version at the end of the request. On SGLang before
             0.5.19, older weights may have scored earlier positions, if weights were pushed during an

@@ -144,9 +144,9 @@ def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], coun
     """Return the row numbers of up to `count` rollouts to show token by token.
 
     First come the rollouts that contain the tokens in `worst`, the page's list of the worst tokens. Other
-    samples of the same prompts fill up to half of the free places. Rollouts without a token in `worst`
-    follow, ordered by their own worst tokens. Places that are still free go to the first rollouts of the
-    file.
+    samples of the same prompts take at most half of the free places, rounded up. Rollouts without a token in
+    `worst` follow, ordered by their own worst tokens. Places that are still free go to the first rollouts of
+    the file.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [

@@ -60,7 +60,7 @@ def _source_hash(text: str) -> str:
 
 @cache
 def content_security_policy() -> str:
-    """Return the page's content security policy, which allows its own script and style, and nothing else."""
+    """Return the content security policy, which allows only the page's own script and style."""
     return (
         f"default-src 'none'; script-src {_source_hash(script_text())};"
         f" style-src {_source_hash(_asset('page.css'))}; base-uri 'none'; form-action 'none'"

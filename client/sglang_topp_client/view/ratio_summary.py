@@ -36,8 +36,8 @@ class RatioSummary:
         log_ratios = log_ratios[~np.isnan(log_ratios)]
         if not len(log_ratios):
             return
-        # The cap of 700 keeps the ratios finite in float64. The histogram uses the log-ratios without a cap,
-        # because its last bar counts all larger values.
+        # The cap of 700 keeps the ratios finite in float64. The log-ratios in the histogram need no cap,
+        # because the last bar counts all log-ratios above 1.01.
         ratios = np.exp(np.minimum(log_ratios, 700.0))
         self.num_tokens += len(ratios)
         self._sum += float(ratios.sum())

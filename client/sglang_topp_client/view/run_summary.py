@@ -1,4 +1,4 @@
-"""RunSummary: the statistics of a run that `sglang-topp view` shows.
+"""RunSummary: the statistics that `sglang-topp view` shows for a run.
 
 The statistics are histograms, percentile bands, a table of rollouts, and a verdict on the ratios."""
 
@@ -25,7 +25,7 @@ _MASS_EDGES = np.arange(51) / 50
 
 
 class RunSummary:
-    """The statistics of rollouts that the page of `sglang-topp view` shows.
+    """The statistics that the page of `sglang-topp view` shows, over all rollouts.
 
     `add` takes one rollout at a time, and keeps only the statistics of the rollout.
 
@@ -118,8 +118,8 @@ class RunSummary:
     def ranked_rows(self) -> list[int]:
         """Return the row numbers of rollouts, with the rollouts of the worst tokens first.
 
-        For each metric, this method ranks the rollouts by their worst token. The rollout in first place of
-        each metric comes first, then the rollout in second place of each metric, and so on.
+        For each metric, this method ranks the rollouts by their worst token. The list begins with the first
+        rollout of each ranking, then the second rollout of each ranking, and so on.
         """
         ranked = [[place.row for place in top.places()] for top in self._extremes.values()]
         longest = max(map(len, ranked), default=0)

@@ -15,14 +15,14 @@ __all__ = ["TokenPlace", "TopTokens"]
 
 
 class TokenPlace(NamedTuple):
-    """The place of a token: the number of its rollout in the file, and its position in the output."""
+    """The place of a token: the index of its rollout among all rollouts, and its position in the output."""
 
     row: int
     position: int
 
 
 class TopTokens:
-    """The `count` tokens with the highest metric values. Of tokens with equal values, the earliest are kept.
+    """The `count` tokens with the highest metric values. If values are equal, the earliest tokens are kept.
 
     Args:
         count: the number of tokens to keep.
@@ -38,7 +38,7 @@ class TopTokens:
         """Add a rollout's tokens.
 
         Args:
-            row: the number of the rollout.
+            row: the rollout's index.
             values: the metric value of each token of the rollout. NaN values are ignored.
         """
         least = self._values[-1] if len(self._values) == self._count else -np.inf

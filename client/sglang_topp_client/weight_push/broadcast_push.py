@@ -50,7 +50,7 @@ async def push_broadcasts(
         await group.broadcast(parts, version)
     except SglangToppError as error:
         # Leave the engines' update sessions open, because an engine that still waits for other engines cannot
-        # end its session. The next push ends the open update sessions in `begin_update`.
+        # end its session. In the next push, `begin_update` ends the open update sessions.
         return [group.failures.get(engine, error) for engine in engines]
     finally:
         await group.destroy()

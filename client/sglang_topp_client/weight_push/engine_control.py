@@ -47,7 +47,8 @@ class EngineControl:
         A sidecar or a gateway is not an engine.
 
         Raises:
-            InvalidInputError: the server is not an engine, or the transport cannot reach all of its ranks.
+            InvalidInputError: the server is not an engine, or the transport cannot reach all ranks of the
+                engine.
             SglangToppError: the server does not answer, or refuses the key.
         """
         try:
@@ -106,7 +107,7 @@ class EngineControl:
             ) from error
 
     async def update_from_disk(self, path: str, version: str) -> None:
-        """Let the engine load the weights from the folder `path`, which the engine must be able to read.
+        """Tell the engine to load the weights from the folder `path`, which the engine must be able to read.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown. SGLang reports that it
@@ -139,7 +140,7 @@ class EngineControl:
         self._is_updating = True
 
     async def update_from_tensors(self, body: bytes) -> None:
-        """Let the engine load one bucket of tensors, which `body` contains as JSON.
+        """Tell the engine to load one bucket of tensors, which `body` contains as JSON.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.
@@ -147,14 +148,14 @@ class EngineControl:
         await self._update("/update_weights_from_tensor", body)
 
     async def join_group(self, body: dict[str, Any]) -> None:
-        """Let every rank of the engine join a torch process group.
+        """Tell every rank of the engine to join a torch process group.
 
         Return once all members of the process group have joined.
         """
         await self._update("/init_weights_update_group", body)
 
     async def update_from_broadcast(self, body: dict[str, Any]) -> None:
-        """Let the engine load one bucket of tensors, which rank 0 of the process group broadcasts.
+        """Tell the engine to load one bucket of tensors, which rank 0 of the process group broadcasts.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.
@@ -162,7 +163,7 @@ class EngineControl:
         await self._update("/update_weights_from_distributed", body)
 
     async def leave_group(self, name: str) -> None:
-        """Let every rank of the engine leave the torch process group with this name."""
+        """Tell every rank of the engine to leave the torch process group with this name."""
         await self._update("/destroy_weights_update_group", {"group_name": name})
 
     async def end_update(self) -> None:

@@ -40,7 +40,7 @@ def check_model_or_tensors(weights: Any) -> None:
 
 
 def named_tensors(weights: Any) -> Iterator[NamedTensor]:
-    """Yield the name and the tensor of each weight, as in a checkpoint.
+    """Yield the name and the tensor of each weight, with the names and shapes of a checkpoint.
 
     Args:
         weights: a transformers model or (name, tensor) pairs, checked by `check_model_or_tensors`. The

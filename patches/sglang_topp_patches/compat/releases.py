@@ -38,7 +38,7 @@ __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals
 class Feature(StrEnum):
     """A feature that some releases cannot serve.
 
-    The value of a feature is the name of its server option, its request field, or its answer field.
+    Each member's value is the name of the feature's server option, request field, or answer field.
     """
 
     SAMPLER_SOURCE = "top_logprobs_source"

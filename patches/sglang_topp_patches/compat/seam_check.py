@@ -25,9 +25,9 @@ __all__ = ["SeamCheck", "Status", "check_seams", "difference", "nearest", "statu
 
 @dataclass(frozen=True)
 class SeamCheck:
-    """The result of the check of one seam, which is an SGLang function or class.
+    """The result of the check of one seam.
 
-    `problem` is empty if the check succeeded.
+    A seam is an SGLang function or class. `problem` is empty if the check succeeded.
     """
 
     seam: Seam
@@ -79,7 +79,7 @@ def check_seams() -> Status:
 def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
     """Return the supported release that is most like the installed SGLang, and one check per seam.
 
-    In that release, the checks find a problem with the fewest seams.
+    The most similar release is the one with the fewest failed checks.
     """
     found = {name: _checks(release) for name, release in RELEASES.items()}
     best = min(found, key=lambda name: sum(bool(check.problem) for check in found[name]))
@@ -145,7 +145,7 @@ def _problem(seam: Seam) -> str:
 
 
 def _import_error(target: str) -> ImportError | None:
-    """Return the ImportError that a module on the path to the target raises during its import, or None.
+    """Return the ImportError that a module in the dotted path `target` raises during its import, or None.
 
     `pkgutil.resolve_name` ignores an ImportError, such as that of a missing dependency, and raises an
     AttributeError about the module's parent instead.

@@ -400,7 +400,7 @@ COMPOSED = (
         "knows which tokens became visible",
     ),
 )
-"""The function that combines auxiliary outputs, and the class that lists visible tokens.
+"""The function that combines auxiliary outputs, and the class that lists the tokens appended to a request.
 
 SGLang 0.5.20 and later have both."""
 
@@ -505,7 +505,7 @@ SAMPLER_SOURCE = (
 )
 """The functions that show from which tokens the sampler draws.
 
-SGLang 0.5.20 and later can return the probabilities that the sampler's filters leave."""
+SGLang 0.5.20 and later can return the filtered probabilities, from which the sampler draws."""
 
 TOP_K_RANKING = (
     Seam(
@@ -515,7 +515,9 @@ TOP_K_RANKING = (
         (_around("scheduler.sampler_candidates.rank_only_top_k"),),
     ),
 )
-"""SGLang's torch sampler. Since SGLang 0.5.22, this sampler can rank only the tokens that `top_k` keeps."""
+"""SGLang's torch sampler.
+
+Since SGLang 0.5.22, this sampler can limit its sort to the `max_top_k` most likely tokens of each row."""
 
 LOGPROB_PROCESSORS = (
     Seam(

@@ -55,7 +55,7 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
 
 
 def num_scored_here(server_args: Any, state: Any) -> int | None:
-    """Return the number of prompt positions with a log-prob from this server. Each of them needs a set.
+    """Return the number of prompt positions with a log-prob from this server. Each such position needs a set.
 
     Returns:
         The number of positions, or None on a decode server. A decode server gets the prompt's sets from the
@@ -85,7 +85,7 @@ async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Tas
 async def fetch_first_token(
     question: asyncio.Task[FirstToken] | None, state: Any, token_id: int | None
 ) -> FirstToken:
-    """Return the first token and the sets from the prefill server.
+    """Return the prefill server's answer: the first token, and the sets of the first token and the prompt.
 
     If the sets are missing or invalid, `entry.problem` of the returned `FirstToken` says why.
 

@@ -13,8 +13,9 @@ __all__ = ["differing_names", "first_token_inputs"]
 
 
 def first_token_inputs(obj: Any) -> dict[str, str]:
-    """Return the inputs that determine the sets of a request's prompt and first token, as strings by name.
+    """Return a dict of the inputs that determine the sets of a request's prompt and first token.
 
+    The dict maps each input's name to its value as a string (for the prompt, a SHA-256 hash).
     `max_new_tokens` is left out, because a router may send different values to the prefill server and the
     decode server. The prefill server draws one token, whatever the value of `max_new_tokens` is.
 

@@ -61,7 +61,7 @@ class FirstToken:
         return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
 
     def to_bytes(self) -> bytes:
-        """Return a line of JSON, then the token ids (int32) and the log-probs (float32) of all candidates.
+        """Return a line of JSON, followed by all candidates' token ids (int32) and log-probs (float32).
 
         The token ids and log-probs are little-endian. Only `from_bytes` of the same package version can read
         the result.
@@ -137,9 +137,9 @@ class _Question:
 class PrefillSets:
     """A prefill server's store of candidate sets that no decode server has fetched yet.
 
-    The store also holds the pending requests of decode servers for such sets. All methods must be called from
-    one event loop. The store delivers a request's sets once, and only to a decode server whose request has
-    the same inputs. All candidates in the store count against the memory budget of the HTTP process. If the
+    The store also holds decode servers' pending requests for such sets. All methods must be called from one
+    event loop. The store delivers a request's sets once, and only to a decode server whose request has the
+    same inputs. All candidates in the store count against the memory budget of the HTTP process. If the
     budget is exceeded, the store may replace a request's sets with an error message.
     """
 
@@ -197,8 +197,8 @@ class PrefillSets:
     def note_request_without_sets(self, room: int) -> None:
         """Record that the prefill server's request in a bootstrap room does not ask for sets.
 
-        If a decode server asks for the sets of this bootstrap room, the store answers with `top_logprobs_p`,
-        the name of the input that differs on the two servers.
+        If a decode server asks for the sets of this bootstrap room, the store answers that the input
+        `top_logprobs_p` differs on the two servers.
         """
         self._without_sets.add(room)
         asyncio.get_running_loop().call_later(self._kept_s, self._without_sets.discard, room)
@@ -242,7 +242,8 @@ class PrefillSets:
     def _drop(self, room: int, account: Account | None = None) -> None:
         """Free the sets of a bootstrap room.
 
-        If `account` is given, keep the sets of a later `put`, which have another account.
+        If `account` is given, free the sets only if they have this account. A later `put` stores its sets
+        with another account.
         """
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):

@@ -2,10 +2,10 @@
 
 Both servers receive each generation request. The decode server answers the client, but the prefill server
 draws the first token. As soon as the decode server's HTTP process receives a request, it therefore asks the
-prefill server's HTTP process for the sets, and waits for them. The patch set adds the route for this question
-to SGLang's bootstrap server. A decode server without the patch set does not ask, and would answer without
-sets. So if a client requests sets, the prefill server delays the prefill until a decode server has asked for
-these sets.
+prefill server's HTTP process for the sets, and waits for them. For these requests between the servers, the
+patch set adds a route to SGLang's bootstrap server. A decode server without the patch set does not ask for
+the sets, and would send an answer without sets. So if a client requests sets, the prefill server delays the
+prefill until a decode server has asked for these sets.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PrefillServer:
     async def await_decode_server(
         self, original: Callable[..., Awaitable[Any]], manager: Any, obj: Any
     ) -> Any:
-        """AROUND hook on `TokenizerManager._tokenize_one_request`: wait until a decode server asks.
+        """AROUND hook on `TokenizerManager._tokenize_one_request`: delay the prefill of one prompt.
 
         The hook waits until a decode server has asked for the request's sets. SGLang sends the request to the
         scheduler only after the hook returns.
@@ -62,7 +62,7 @@ class PrefillServer:
     async def await_decode_servers(
         self, original: Callable[..., Awaitable[Any]], manager: Any, batch_size: int, obj: Any
     ) -> Any:
-        """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: wait until decode servers ask.
+        """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: delay the prefill of all prompts.
 
         SGLang calls the hooked function to tokenize all prompts of a request at once. The hook waits until
         decode servers have asked for the sets of every prompt.
@@ -74,7 +74,7 @@ class PrefillServer:
         return tokenized
 
     async def _await_question(self, obj: Any) -> None:
-        """Wait until a decode server asks for the sets of a request, for at most `_SKEW_S` seconds.
+        """Wait for at most `_SKEW_S` seconds until a decode server asks for the sets of a request.
 
         Raises:
             CallEndedError: no decode server asked for the sets, and the answer is streamed.
@@ -96,7 +96,8 @@ class PrefillServer:
             )
             if getattr(obj, "stream", False):
                 raise CallEndedError(problem, HTTPStatus.SERVICE_UNAVAILABLE)
-            # On `/generate`, SGLang before 0.5.17 answers a ValueError with 400, whatever its `status_code`.
+            # On `/generate`, SGLang before 0.5.17 answers every ValueError with 400, and ignores the error's
+            # `status_code`.
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, problem)
 
     def keep(

@@ -218,7 +218,7 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
             if not isinstance(one, int):
                 continue
             if name == "logprob_start_len" and one < -1:
-                # The scheduler does not count a negative position from the end of the prompt.
+                # The scheduler does not treat a negative position as an offset from the end of the prompt.
                 raise InvalidInputError(f"{name}: got {one}, expected -1 (no prompt position) or more")
             if name == "top_logprobs_num" and one > limits.max_top_logprobs:
                 is_all = limits.max_top_logprobs == limits.model.vocab_size

@@ -8,9 +8,9 @@ which is the answer's field for SGLang's extensions::
     "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 
 The list `candidate_sets` has one entry for each choice of the answer. The entry of a choice holds the
-choice's index, and the fields for sets that `/generate` returns in `meta_info`. A stream ends with an
-additional chunk, which has `sglext` and no choices. If the engine sends no sets for a choice, the client gets
-an error.
+choice's index. It also holds the choice's sets, in the same fields as `meta_info` on `/generate`. A stream
+ends with an additional chunk, which has `sglext` and no choices. If the engine sends no sets for a choice,
+the client gets an error.
 """
 
 from __future__ import annotations

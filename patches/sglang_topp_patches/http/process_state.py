@@ -45,7 +45,7 @@ class HttpProcess:
         return (*server_problems(self.server_args), *self.route_problems())
 
     def route_problems(self) -> tuple[str, ...]:
-        """Return a problem if SGLang's routes run without `Guard`.
+        """Return one error message in a tuple if SGLang's routes run without `Guard`, else an empty tuple.
 
         Without `Guard`, SGLang's routes could ignore requests for sets.
         """
@@ -58,7 +58,7 @@ class HttpProcess:
         return ("SGLang's HTTP server began to serve before its routes could be guarded",)
 
     def check_request(self, get: Callable[[str], Any]) -> None:
-        """Check a request for candidate sets against the served model.
+        """Raise InvalidInputError unless a request for candidate sets fits the served model.
 
         Args:
             get: a function that returns the value of a request field by the field's name. The value is the

@@ -24,7 +24,7 @@ class ResponseAccumulator:
         generated: the candidate set of each generated token, or None if the set is missing or was freed.
         prompt: the candidate set of each prompt position with a log-prob. `prompt[0]` is None.
         weight_spans: the weight versions that generated the tokens and scored the prompt.
-        problem: why a token has no set, or an empty string.
+        problem: why a token has no set; empty if no set is missing.
         refusal: the `Entry` in which the scheduler says why it refuses the request, or None. A refused
             request ends with an error.
         lacks_first: whether the first token has arrived, but its candidate set is still on the prefill
@@ -87,7 +87,7 @@ class ResponseAccumulator:
         self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
 
     def add_first_token(self, first: FirstToken) -> None:
-        """Add the candidate sets of the first token and the prompt, which the prefill server sent."""
+        """Add the candidate sets from the prefill server: those of the first token and of the prompt."""
         self.lacks_first = False
         if first.entry.is_refusal:
             self.refusal = first.entry
@@ -104,7 +104,7 @@ class ResponseAccumulator:
         """Return the first token's `Entry` and the prompt's sets, for the request's decode server.
 
         Args:
-            problem: why a token or prompt position has no set, or an empty string.
+            problem: why a token or prompt position has no set; empty if no set is missing.
         """
         if self.refusal is not None:
             return self.refusal, ()
@@ -114,7 +114,7 @@ class ResponseAccumulator:
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Add the sample's candidates, and those that arrive later, to the HTTP call's counter.
+        """Count the sample's present and later candidates in the HTTP call's counter.
 
         If the HTTP call is ended early, the accumulator frees the sets and calls `abort`. The callback
         `abort` stops the sample in the scheduler.
@@ -128,12 +128,12 @@ class ResponseAccumulator:
             self._count(candidates, positions)
 
     def check_call(self) -> None:
-        """Raise CallEndedError if the HTTP call was ended early, and its sets were freed."""
+        """Raise CallEndedError if the HTTP call was ended early. Its sets are then already freed."""
         if self._call is not None and self._call.problem:
             raise CallEndedError(f"candidate sets: {self._call.problem}")
 
     def forget(self, start: int, stop: int) -> None:
-        """Free the sets of the tokens from index `start` up to `stop`, which no later chunk needs."""
+        """Free the sets of the tokens from index `start` up to `stop`. No later chunk needs these sets."""
         gone = [span for span in self.generated[start:stop] if span]
         self.generated[start:stop] = [None] * (stop - start)
         self._count(-sum(len(span[0]) // 4 for span in gone), -len(gone))
@@ -153,7 +153,7 @@ class ResponseAccumulator:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the sample ends with an error, because a set is missing or the request was refused."""
+        """Whether the sample ends with an error: a set is missing, or the scheduler refused the request."""
         return self.refusal is not None or bool(self.problem) or None in self.prompt[1:]
 
     @property
@@ -162,7 +162,7 @@ class ResponseAccumulator:
         return self.refusal.status if self.refusal else HTTPStatus.INTERNAL_SERVER_ERROR
 
     def check(self, num_prompt: int | None) -> str:
-        """Return why a generated token or a prompt position has no set, or an empty string.
+        """Return an empty string if every token and prompt position has its set, and otherwise the problem.
 
         Args:
             num_prompt: the number of prompt positions that need a set. If `num_prompt` is None, the number of

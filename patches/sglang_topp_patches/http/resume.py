@@ -228,9 +228,10 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
 def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
     """AROUND hook on `Req.check_match_stop_str_prefix`: return whether the text may end inside a stop string.
 
-    An incomplete character at the end of the text decodes to U+FFFD. SGLang alone would not find the start of
-    a stop string before U+FFFD, and would send the start of the stop string. The next token may complete the
-    character and thereby the stop string. SGLang could then not withdraw the text that it has sent.
+    An incomplete character at the end of the text decodes to U+FFFD. If the text before U+FFFD ends with the
+    start of a stop string, SGLang alone would not notice, and would send this text. The next token may
+    complete the character and thereby the stop string. SGLang could then not withdraw the text that it has
+    sent.
     """
     if original(self):
         return True

@@ -123,7 +123,7 @@ current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=N
 """The HTTP call that the current asyncio task handles, or None."""
 
 path_without_sets: ContextVar[str] = ContextVar("sglang_topp_path_without_sets", default="")
-"""The current route's path, if the route cannot return candidate sets, or an empty string."""
+"""The current route's path if this HTTP call cannot return candidate sets, and an empty string otherwise."""
 
 
 class Call:
@@ -289,7 +289,7 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def misplaced(body: Any) -> str | None:
-    """Return an error message if the current route ignores a field of the patch set in `body`, or None.
+    """Return an error message, or None if the current route uses all of the patch set's fields in `body`.
 
     A route ignores a field at a place that `SERVED` does not list for the route. On SGLang's Vertex route,
     `body` is the request that the route builds from the HTTP body.
@@ -335,7 +335,7 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
 
 
 def _top_level(body: bytes) -> dict[str, Any]:
-    """Return the patch set's fields from the top level of a body, by name."""
+    """Return the patch set's fields at the top level of a body, as a mapping from name to value."""
     parsed = json.loads(body)
     return {field: parsed[field] for field in FIELDS if field in parsed}
 

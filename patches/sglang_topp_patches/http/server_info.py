@@ -33,8 +33,8 @@ def add_status(
 ) -> dict[str, Any]:
     """AFTER hook on `build_server_info`: add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
 
-    The field `sglang_topp` contains the memory limits and the limits that the served model sets. The sidecar
-    checks requests against the memory limits and the model's limits.
+    The field `sglang_topp` contains the memory limits and the limits of the served model. The sidecar checks
+    requests against the memory limits and the model's limits.
     """
     report = status().to_dict()
     problems = [*refusal_reasons.server_problems(server_args), *process.route_problems()]

@@ -1,10 +1,10 @@
 """Hook SGLang's tokenizer manager: put candidate sets from the scheduler into the answer's `meta_info`.
 
-1. `receive_entries` takes each token's `Entry`, which holds the token's set, out of the scheduler's message.
-   The hook runs before `_handle_batch_output` reads the message.
+1. `receive_entries` removes each token's `Entry` from the scheduler's message. An `Entry` holds the token's
+   set. The hook runs before `_handle_batch_output` reads the message.
 2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, and records
-   which token positions the next chunk contains. `write_meta_info` runs in `_handle_batch_output`, and when a
-   queued request is aborted.
+   which token positions the next chunk contains. The hook runs when `_handle_batch_output` handles a message,
+   and when a queued request is aborted.
 3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk.
 
 If a request asked for sets and a token in the answer has no set, the request ends with an error (finish
@@ -159,7 +159,7 @@ def write_sets(
 def answer_with_status(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, *, obj: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: answer errors with their status.
+    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: answer each error with its status.
 
     Before 0.5.23, SGLang answers only some errors with their own HTTP status.
     """
@@ -361,7 +361,7 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
 def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumulator) -> None:
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
-        # The request was not aborted because of the missing set, so report the reason that SGLang gives.
+        # The request was aborted for another reason than the missing set, so report SGLang's reason.
         if reason.get("status_code") is None:  # the client may have tokens without sets, so report both
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}

@@ -1,8 +1,8 @@
 """Support slime's request field: return each token's nucleus, and log-probs renormalized over the nucleus.
 
 slime is an RL trainer. If its option `--rollout-top-p` is not 1, slime sets `return_top_p_token_ids` in
-`sampling_params.custom_params`. The trainer reads two arrays from `meta_info` in the answer, in base64 of
-little-endian int32::
+`sampling_params.custom_params`. The trainer reads two arrays from the answer's `meta_info`. Each array is
+little-endian int32 in base64::
 
     top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
     top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries
@@ -78,8 +78,8 @@ def write_nuclei(meta_info: dict[str, Any], positions: Positions) -> None:
     Args:
         meta_info: the `meta_info` of a chunk or of the answer. `write_nuclei` replaces the list
             `output_token_logprobs` in `meta_info`.
-        positions: the candidate sets of the generated tokens in `meta_info`. The first log-prob of each set
-            is the highest.
+        positions: the candidate sets of the generated tokens that `meta_info` reports. The first log-prob of
+            each set is the highest.
 
     Raises:
         ValueError: `output_token_logprobs` has fewer log-probs than `positions` has candidate sets.

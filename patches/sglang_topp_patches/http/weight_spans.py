@@ -2,9 +2,9 @@
 
 A span is a run of tokens with the same weights. When weights are pushed, SGLang ends the current span after
 the last token that it has counted. With overlap scheduling, the old weights may have generated one more token
-that is not counted yet. SGLang then puts this token into the new span, which is wrong. So the scheduler sends
-each forward pass's weight version with the candidate sets. `WeightSpans` runs in the HTTP process, collects
-these versions, and replaces SGLang's spans in the answer.
+that is not counted yet. SGLang then wrongly puts this token into the new span. So the scheduler sends each
+forward pass's weight version with the candidate sets. `WeightSpans` runs in the HTTP process, collects these
+versions, and replaces SGLang's spans in the answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WeightSpans:
             self._spans.append((version, end))
 
     def name_first(self, version: str) -> None:
-        """Set the weight version of the first token, which was unknown when `add` recorded the token."""
+        """Set the first token's weight version, after `add` has recorded the token without a version."""
         rest = self._spans[1:]
         if not rest or rest[0][0] != version:
             rest.insert(0, (version, 1))

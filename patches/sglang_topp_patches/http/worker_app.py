@@ -1,4 +1,4 @@
-"""Provide the application that SGLang's HTTP workers import, with the patch set installed.
+"""Provide SGLang's HTTP workers with an application in which the patch set is installed.
 
 If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers, which do not load plugins. The workers
 import the application that `SGLANG_HTTP_SERVER_APP_PATH` names. In the process that launches the workers,

@@ -61,11 +61,12 @@ class Budget:
     Attributes:
         max_candidates_per_sample: the limit for one sample and its prompt. The default is 2^25, which is 358
             MB of base64.
-        max_candidates_in_flight: the limit for all samples that the process holds at a time. The default is
-            one candidate per 256 bytes of the machine's or container's memory.
-        staged_candidates_per_row: the capacity, per row, of the GPU memory into which a forward pass writes
-            its sets. No request is refused because its sets exceed the capacity. If a row's sets do not fit,
-            the scheduler extracts the sets again and waits for the device (`scheduler.gpu_staging`).
+        max_candidates_in_flight: the limit for the total of all samples that the process holds at a time. The
+            default is one candidate per 256 bytes of the machine's or container's memory.
+        staged_candidates_per_row: the capacity of the staging area, a GPU buffer for the sets of a forward
+            pass, in candidates per row. No request is refused because its sets exceed the capacity. If a
+            row's sets do not fit, the scheduler extracts the sets again and waits for the device
+            (`scheduler.gpu_staging`).
     """
 
     max_candidates_per_sample: int

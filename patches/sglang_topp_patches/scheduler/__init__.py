@@ -1,1 +1,1 @@
-"""Hooks in SGLang's scheduler processes, which extract candidate sets from log-probs."""
+"""Hooks that extract candidate sets from log-probs, in SGLang's scheduler processes."""

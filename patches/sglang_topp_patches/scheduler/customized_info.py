@@ -22,7 +22,8 @@ def add_entries(
     Args:
         req: SGLang's `Req`.
         output_index: the index of the first new token in the request's output.
-        found: for each token, its set and an empty string, or None and the reason why the set is missing.
+        found: one pair per token: the token's set and an empty string, or None and the reason why the set is
+            missing.
         weight_version: the version of the weights that drew the tokens.
     """
     if req.customized_info is None:
@@ -41,7 +42,7 @@ def add_entries(
 
 
 def lowest_logprob() -> float | None:
-    """Return the highest log-prob that stands for probability 0, or None for the dtype's lowest value.
+    """Return the highest log-prob that means probability 0, or None if only the dtype's lowest value does.
 
     With `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, SGLang replaces logits of -inf with
     -1e30. For greedy rows, SGLang reports the `log_softmax` of the logits. So a token whose logit was -inf

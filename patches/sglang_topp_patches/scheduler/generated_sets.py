@@ -70,8 +70,8 @@ def compute_logprobs(
 ) -> Any:
     """Extract the sets of a pass: AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
 
-    The hook extracts the sets before it calls the hooked function. The hooked function replaces log-probs of
-    -inf in place, which would change the sets.
+    The hook extracts the sets before it calls the hooked function, because the hooked function replaces
+    log-probs of -inf in place.
     """
     _take(logprobs, batch_next_token_ids)
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
@@ -132,7 +132,10 @@ class GeneratedSets:
     drawn: Sets | None = None
 
     def settled(self) -> GeneratedSets:
-        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
+        """Return a copy with all sets on the device, even those that did not fit into the staging area.
+
+        Wait for the device if necessary.
+        """
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
         )

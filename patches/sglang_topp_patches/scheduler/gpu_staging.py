@@ -73,7 +73,7 @@ _TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], ExtractedSets]
 
 
 class _Kept:
-    """Keeps the tensors from which the host can extract a pass's sets again. `free` drops the tensors.
+    """The tensors from which the host can extract a pass's sets again. `free` drops the tensors.
 
     Attributes:
         process: the state of this scheduler process. `process.in_flight` counts the memory of the kept
@@ -220,8 +220,8 @@ class StagedSets:
         kept: the tensors from which the host can extract the sets again.
         rows: the ascending indices of these R rows in the pass. All other rows of the pass have empty sets.
         num_rows: the number of all rows of the pass.
-        problems: the reason for each row without an exact set, by the row's index in the pass. `on_host` adds
-            the problems that the GPU kernels found.
+        problems: why a row has no exact set, by the row's index in the pass. `on_host` adds the problems that
+            the GPU kernels found.
     """
 
     area: StagingArea
@@ -280,7 +280,7 @@ _Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int6
 
 
 def _inserted(sets: _Flat, rows: NDArray[np.intp], again: ExtractedSets) -> _Flat:
-    """Return `sets` with the sets of `again` in place of the empty sets at the indices `rows`."""
+    """Return a copy of `sets` whose empty sets at the indices `rows` are filled from `again`."""
     ids, logprobs, offsets = sets
     sizes = np.diff(offsets)
     added = again.offsets.diff().numpy()

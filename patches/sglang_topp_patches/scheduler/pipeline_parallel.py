@@ -27,7 +27,7 @@ __all__ = ["PassPart", "PassSets", "add_to_stage_output", "take_from_stage_outpu
 
 
 class PassPart(Protocol):
-    """The interface for a pass's prompt sets or generated sets, on the device or on the host."""
+    """The interface for the sets of a pass's prompts or generated tokens, on the device or on the host."""
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:
         """Return a copy with `copy_tensor` applied to every tensor, always in the same order."""

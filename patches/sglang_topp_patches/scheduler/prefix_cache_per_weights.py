@@ -69,7 +69,7 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.pushes = 0
-        # The secret part of each namespace's name, so that callers cannot guess the name. A caller who could
+        # Each namespace's name contains this secret, so callers cannot guess the name. A caller who could
         # guess the name of a future namespace could fill that namespace with KV of the old weights.
         self._secret = secrets.token_hex(16)
         self.has_only_current_weights = True
@@ -135,7 +135,7 @@ def outside_kv_problem(scheduler: Any) -> str:
         if getattr(scheduler, name, False):
             return f"{name}: KV that is stored outside of the engine may come from other weights"
     cache = scheduler.tree_cache
-    # SGLang's cache for streaming sessions wraps another cache, its attribute `inner`.
+    # SGLang's cache for streaming sessions wraps another cache. The attribute `inner` is the wrapped cache.
     kind = type(getattr(cache, "inner", cache)).__name__
     if kind not in _KEYED_CACHES:
         return f"the prefix cache {kind} may hold KV of other weights"

@@ -12,7 +12,7 @@ __all__ = ["SchedulerProcess", "StagingCounts"]
 
 @dataclass
 class StagingCounts:
-    """Counts the rows whose sets this process wrote to a GPU staging area (`scheduler.gpu_staging`).
+    """Counters of the rows whose sets this process wrote to a GPU staging area (`scheduler.gpu_staging`).
 
     Attributes:
         rows_staged: number of rows whose sets went to a staging area, including the sets that did not fit.

@@ -189,9 +189,10 @@ class PassExtraction:
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
         chunks: the prompt sets of the pass, in the order of the rows.
-        refused: maps the index of each request that gets an error instead of sets to True or False. True
-            means that the server is too busy, because all requests together exceed the limit on candidates
-            in flight. False means that this request alone exceeds the limit per sample.
+        refused: one item for each request that gets an error instead of sets. The key is the request's
+            index. The value True means that the server is too busy, because all requests together exceed the
+            limit on candidates in flight. The value False means that this request alone exceeds the limit
+            per sample.
     """
 
     def __init__(self, in_flight: InFlight, thresholds: Sequence[float], counts: Sequence[int]) -> None:
@@ -339,11 +340,11 @@ class PromptSets:
                 continue
             info = req.customized_info = req.customized_info or {}
             # A request that has the set of an output token already has all sets of its prompt. SGLang has
-            # scored its prompt again after a retraction, so drop the new sets.
+            # scored the request's prompt again after a retraction, so drop the new sets.
             if info.get(KEY):
                 continue
-            # The scored positions attend to KV of earlier positions, which the old weights computed. So
-            # refuse the request even if the weights were pushed before its first scored position.
+            # Weights may be pushed after the prefill begins, even before the first scored position. The
+            # scored positions then attend to KV that the old weights computed, so refuse the request.
             if (began := weights_of(req)) != self.weights:
                 versions = (began and began.version, self.weights.version)
                 names = "" if len({*versions}) == 1 else f", {versions[0]!r} and then {versions[1]!r}"

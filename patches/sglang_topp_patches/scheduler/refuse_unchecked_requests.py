@@ -68,10 +68,10 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
 
 
 def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
-    """Return why a request's sampling parameters give no exact nuclei, or an empty string if they do.
+    """Return why a request's sampling parameters rule out exact nuclei, or an empty string.
 
-    The check applies only to requests with slime's field `return_top_p_token_ids`, which ask for nuclei at
-    the threshold `top_p`.
+    The check applies only to requests with slime's field `return_top_p_token_ids`. These requests ask for
+    nuclei at the threshold `top_p`.
     """
     if not custom.get(NUCLEUS):
         return ""

@@ -1,9 +1,9 @@
 """Count each request's candidates against the limits on memory, and refuse a request that exceeds a limit.
 
 The scheduler starts to count a request's candidates at the request's first set (`memory.budget.Account`). The
-scheduler stops counting when it sends the request's last output, refuses the request, or aborts the request
-in the waiting queue after a retraction. At the latest, the scheduler stops counting when SGLang's `Req`
-object is freed.
+scheduler stops counting when it sends the request's last output, when it refuses the request, or when it
+aborts a retracted request that waits in the queue. At the latest, the scheduler stops counting when SGLang's
+`Req` object is freed.
 
 Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
 same step. So the scheduler does not end a refused request itself. Instead, the scheduler stops extracting
@@ -92,7 +92,7 @@ def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
 
 
 def is_refused(req: Any) -> bool:
-    """Return whether a request gets no more sets, because it is about to end with an error."""
+    """Return whether a request is about to end with an error, and therefore gets no more sets."""
     return getattr(req, _REFUSED, False)
 
 

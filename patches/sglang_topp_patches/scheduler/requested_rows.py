@@ -1,9 +1,9 @@
 """Record which rows of a forward pass ask for candidate sets.
 
 When SGLang builds a `ForwardBatch`, the hook `note_requested_rows` records the rows in a `ForwardPass`.
-Before the model runs, SGLang copies the fields of the `ForwardBatch` one by one, so the copy would lack a new
-attribute. The hook therefore replaces the batch's list `top_logprobs_nums` with a `TopLogprobsNums`, a
-subclass of list that has the `ForwardPass` as an attribute. SGLang also passes `top_logprobs_nums` to the
+Before the model runs, SGLang copies the `ForwardBatch` field by field, so the copy would lack any attribute
+that the hook adds. The hook therefore replaces the batch's list `top_logprobs_nums` with a `TopLogprobsNums`,
+a subclass of list that has the `ForwardPass` as an attribute. SGLang also passes `top_logprobs_nums` to the
 functions that score prompts, so the hooks on these functions find the `ForwardPass` too. If SGLang replaces
 `top_logprobs_nums` with a new list, the hooks find no `ForwardPass` and extract no sets. The requests that
 ask for sets then end with an error.

@@ -5,8 +5,8 @@ probability is above 0. SGLang returns filtered probabilities only for requests 
 `return_sampling_mask`. The hook `sample_from_probs` makes SGLang return filtered probabilities also for the
 rows that ask for candidate sets.
 
-SGLang returns the filtered probabilities from the same call that draws the token. So each set agrees with the
-filters of the sampling backend, their order, and their treatment of ties.
+SGLang returns the filtered probabilities from the same call that draws the token. So each set reflects the
+filters of the sampling backend, the order in which the filters run, and how the filters treat ties.
 
 With tensor parallelism, every rank computes the filtered probabilities, even if SGLang sends only one rank's
 results to the client. Otherwise, ranks would call different sampling functions, and could draw different

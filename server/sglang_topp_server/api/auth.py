@@ -19,7 +19,9 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware"]
 
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
-"""The paths of the sidecar that need no key, because load balancers often cannot send a key."""
+"""The paths of the sidecar that need no key.
+
+Load balancers probe these paths, and often cannot send a key."""
 
 
 class ApiKeyMiddleware:

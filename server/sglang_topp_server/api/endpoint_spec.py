@@ -26,10 +26,10 @@ class EndpointSpec:
     """The body parser, request check, JSON field names, and media type of one route.
 
     Attributes:
-        name: the JSON field that holds the list of results in an answer without `stream`. The last message of
-            a stream has a field of the same name, which holds the number of results.
+        name: the JSON field that holds the list of results if the answer is not a stream. In a stream's last
+            message, the field holds the number of results.
         result_noun: the singular noun for a result, in error messages.
-        index_field: the field of a stream's error message that holds the index of the failed prompt.
+        index_field: in a stream's error message, the field that holds the index of the failed prompt.
         media_type: the media type of a stream that consists of binary frames.
         parse: parses a request body.
         check: raises an error if the request would crash or block the engine. The arguments of `check` are

@@ -26,8 +26,8 @@ _RAW_BYTES = CHUNK_BYTES // 4 * 3
 class SampleJson:
     """The JSON of one finished sample or score, as an iterable of chunks.
 
-    The codecs of `sglang_topp_client` can decode this JSON. `len()` returns the number of bytes of the JSON
-    without encoding the candidate sets.
+    The codecs of `sglang_topp_client` can decode this JSON. `len()` returns the size of the whole JSON in
+    bytes, and does not encode the candidate sets.
 
     Args:
         sample: the sample or score, whose candidate sets `SampleJson` keeps in memory.

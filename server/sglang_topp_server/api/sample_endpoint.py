@@ -184,8 +184,8 @@ class SampleEndpoint(Response):
     async def _answer_stream(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
-        The response starts with status 200 when the first sample finishes. A stream that has started has an
-        error message for each prompt that fails. If no sample finishes, the first failed prompt determines
+        The response starts with status 200 when the first sample finishes. A stream that has started carries
+        one error message for each failed prompt. If no sample finishes, the first failed prompt determines
         the response's status.
         """
         failures: list[FailedPrompt] = []

@@ -71,7 +71,12 @@ class Frames:
 
 
 def accepted_encoding(headers: Headers, framed: str) -> Encoding:
-    """Return `Frames` if `Accept` names the media type `framed` and does not prefer JSON lines."""
+    """Return `Frames` if the `Accept` header asks for frames and does not prefer JSON lines.
+
+    Args:
+        headers: the request's headers.
+        framed: the media type of an answer that consists of frames.
+    """
     qualities = {NDJSON: 0.0, framed: 0.0}
     for media_type, quality in _accepted(",".join(headers.getlist("accept"))):
         if media_type in qualities:

@@ -1,4 +1,4 @@
-"""`add_command`: the function that adds a subcommand to `sglang-topp`, with examples in its help."""
+"""`add_command`: add a subcommand to `sglang-topp`, with examples in the subcommand's help."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ SIDECAR_KEY = "SGLANG_TOPP_API_KEY"
 
 
 def read_key(name: str) -> str | None:
-    """Return the key in the environment variable `name`, or None if the variable is not set.
+    """Return the API key in the environment variable called `name`, or None if the variable is not set.
 
     Raises:
         InvalidInputError: the key is empty, or begins or ends with white space.

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The process that reads the output, such as `head`, has exited. Python flushes stdout at exit, which
-        # would fail with an error, so redirect stdout to /dev/null.
+        # The process that reads the output, such as `head`, has exited. At exit, Python would flush stdout
+        # and fail with an error, so redirect stdout to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:

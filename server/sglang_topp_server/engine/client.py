@@ -35,8 +35,8 @@ _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
 # The maximum number of messages of more than 1 MiB that the sidecar reads from the engine at the same time.
-# Each such message holds one sample. `MemoryLimit` counts a sample's memory once the sidecar has read the
-# sample.
+# Each such message holds one sample. `MemoryLimit` counts a sample's memory only after the sidecar has read
+# the sample.
 _MAX_LONG_MESSAGES = 4
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
@@ -93,14 +93,14 @@ class EngineClient:
                     await asyncio.wait_for(self._probe_now.wait(), _POLL_READY_S)
 
     async def require_ready(self) -> Model:
-        """Return the engine's model, or raise if the engine cannot take requests.
+        """Return the engine's model, or raise an error if the engine cannot take requests.
 
-        If an engine that was ready before does not answer a probe, this method does not raise. Such an engine
-        may be alive, but too busy to answer the probe.
+        If an engine that was ready before does not answer a probe, this method raises no error. Such an
+        engine may be alive, but too busy to answer the probe.
 
         Raises:
             PatchError: the engine is not patched.
-            ServerError: the engine has not been ready yet (503).
+            ServerError: the engine has not become ready yet (503).
         """
         await self._has_probed.wait()
         if self.status.phase == "unpatched":

@@ -49,8 +49,8 @@ class EngineStatus:
         model_path, sglang_version, weight_version: the values that the engine reported. A gateway reports the
             values of one of its workers.
         patch: the patch set's report of its state; empty if the engine sent no report.
-        model: the vocabulary size and other sizes of the engine's model, against which requests are checked;
-            None if no report of the engine had these sizes.
+        model: the sizes of the engine's model, such as its vocabulary size; None if no report of the engine
+            had these sizes. The sidecar checks requests against these sizes.
     """
 
     phase: Phase
@@ -101,7 +101,7 @@ class EngineProbe:
         self._http = httpx.AsyncClient(
             base_url=base_url,
             timeout=_TIMEOUT_S,
-            # Ignore the environment's proxy settings, because the engine is close to the sidecar.
+            # Ignore the environment's proxy settings: the sidecar connects to the engine directly.
             trust_env=False,
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
         )

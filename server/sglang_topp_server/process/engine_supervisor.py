@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
-    """Return when the engine's first process has ended or needs to be killed by `main`.
+    """Wait until the engine's first process has ended, or until `main` must kill this process.
 
     `main` must kill the engine's first process if the grace period has passed, or if the supervisor has
     received SIGTERM, SIGINT, or SIGHUP.

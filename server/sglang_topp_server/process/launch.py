@@ -43,7 +43,7 @@ def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) 
     `sglang_with_env_key` reads the engine's key from the environment.
 
     Args:
-        model_path: the model: a path or a name that SGLang accepts.
+        model_path: a path or model name that SGLang accepts.
         host, port: the engine's address.
         extra: SGLang's own arguments, passed on unchanged.
     """

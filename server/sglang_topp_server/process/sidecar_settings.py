@@ -14,7 +14,7 @@ class Settings:
     """The settings of one sidecar.
 
     Attributes:
-        host, port: the sidecar's address; port 0 takes a free port.
+        host, port: the sidecar's address; port 0 selects any free port.
         engine_url: the engine's address.
         api_key: the key that callers of the sidecar must send, or None if they need no key.
         engine_api_key: the key that the sidecar sends to the engine, or None if the engine needs no key.

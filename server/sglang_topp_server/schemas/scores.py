@@ -15,7 +15,7 @@ __all__ = ["ScoreRecord", "ScoresAnswer", "ScoresBody", "parse_scores"]
 
 
 class ScoresBody(BaseModel):
-    """The body of `POST /scores`. Scoring samples no tokens, so the body has no `top_logprobs_source`."""
+    """The body of `POST /scores`. A score needs no sampling, so the body has no `top_logprobs_source`."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -85,7 +85,7 @@ export function logBars(area, slots, say) {
   return [yAxis(area, ticks, y, (power) => compact(10 ** power)), drawn];
 }
 
-/** Draw a line through the medians of the points, over a shaded band between their p10 and p90. */
+/** Draw a line through the points' medians, over a shaded band from each point's p10 to its p90. */
 export function band(area, points, y, say) {
   const slot = area.width / points.length;
   const x = (i) => area.left + (i + 0.5) * slot;

@@ -39,7 +39,8 @@ function runningSum(lengths) {
   return Int32Array.from(lengths, (length) => (sum += length));
 }
 
-/** Return the listed candidates of a position, `[{ id, logprob }, …]`, in the order of the candidate set. */
+/** Return the candidates that the page holds for a position, `[{ id, logprob }, …]`, in the order of the candidate
+ * set. */
 export function candidatesAt(detail, position) {
   if (!detail.listed) return [];
   const end = detail.listedEnds[position];

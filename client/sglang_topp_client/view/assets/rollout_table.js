@@ -103,7 +103,7 @@ function classOf({ number, minor, wide }) {
 }
 
 /** Return whether the text of a table row matches one word of the search field. The words `prompt:3` and `sample:3`
- * match only the number 3, and not 30. Other words match every row whose text contains the word. */
+ * match only the number 3, and not 30. Any other word matches every row whose text contains the word. */
 function contains(text, word) {
   return /^(prompt|sample):\d+$/.test(word) ? text.split(" ", 2).includes(word) : text.includes(word);
 }

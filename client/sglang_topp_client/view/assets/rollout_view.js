@@ -27,7 +27,7 @@ export function closeRollout() {
   wanted = null;
 }
 
-/** Draw all tokens for printing. Otherwise, the page draws only the tokens near the visible part. */
+/** Draw all tokens, for printing. On the screen, the page draws only the tokens near the visible part. */
 export function drawAllTokens() {
   for (const flow of flows) flow.drawAll();
 }

@@ -31,7 +31,8 @@ export class TokenFlow {
     for (const block of this.blocks) this.observer.observe(block);
   }
 
-  /** Stop drawing and removing tokens when the user scrolls. The caller must remove `element` itself. */
+  /** Stop observing the blocks, so that scrolling no longer draws or removes tokens. The caller must remove
+   * `element` itself. */
   close() {
     this.observer.disconnect();
   }

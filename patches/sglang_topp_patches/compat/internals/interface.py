@@ -38,8 +38,8 @@ class Internals(Protocol):
         Args:
             logits_output: SGLang's `LogitsProcessorOutput` of the pass.
             output: an object that holds the candidate sets of the forward pass. `output.copy_to_host` runs
-                first. After the scheduler has added the new tokens to the requests, `output.consume` gets
-                these tokens.
+                first. `output.consume` runs after the scheduler has added the new tokens to the requests, and
+                receives these tokens as an argument.
         """
 
     def append(self, current: Any, output: Any) -> Any:
@@ -94,12 +94,13 @@ class Internals(Protocol):
     def prompt_rows(self) -> list[Any]:
         """Return an empty list, to which the scheduler appends a prompt's candidate sets.
 
-        The list belongs to a request's `customized_info`. SGLang sends the whole list to the HTTP process at
-        once. SGLang sends an ordinary list in `customized_info` piece by piece, with the new tokens.
+        The list belongs to a request's `customized_info`. SGLang sends this list to the HTTP process once and
+        as a whole. SGLang slices an ordinary list in `customized_info`, and sends each slice with the new
+        tokens to which the slice belongs.
         """
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Give the same keys in `customized_info` to all requests that SGLang sends in one message.
+        """Add missing keys to `customized_info`, so that all requests of one message have the same keys.
 
         If the keys differed, SGLang up to 0.5.14 would deliver one request's values to another request.
         """
@@ -110,7 +111,10 @@ class Internals(Protocol):
         """Return a scheduler message's `customized_info`: for each key, a list with one entry per request."""
 
     def streams_increments(self, manager: Any) -> bool:
-        """Return whether a streamed chunk has only new tokens. `manager` is SGLang's `TokenizerManager`."""
+        """Return whether a streamed chunk holds only the new tokens, instead of all tokens so far.
+
+        `manager` is SGLang's `TokenizerManager`.
+        """
 
     def skips_tokenizer(self, manager: Any) -> bool:
         """Return whether the server runs without a tokenizer. `manager` is SGLang's `TokenizerManager`."""

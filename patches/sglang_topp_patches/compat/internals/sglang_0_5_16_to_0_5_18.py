@@ -46,5 +46,5 @@ class Sglang0516(Sglang0518):
     """Adapter to SGLang 0.5.16 and 0.5.17, which score all prompts with `log_softmax`."""
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Use `log_softmax`, as these releases do for every prompt."""
+        """Compute the log-probs with `log_softmax`, as these releases do for every prompt."""
         return torch.nn.functional.log_softmax(logits, dim=-1)

@@ -76,7 +76,7 @@ class Sglang0523:
         return settings.kernel.sampling_backend, bool(settings.deterministic.rl_on_policy_target)
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return the kernels of target-only and of rejection sampling, which `eagle_sample` calls."""
+        """Return the target-only kernel and the rejection sampling kernel, which `eagle_sample` calls."""
         # `eagle_utils`, the module of `eagle_sample`, imports both kernels at its top level.
         module = sys.modules.get("sglang.srt.speculative.eagle_utils")
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
@@ -96,7 +96,7 @@ class Sglang0523:
         return indices.tolist() if on_host is None else on_host
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Use `compute_row_log_normalizer` if SGLang scores prompts with it, and `log_softmax` otherwise."""
+        """Compute the log-probs with `compute_row_log_normalizer` if SGLang does, else with `log_softmax`."""
         if not processor.enable_fast_input_logprobs:
             return torch.nn.functional.log_softmax(logits, dim=-1)
         from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
