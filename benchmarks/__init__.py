@@ -1,1 +1,1 @@
-"""Benchmarks of sglang-topp: `python -m benchmarks NAME ...` runs the named ones, and `make bench` all."""
+"""Benchmarks of sglang-topp: `python -m benchmarks NAME ...` runs the named benchmarks, `make bench` all."""

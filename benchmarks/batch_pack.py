@@ -6,8 +6,8 @@ ranks.
 
 Most tables compare `PackedCollator` with `naive_layouts.py`, which loops over samples and joins lists of
 tokens. One table has a loop over tokens as its baseline, because SkyRL measured a speedup of 34 x over such a
-loop (pull request 1808). The table with the loop over tokens has fewer samples, because the loop takes
-seconds.
+loop (pull request 1808). This table packs fewer samples than the other tables, because the loop over tokens
+takes seconds.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]
     """Return the functions to compare, by label.
 
     Most contenders write the candidates of every row to GPU memory. `topk` returns each row's 1024 most
-    likely tokens. FlashInfer returns the renormalized probabilities of the whole vocabulary. "one copy" only
-    copies the log-probs.
+    likely tokens. FlashInfer returns the renormalized probabilities of the whole vocabulary. The contender
+    "one copy" only copies the log-probs.
     """
     from sglang_topp.nucleus.gpu_extraction import stage_top_p
 
@@ -160,9 +160,9 @@ def device_s(contender: Callable[[], object]) -> float:
 
 
 def host_s(contender: Callable[[], object]) -> float:
-    """Return the seconds that the call takes on the host while the device sleeps.
+    """Return the seconds that the contender's call takes on the host while a sleep kernel occupies the GPU.
 
-    If a contender waits for the device, the returned time includes the device's sleep.
+    If a contender waits for the GPU, the returned time includes the wait for the sleep kernel.
     """
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)

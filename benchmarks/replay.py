@@ -32,7 +32,8 @@ TINY = (16, 8, 64)
 
 
 def run() -> None:
-    # Use one thread. On a shared machine, the times of several threads would include waits for each other.
+    # Use one thread. On a shared machine, several threads wait for each other, and the times would include
+    # these waits.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -117,7 +118,7 @@ def make_sets(num_positions: int, vocab_size: int, size: int | None = None) -> C
         several = rng.random(num_positions) >= 0.46
         tail = np.rint(np.exp(rng.normal(1.8, 1.3, several.sum()))).astype(int)
         sizes[several] = np.clip(1 + tail, 2, min(512, vocab_size))
-    # Frequent tokens occur in many sets, as in text.
+    # As in a real rollout, frequent tokens occur in many sets.
     popularity = 1 / (10 + np.arange(vocab_size))
     stream = rng.choice(vocab_size, int(sizes.sum()) * 4 + 64, p=popularity / popularity.sum())
     ids, taken = [], 0
@@ -282,8 +283,8 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
     rows = torch.tensor(sets.token_ids[entries], dtype=torch.int64, device=device)
 
     def read_once() -> None:
-        # `embedding_bag` reads every row, but writes only one sum per 256 rows. Nearly all of its time is
-        # therefore spent on reading.
+        # `embedding_bag` reads every row, but writes only one sum per 256 rows. `embedding_bag` therefore
+        # spends nearly all of its time on reading.
         torch.nn.functional.embedding_bag(
             rows, weight.detach(), torch.arange(0, len(rows), 256, device=device)
         )

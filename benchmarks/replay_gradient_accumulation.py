@@ -1,8 +1,8 @@
 """Benchmark of scoring over candidate sets when the LM head's gradient accumulates over micro-batches.
 
-Each micro-batch computes a new gradient for the hidden states, and adds its gradient for the head to the
-head's existing gradient. With a dense head gradient, each micro-batch zeroes, fills, and adds the whole
-matrix, even if only a few of the matrix's rows are non-zero.
+Each micro-batch's backward pass computes a new gradient for the hidden states, and adds its gradient for the
+head to the head's existing gradient. With a dense head gradient, each backward pass zeroes, fills, and adds
+the whole matrix, even if only a few of the matrix's rows are non-zero.
 
 The benchmark uses torch's default number of threads. torch's threads spin while they wait for each other. If
 other processes compete for the cores, a thread may spin for a whole time slice. On such a busy machine,
@@ -147,9 +147,9 @@ def _steps(work: Work, threads: int) -> Callable[[], None]:
 
 @contextmanager
 def _busy_process() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
-    """Start a process that can keep one core busy, and yield a decorator for timed functions.
+    """Yield a decorator that lets another process keep one core busy while the decorated function runs.
 
-    The process runs only while a decorated function runs, and is paused otherwise.
+    The other process is paused at all other times.
     """
     process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     process.start()

@@ -38,7 +38,7 @@ DIRECT, TWO, SIDECAR = "directly to the engine", "through two sidecars", "throug
 
 @dataclass(frozen=True)
 class _Servers:
-    """The addresses of an engine and of two sidecars in front of it."""
+    """The addresses of an engine and of the two sidecars that call the engine."""
 
     engine: str
     sidecar: str
@@ -147,7 +147,7 @@ def _run_sidecar(engine: str) -> Iterator[tuple[str, int]]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the processor seconds that a process has used."""
+    """Return the processor time that a process has used, in seconds."""
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

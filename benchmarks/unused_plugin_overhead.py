@@ -28,7 +28,7 @@ WITHOUT_PLUGIN = {"SGLANG_PLUGINS": "sglang_topp_cpu"}
 
 
 def run() -> None:
-    """Time the same requests without the plugin, and with the plugin installed but unused."""
+    """Measure the time of the same requests without the plugin, and with the plugin installed but unused."""
 
     async def send(url: str, body: dict[str, Any]) -> None:
         limits = httpx.Limits(max_connections=REQUESTS)

@@ -1,4 +1,4 @@
-"""Train a small policy with and without replay, and measure the bias of its gradients, reward, and KL.
+"""Train a small policy with and without replay, and measure its gradients' bias, its reward, and its KL.
 
 The policy is a small network that predicts the next token from the last token alone. The generated tokens
 form a Markov chain with few states, so dynamic programming computes the exact expected reward and the exact
@@ -163,8 +163,8 @@ def gradient_cosines(
 
     All four losses are computed on the same `num` trajectories. The result maps the name of each loss to two
     cosines. `sampled` compares the loss's gradient with the gradient of the sampler's expected reward. The
-    latter gradient treats the current candidate sets as constants. `policy` compares the loss's gradient with
-    the gradient of the expected reward at top-p 1.
+    gradient of the sampler's expected reward treats the current candidate sets as constants. `policy`
+    compares the loss's gradient with the gradient of the expected reward at top-p 1.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)

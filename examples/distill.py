@@ -5,9 +5,9 @@ teacher's engine returns the teacher's top-p set at every sampled token. The stu
 step on the distillation loss over the teacher's sets. At the end of each step, the example pushes the new
 weights to the student's engine.
 
-After the last step, the example prints a table. For each step, the table has the KL between student and
-teacher over the whole vocabulary. The KL falls. To compute this KL, the example runs a forward pass of the
-teacher in torch. The training itself does not need this forward pass.
+After the last step, the example prints a table with one row per step. Each row has the KL between student
+and teacher over the whole vocabulary, in both directions. The KL falls. To compute this KL, the example runs
+a forward pass of the teacher in torch. The training itself does not need this forward pass.
 
 Run the example in one of these ways::
 

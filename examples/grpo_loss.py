@@ -60,7 +60,8 @@ def grpo_loss(
 ) -> tuple[Tensor, ReplayMetrics]:
     """Return the clipped policy-gradient loss, averaged over tokens, and the replay metrics.
 
-    The loss of a token is `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`.
+    The loss of a token is `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`. `A` is
+    the advantage of the token's sample, and `H` is the policy's entropy at the token.
 
     `hidden` holds this rank's final hidden states, and `weight` is the LM head's weight. `attention_mask` is
     the attention mask of the forward pass. Only `Layout("bshd")` needs `attention_mask`. `advantages` has one

@@ -64,7 +64,7 @@ class Engine:
     def urls(self) -> tuple[str, str]:
         """Wait until the server is ready, and return the URLs of the sidecar and of the engine."""
         assert self.process.stdout is not None
-        # The server prints one line to standard output: "… is ready: sidecar URL engine URL".
+        # Once ready, `sglang-topp serve` prints one line to stdout: "… is ready: sidecar URL engine URL".
         words = self.process.stdout.readline().split()
         if "sidecar" not in words:
             raise RuntimeError(f"{Path(self.log.name).read_text()[-4000:]}\nthe server did not start")

@@ -89,7 +89,7 @@ def serve(model_path: Path) -> Iterator[tuple[str, str]]:
     command.append("--sleep-on-idle")  # without this option, an idle engine takes a core from the trainer
     env = dict(os.environ)
     if not torch.accelerator.is_available():
-        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # SGLang otherwise needs an accelerator
+        env.setdefault("SGLANG_PLATFORM", "sglang_topp_cpu")  # by default, SGLang needs an accelerator
     with (model_path / "server.log").open("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
         try:

@@ -1,4 +1,4 @@
-"""Alternate turns of a model and a tool, keep the exact token ids, and collate the rollouts for a trainer.
+"""Let a model and a tool take turns, keep the exact token ids, and collate the rollouts for a trainer.
 
 The tool counts the letters that the model wrote. `Rollout.extend` appends the tool's tokens as ids, and
 `RolloutClient.resume` generates the model's next turn. No text is tokenized twice, so the trainer sees the
@@ -29,7 +29,7 @@ SAMPLING = {"temperature": 1.0, "top_p": 0.9, "n": 2}
 
 
 def main() -> int:
-    """Run the demo. Return 0 if the generated tokens, and only these tokens, have candidate sets."""
+    """Run the demo, and return exit status 0 if exactly the generated tokens have candidate sets, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="URL of a running server (default: start one)")
     parser.add_argument("--turns", type=int, default=3, help="turns of the model (%(default)s)")

@@ -91,7 +91,7 @@ def accumulate(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> Repla
 
 
 def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[Tensor, ReplayMetrics]:
-    """Return the sum of PPO's clipped loss over tokens."""
+    """Return the sum of PPO's clipped loss over tokens, and the metrics of the batch."""
     attention_mask = batch["attention_mask"]
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.model(batch["sequences"], attention_mask, positions).last_hidden_state

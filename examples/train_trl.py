@@ -2,7 +2,7 @@
 
 The model is small and random, and is created when the example starts. The reward of a sample is the share of
 even token ids. The example prints the importance ratios and the kept mass of each step. If the trainer scored
-the policy over the whole vocabulary, the ratios would start at the kept mass.
+over the whole vocabulary, a token's ratio before the first update would be its set's kept mass, not 1.
 
     python examples/train_trl.py               # three steps: a minute to start SGLang, seconds per step
     python examples/train_trl.py --steps 20    # the reward rises
@@ -73,7 +73,7 @@ def share_of_even_ids(completion_ids: list[list[int]], **others: Any) -> list[fl
 
 
 def main() -> int:
-    """Train a few steps. Return 0 if every step started with importance ratios of 1."""
+    """Train a few steps. Return 0 if the largest importance ratio of every step is 1, and 1 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="training steps (%(default)s)")
     args = parser.parse_args()

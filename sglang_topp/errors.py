@@ -116,7 +116,7 @@ class TransportError(RequestError):
 
 
 class RequestTimeoutError(TransportError):
-    """The caller's time limit passed before the answer was complete."""
+    """The caller's time limit expired before the answer was complete."""
 
 
 class WeightPushError(RequestError):
@@ -161,7 +161,7 @@ class AuthenticationError(ResponseError):
 
 
 class OverloadedError(ResponseError):
-    """The server is at its limit (429).
+    """The server refused the request, because one of its limits is reached (429).
 
     Attributes:
         retry_after_s: the server's Retry-After header in seconds, or None.
@@ -189,7 +189,7 @@ class AbortedError(RolloutError):
 def describe(value: object) -> str:
     """Return an abbreviated `repr` of any value, for an error message."""
     if isinstance(value, int) and value.bit_length() > 200:
-        return f"a number of {value.bit_length()} bits"  # `repr` may fail on thousands of digits
+        return f"a number of {value.bit_length()} bits"  # `repr` may fail on huge integers
     try:
         return _ABBREVIATED.repr(value)
     except (ValueError, RecursionError):

@@ -5,9 +5,9 @@ process that handles large sets needs both parts of this module:
 
 - `return_large_blocks_at_once` sets `M_MMAP_THRESHOLD`, which bounds the peak memory. A sidecar that streamed
   16 samples of 200,000 candidates grew by 28 MiB with `M_MMAP_THRESHOLD` set, and by 55 to 75 MiB without.
-- `HeapTrimmer` calls `malloc_trim` in a background thread, to return smaller freed blocks. With only
-  `M_MMAP_THRESHOLD` set, a process that started at 33 MiB still held 122 MiB after answers of 0.4 MB each.
-  With `malloc_trim` as well, the process held 34 MiB.
+- `HeapTrimmer` calls `malloc_trim` in a background thread, to return smaller freed blocks to the OS. With
+  only `M_MMAP_THRESHOLD` set, a process that started at 33 MiB still held 122 MiB after answers of 0.4 MB
+  each. With both `M_MMAP_THRESHOLD` and `malloc_trim`, the process held 34 MiB.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def return_large_blocks_at_once() -> None:
     """Make glibc return every freed block of 1 MiB or more to the OS immediately, in the whole process.
 
     By default, glibc immediately returns freed blocks of 128 KiB or more. glibc raises this minimum size, up
-    to 32 MiB, each time the process frees a larger block. Outside of Linux and glibc, this call does nothing.
+    to 32 MiB, each time the process frees a larger block. On systems without glibc, this call does nothing.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -50,7 +50,7 @@ class HeapTrimmer:
         """Trim the heap in the background, 1, 5, and 30 seconds from now.
 
         If `trim_soon` is called again before the third trim, the background thread repeats all three trims
-        afterwards. Outside of Linux and glibc, the thread does nothing.
+        afterwards. On systems without glibc, the thread does nothing.
         """
         with self._lock:
             self._requests += 1

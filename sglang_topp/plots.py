@@ -87,7 +87,7 @@ def over_positions(
 
     Raises:
         InvalidInputError: no rollout has a candidate set, the candidate sets have no log-probs, or `value` is
-            unknown.
+            none of the three names.
         ModuleNotFoundError: matplotlib is not installed.
     """
     if value not in _LABELS:

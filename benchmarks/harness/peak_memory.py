@@ -25,8 +25,8 @@ def peak_bytes(prepare: Callable[..., Work], *args: object, warmup: tuple[object
             a fresh process, so `prepare` must be defined at module level. The measured function takes no
             arguments, and returns its results as a list of tensors, such as gradients.
         args: Arguments of `prepare`.
-        warmup: Arguments of `prepare` for tiny inputs. An unmeasured first run uses tiny inputs, so that
-            libraries are loaded and their threads are started.
+        warmup: Arguments of `prepare` for tiny inputs. A first run on these inputs loads libraries and starts
+            their threads. The first run is not measured.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -48,7 +48,7 @@ def compare_peaks(
     target: float | None = None,
     picture: str | None = None,
 ) -> Table:
-    """Measure peak memory, and print how many times less memory each contender needs than the first one.
+    """Measure peak memory, and print the ratio of the first contender's peak to each contender's peak.
 
     Each contender is a pair `(prepare, args)`, as for `peak_bytes`. Peaks below 1 MiB count as 1 MiB, because
     the kernel's memory counters are too coarse for smaller peaks.

@@ -64,7 +64,7 @@ def _panel(axes: Any, table: dict[str, Any]) -> None:
     if largest > _MAX_LINEAR_RATIO:
         left = 0.5 * min(1.0, smallest)
         axes.set_xscale("log")
-    # A logarithmic scale has no zero, so bars start at the left edge.
+    # A logarithmic axis has no zero, so the bars start at the left edge of the axis.
     axes.barh(places, [m - left for m in medians], left=left, color=[_BASELINE] + [_BAR] * (len(rows) - 1))
     for place, row in zip(places, rows, strict=True):
         ratio, figure = row["ratio"], _short(row["figure"]["median"])

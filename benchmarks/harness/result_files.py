@@ -1,4 +1,4 @@
-"""Result files: a benchmark's tables, with the machine and the software versions that it ran on.
+"""Result files: a benchmark's tables, and the machine and the software versions of the run.
 
 Each benchmark has one JSON file in `benchmarks/results/`:
 
@@ -160,7 +160,8 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """Return the short hash of HEAD, or None outside a repository.
 
-    A `+` follows the hash if the working tree differs from HEAD, untracked files included.
+    A `+` follows the hash if the working tree differs from HEAD, untracked files included. Changes of
+    result files do not count.
     """
 
     def git(*arguments: str) -> str:

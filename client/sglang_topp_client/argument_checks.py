@@ -1,4 +1,4 @@
-"""Validate single arguments of the client: numbers, seconds, text, JSON, token ids, and request ids."""
+"""Validate individual arguments of the client: numbers, seconds, text, JSON, token ids, and request ids."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 def truncate(value: object, max_chars: int) -> str:
     """Return `value` as text for an error message, cut to `max_chars` characters.
 
-    For a value other than a string, the text is its `repr`.
+    If `value` is not a string, the text is the `repr` of `value`.
     """
     try:
         text = value if isinstance(value, str) else repr(value)
@@ -150,7 +150,8 @@ def as_token_ids(name: str, values: Any) -> list[int]:
     Raises:
         InvalidInputError: `values` is empty, or holds anything other than token ids.
     """
-    # NumPy would silently convert booleans to 0 and 1, and read the bytes of a buffer as integers.
+    # Without the next two checks, NumPy would silently convert booleans to 0 and 1, and read the bytes of a
+    # buffer as integers.
     if isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values)):
         raise InvalidInputError(f"{name}: got a boolean, expected token ids")
     if isinstance(values, bytes | bytearray | memoryview):

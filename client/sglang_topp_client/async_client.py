@@ -59,8 +59,9 @@ class AsyncRolloutClient:
     it, and closes when that loop ends or `close` is called. Pickling a client copies only its configuration.
 
     Args:
-        base_url: the address, `http://host:port`, of a sidecar or an engine, or several addresses. Several
-            servers must be of the same kind, and serve the same model and weights.
+        base_url: the address, `http://host:port`, of a sidecar or an engine, or several addresses. If
+            there are several addresses, all servers must be of the same kind, and serve the same model and
+            weights.
         engine_url: the addresses of all engines that `push_weights` updates; `base_url` by default.
             `push_weights` needs this argument if `base_url` names sidecars or gateways, which do not forward
             weights.
@@ -75,8 +76,8 @@ class AsyncRolloutClient:
             default trusts the CAs of the system, or the CAs in the file that `SSL_CERT_FILE` names. A client
             with an SSLContext cannot be pickled.
         max_connections: how many calls may be in flight at once. If the limit on open files (`ulimit -n`) is
-            low, the client allows fewer calls. The maximum is then the number of file descriptors that are
-            free at the client's first call, minus a reserve of at most 64.
+            low, the client allows fewer calls in flight. The maximum is then the number of file descriptors
+            that are free at the client's first call, minus a reserve of at most 64.
         max_retries: how many times a call is retried. A retry begins once the call has failed on every
             available server. A move to another server is not a retry. Only transport errors and the statuses
             429 and 5xx are retried.
@@ -279,10 +280,10 @@ class AsyncRolloutClient:
         """Generate samples as `generate` does, but yield each sample as it finishes, in any order.
 
         The client sends nothing before the first iteration. Once 1,024 finished samples wait for the caller,
-        the client sends no more prompts until the caller has taken half of these samples. Prompts that were
-        already sent still finish. Closing the iterator (`aclose`, or `contextlib.aclosing` around it) aborts
-        the remaining samples in the engine. A sample is never yielded twice: after a lost connection, only
-        unfinished samples are generated again.
+        the client sends no more prompts until the caller has taken half of these samples. In the meantime,
+        the engine still finishes the samples of all prompts that it has received. Closing the iterator
+        (`aclose`, or `contextlib.aclosing` around it) aborts the remaining samples in the engine. A sample is
+        never yielded twice: after a lost connection, only unfinished samples are generated again.
 
         There is no time limit by default, because `timeout_s` also counts the time that the caller spends
         between samples.
@@ -336,10 +337,10 @@ class AsyncRolloutClient:
         """Continue rollouts that were aborted, reached `max_new_tokens`, or were extended.
 
         Each result looks as if the rollout had been generated without interruption: the ids, text, log-probs,
-        candidate sets, and weight versions cover the earlier part and the new part. Another engine or newer
-        weights may generate the new part. A stop string may begin in the earlier part and end in the new
-        part. `Rollout.extend` begins a new turn: `max_new_tokens`, `min_new_tokens`, and stop strings apply
-        to the last turn alone.
+        candidate sets, and weight versions cover the earlier part and the new part. The new part may come
+        from another engine or from newer weights. A stop string may begin in the earlier part and end in the
+        new part. `Rollout.extend` begins a new turn: `max_new_tokens`, `min_new_tokens`, and stop strings
+        apply to the last turn alone.
 
         A rollout with finish reason `"stop"` is returned unchanged. If the last turn has used up
         `max_new_tokens`, the rollout is returned with finish reason `"length"`.
@@ -373,8 +374,8 @@ class AsyncRolloutClient:
         def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
             return self._stream(requests, parts, on_abort, timeout_s, progress, request_id, on_failure)
 
-        # Two of the rollouts may have the same prompt index and sample index. The requests therefore use the
-        # position in `rollouts` as prompt index, and the code below restores the original indices.
+        # Two of the rollouts may have the same prompt index and sample index. A request's prompt index is
+        # therefore the rollout's position in `rollouts`. The code below restores the original indices.
         resumed = await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
         return [
             replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
@@ -493,7 +494,8 @@ class AsyncRolloutClient:
 
         When this method returns, all requests with this name on this event loop have stopped. The method
         waits up to three seconds for the engine to receive the abort. If the engine does not receive the
-        abort, the closed connections abort the samples. Cancelling the method does not cancel the aborts.
+        abort, the engine aborts the samples because the client closes their connections. If the caller
+        cancels the wait, the client still sends the abort.
 
         If this client runs no request with this `request_id`, the client asks every server to abort the
         request. `request_id` may therefore also be an id that an engine gave a sample, as in
@@ -506,7 +508,7 @@ class AsyncRolloutClient:
         """Abort every request in the engines, including requests of other clients.
 
         The `on_abort` of each request decides what happens to its samples. Pause the engines before this
-        call. If the engines are not paused, clients at once resume the samples whose `on_abort` is
+        call. If the engines are not paused, each client immediately resumes its samples whose `on_abort` is
         `"resume"`. This client's requests with `on_abort="return"` end, as after `abort`: the client sends no
         further prompts of these requests, and returns their partial samples.
         """
@@ -526,8 +528,8 @@ class AsyncRolloutClient:
         """Give every engine new weights: pause generation, update, flush the KV caches, and continue.
 
         Generation continues only once every engine has the new weights. After any error or a cancellation,
-        paused engines stay paused until a push succeeds. Do not push from several clients at once. In a
-        training job of several processes, push from one process only.
+        paused engines stay paused until a push succeeds. Do not push weights from several clients at once. In
+        a training job of several processes, push weights from one process only.
 
         Args:
             weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
@@ -536,18 +538,19 @@ class AsyncRolloutClient:
                 time.
             version: the name of the weights, such as `"8"`; see `Rollout.weight_versions`.
             via: the transport of the weights. `"disk"`: every engine loads the folder. The client saves a
-                model to a temporary folder, which only engines on this machine can read. For other engines,
-                save the model to a shared folder and pass the path. `"tensor"`: HTTP requests carry the
-                values to engines on any machine, 128 MiB at a time, and once for each tensor-parallel rank.
-                `"distributed"`: this process broadcasts the values over a new torch process group, which it
-                forms with all engines for this push. The push does not use existing process groups. CUDA
-                tensors use NCCL, and other tensors use gloo. If one engine fails, the weights of all engines
-                are unknown. Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
+                model to a temporary folder, which only engines on this machine can read. For engines on other
+                machines, save the model to a shared folder, and pass the folder's path as `weights`.
+                `"tensor"`: HTTP requests carry the values to engines on any machine, 128 MiB at a time, and
+                once for each tensor-parallel rank. `"distributed"`: this process broadcasts the values over a
+                new torch process group, which it forms with all engines for this push. The push does not use
+                existing process groups. CUDA tensors use NCCL, and other tensors use gloo. If one engine
+                fails, the weights of all engines are unknown. Engines with `--dp-size` or `--pp-size` above 1
+                accept only `"disk"`.
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
                 the engine recomputes their KV cache. On SGLang before 0.5.21, and with `--pp-size` above 1,
-                `"retract"` fails if requests are in flight. `"abort"`: requests are aborted, and their
-                `on_abort` decides what follows. `"in_place"`: requests continue with the KV cache of the old
-                weights, and no cache is flushed.
+                `"retract"` fails if requests are in flight. `"abort"`: the engine aborts the requests, and
+                each request's `on_abort` decides what follows. `"in_place"`: requests continue with the KV
+                cache of the old weights, and no cache is flushed.
             timeout_s: the time limit of each step on an engine, such as pausing the engine or sending it one
                 bucket of tensors.
 

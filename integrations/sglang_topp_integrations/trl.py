@@ -42,7 +42,7 @@ change these methods between releases."""
 
 # A caller may set only the sampling parameters in `_SAMPLING`. Each of these parameters either decides when a
 # sample ends or forbids tokens, so the candidate sets stay exact. Any other sampling parameter would change
-# log-probs, and a rollout does not record the change.
+# the log-probs, and the rollout would not record how.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
 
@@ -73,7 +73,7 @@ class SGLangRollouts:
 
     Args:
         client: a client whose `engine_url` names every engine behind its `base_url`.
-        sampling_params: any of SGLang's sampling parameters `ignore_eos`, `min_new_tokens`, `stop`,
+        sampling_params: any of these SGLang sampling parameters: `ignore_eos`, `min_new_tokens`, `stop`,
             `stop_regex`, `json_schema`, `regex`, and `ebnf`. The last three are grammars. The constructor
             refuses every other parameter.
 
@@ -144,9 +144,9 @@ class SGLangRollouts:
         """Push the weights from the main process, and return their version on every process."""
         accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
         # All batches of an evaluation share one weight push, because the step does not change between the
-        # batches. In training, every generation pushes the weights, even if the step is the same. TRL counts
-        # steps from 0 again in each call of `train`, so two pushes can have the same step but different
-        # weights.
+        # batches. In training, every generation pushes the weights, even if the last push had the same step.
+        # TRL counts steps from 0 again in each call of `train`, so two pushes can have the same step but
+        # different weights.
         if accelerator.is_main_process and (trainer.model.training or step != self._pushed_step):
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
@@ -163,7 +163,8 @@ class SGLangRollouts:
         return self._version
 
 
-# For the type checker, `_Next` stands for `GRPOTrainer`, and the annotation `Any` allows every attribute.
+# `_Next` stands for `GRPOTrainer`, which follows the mixin in the method resolution order. The annotation
+# `Any` makes the type checker accept every attribute of `super()`.
 _Next: Any = object
 
 
@@ -176,12 +177,13 @@ class ReplayMixin(_Next):  # type: ignore[misc]
       the trainer with the engine, even in the first step.
     - The trainer logs `replay/ratio_mean` and the other metrics of `sglang_topp.replay.ReplayMetrics`.
 
-    The trainer's `rollout_func` is a `SGLangRollouts`, or a function that returns `rollout_fields(rollouts)`.
+    The trainer's `rollout_func` is an `SGLangRollouts` object, or a function that returns
+    `rollout_fields(rollouts)`.
 
     Raises:
         InvalidInputError: the installed release of TRL is not in `SUPPORTED_TRL`, or replay does not support
-            an option of the trainer. The constructor raises the error, before training starts. The error
-            message names the unsupported option and the reason.
+            an option of the trainer. The constructor raises this InvalidInputError before training starts.
+            The error message names the unsupported option and the reason.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -245,8 +247,9 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         Return (log-probs [B, C], entropies [B, C] or None, None).
         """
         if model is self.model and not compute_entropy:
-            # TRL omits the entropy of `self.model` in one case: when it computes the old log-probs. The
-            # rollout already supplies the old log-probs.
+            # Replay refuses PEFT adapters. Without adapters, TRL calls this method for `self.model` without
+            # `compute_entropy` only to compute the old log-probs. The rollout already supplies the old
+            # log-probs.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []
@@ -299,7 +302,7 @@ class _ScoredRows:
 
 
 def _add_candidate_head(model: Any, temperature: float) -> None:
-    """Let `model(..., candidate_rows=rows)` return log-probs and entropies over the candidate sets.
+    """Make `model(..., candidate_rows=rows)` return log-probs and entropies over the candidate sets.
 
     `candidate_rows` selects a branch in the model's own `forward`, so that the hooks of DDP and FSDP run.
     """

@@ -1,8 +1,8 @@
 """Adapter for verl: train with PPO or GRPO on SGLang's rollouts, and score the policy over their sets.
 
 Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, so that every process that imports verl also
-imports this module. Importing this module installs the adapter. If that import fails, the verl process stops.
-The sets pass through four functions and classes on their way from SGLang to the trainer::
+imports this module. Importing this module installs the adapter. If the import fails, the verl process stops.
+On their way from SGLang to the trainer, the sets pass through these four functions and classes::
 
     ReplayHttpServer.generate     asks SGLang, and packs the sets of a request beside its tokens
     LLMServerClient.generate      keeps the sets of all requests of a trajectory
@@ -80,7 +80,7 @@ _turns: ContextVar[list[tuple[list[int], bytes | None]] | None] = ContextVar("tu
 Each entry is a pair: the token ids that a request generated, and the request's packed candidate sets. A
 request without sets has None in place of the sets."""
 
-# `_Next` stands for verl's `SGLangHttpServer`, which only serving processes import.
+# `_Next` is a placeholder for verl's `SGLangHttpServer`, which only serving processes import.
 _Next: Any = object
 
 
@@ -155,7 +155,8 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's FSDP engine for policy and reference, with log-probs and entropies over the sets.
 
     Raises:
-        InvalidInputError: replay does not support an option of the engine or the model. The message says why.
+        InvalidInputError: replay does not support an option of the engine or the model. The message gives
+            the reason.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -204,8 +205,8 @@ def packed_sets(micro_batch: Any) -> CandidateSets:
     The set of a token is at the position before the token, because the logits at that position score the
     token.
 
-    A row gets empty sets if all of its `response_mask` is 0. verl's padding rows are such rows, and hold
-    copies of another row's fields.
+    A row gets empty sets if its `response_mask` is 0 everywhere. verl's padding rows have such a mask, and
+    hold copies of another row's fields.
 
     Raises:
         MissingCandidateSetsError: a row or a token that counts in the loss has no candidate set.

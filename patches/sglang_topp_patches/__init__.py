@@ -1,1 +1,1 @@
-"""Patch SGLang so that it returns candidate sets. The package installs as an SGLang plugin."""
+"""Patch SGLang so that it returns candidate sets. SGLang loads this package as a plugin."""

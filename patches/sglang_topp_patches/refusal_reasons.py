@@ -1,8 +1,9 @@
 """Give the reasons why a server, or a single request, cannot get exact candidate sets.
 
 The functions in this module derive the reasons from the server's arguments, the environment variables, or a
-request's sampling parameters. `compat.seam_check` gives the reason if the patch set does not fit the SGLang
-release. `http.process_state` gives the reason if SGLang's HTTP routes run without the patch set's checks.
+request's sampling parameters. Other modules give two more reasons. `compat.seam_check` reports a patch set
+that does not fit the SGLang release. `http.process_state` reports HTTP routes of SGLang that run without the
+patch set's checks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SAMPLING_BACKENDS = ("flashinfer", "pytorch")
 
 
 def server_problems(server_args: Any) -> tuple[str, ...]:
-    """Return every reason why this server refuses candidate sets; empty if it serves them.
+    """Return every reason why this server refuses candidate sets, or an empty tuple.
 
     Args:
         server_args: SGLang's `ServerArgs`; None if this process has not parsed its command line yet.
@@ -83,7 +84,7 @@ _ORIGINAL_LOGPROB = (
 
 
 def source_problems() -> tuple[str, ...]:
-    """Return why this server cannot tell which tokens its sampler could draw; empty if it can."""
+    """Return why this server cannot tell which tokens its sampler could draw, or an empty tuple."""
     if reason := refused(Feature.SAMPLER_SOURCE):
         return (reason,)
     try:
@@ -104,15 +105,15 @@ def source_problems() -> tuple[str, ...]:
 
 
 def environment_problems() -> tuple[str, ...]:
-    """Return every reason why this process's environment rules out candidate sets; empty if there is none."""
+    """Return every reason why this process's environment rules out candidate sets, or an empty tuple."""
     return tuple(f"{name}: {reason}; unset it" for name, reason in _ENVIRONMENT.items() if _is_set(name))
 
 
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
     # If `SGLANG_ENABLE_GRAPH_POOL_BORROW` is on, another CUDA graph may overwrite logits before the hooks
-    # extract sets from these logits. In SGLang 0.5.21 to 0.5.23, the logits of prompts are affected. In
-    # 0.5.19, the logits in `eagle_sample` are affected.
+    # extract sets from these logits. In SGLang 0.5.21 to 0.5.23, the other graph may overwrite the logits of
+    # prompts. In SGLang 0.5.19, the other graph may overwrite the logits in `eagle_sample`.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),

@@ -67,7 +67,7 @@ def asking_field(get: Callable[[str], Any]) -> str:
         get: returns the value of the request field with a given name, or None if the request lacks the field.
     """
     if get(NUCLEUS):
-        return NUCLEUS  # first, because the HTTP process adds THRESHOLD to a request with NUCLEUS
+        return NUCLEUS  # before THRESHOLD, because the HTTP process adds THRESHOLD to such a request
     if get(THRESHOLD):
         return THRESHOLD
     return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""

@@ -73,7 +73,7 @@ def from_engine_error(error: SglangToppError) -> SglangToppError:
 
 
 def as_sglang_topp_error(error: BaseException) -> SglangToppError:
-    """Return a SglangToppError unchanged, and any other exception as a ServerError with status 500."""
+    """Return an SglangToppError unchanged, and any other exception as a ServerError with status 500."""
     if isinstance(error, SglangToppError):
         return error
     return ServerError(f"the sidecar failed: {type(error).__name__}: {error}", status=500)
@@ -110,7 +110,7 @@ def error_headers(error: SglangToppError) -> dict[str, str]:
 
 
 def error_body(error: SglangToppError) -> dict[str, Any]:
-    """Return the JSON object that reports an error, in an error response or as a message in a stream."""
+    """Return the JSON object that reports an error, as a response's body or as a stream's message."""
     answer = error_to_json(error)
     answer["error"]["status"] = http_status(error)
     return answer

@@ -69,8 +69,8 @@ class Metrics:
         errors: number of error responses and of error messages in streams, by `type` and `status`.
         in_flight: number of requests whose body was read and whose answer is not complete yet.
         held_bytes: bytes of finished samples that are not sent yet.
-        request_seconds: seconds from a request's headers to the last byte of its answer. A request is not
-            counted if the sidecar refuses it with a 401 or a 429 before it reaches the engine.
+        request_seconds: seconds from a request's headers to the last byte of its answer. The histogram
+            omits requests that the sidecar itself refuses with a 401 or a 429.
         samples: number of finished samples.
         scores: number of scored sequences.
         tokens: number of tokens of samples and scores, by kind: `prompt` (for a score, the whole sequence),

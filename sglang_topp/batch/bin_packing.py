@@ -57,9 +57,9 @@ def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[
 
     The function makes as many bins as first-fit decreasing needs, rounded up to a multiple of `ranks`. Each
     sample, from the largest to the smallest, goes into the emptiest bin. If the emptiest bin has no room for
-    a sample, the function packs all samples by first-fit decreasing instead. After first-fit decreasing, the
-    function splits the fullest bin in two until the number of bins is a multiple of `ranks`. A bin is empty
-    only if there are fewer samples than bins.
+    a sample, the function packs all samples by first-fit decreasing instead. The function then splits the
+    fullest bin with several samples into two bins, until the number of bins is a multiple of `ranks`. A bin
+    is empty only if there are fewer samples than bins.
 
     The bins are assigned to the ranks, the fullest bin first. Each bin goes to the rank with the fewest
     tokens among the ranks that still need a bin.

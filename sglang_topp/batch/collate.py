@@ -9,7 +9,7 @@ R_i). In `collate_sft`, the loss covers the last `num_actions[i]` tokens of samp
               |<---------- R ----------->|
     |<--------------- S ---------------->|
 
-The slow versions of `collate_rl` and `collate_sft` in `naive_layouts.py` define the results.
+`naive_layouts.py` has slow versions of `collate_rl` and `collate_sft`, which define the expected results.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class RLBatch(TypedDict):
     rewards: torch.Tensor
     """float32 [B, R], one reward per response token."""
     logprobs: NotRequired[torch.Tensor]
-    """float32 [B, R], the response tokens' log-probs. Present only if log-probs were passed."""
+    """float32 [B, R], the response tokens' log-probs. Present only if the caller passed log-probs."""
     candidates: NotRequired[BatchCandidateSets]
-    """One row per sample: the candidate sets of the R_i response tokens. Present only if candidate sets were
-    passed."""
+    """One row per sample: the candidate sets of the R_i response tokens. Present only if the caller passed
+    candidate sets."""
 
 
 class SFTBatch(TypedDict):
@@ -109,7 +109,7 @@ def collate_rl(
             values. If all rows of a field are integer arrays or integer tensors, the field becomes int64.
             All other fields become float32, even if their rows are lists of integers.
         pad_token_id: fills `sequences` before the prompt.
-        max_seq_len: warn if a sample is longer. Nothing is truncated.
+        max_seq_len: the length in tokens above which a sample causes a warning. Nothing is truncated.
 
     Raises:
         InvalidInputError: an argument is invalid. The message names the field and the sample. Each row of
@@ -153,7 +153,7 @@ def collate_rollouts(
             (`Score.candidates`).
         fields: as in `collate_rl`.
         pad_token_id: fills `sequences` before the prompt.
-        max_seq_len: warn if a sample is longer. Nothing is truncated.
+        max_seq_len: the length in tokens above which a sample causes a warning. Nothing is truncated.
 
     Raises:
         InvalidInputError: an argument is invalid (see `collate_rl`), there are no rollouts, only some

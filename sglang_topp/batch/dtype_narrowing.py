@@ -20,7 +20,7 @@ _SAMPLE = 4096
 
 
 def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Return an array's values in a narrower dtype if no value changes. Otherwise, return `bits` itself.
+    """Return an array's values in a narrower dtype that holds each value exactly, else `bits`.
 
     `bits` holds the bit patterns of the array's elements as signed integers. `dtype` is the array's
     original dtype.
@@ -44,7 +44,7 @@ def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
 
 
 def widened(values: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Undo `narrowed`: return its argument `bits` for an array whose original dtype is `dtype`."""
+    """Return the `bits` from which `narrowed(bits, dtype)` made `values`."""
     if dtype in _FLOATS and values.dtype.kind == "f":
         return values.astype(_FLOATS[dtype][0]).view(f"i{dtype.itemsize}")
     if _is_integer(dtype):

@@ -164,7 +164,8 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
             out.append(_bytes(mask))
         except InvalidInputError as error:
             raise InvalidInputError(f"{name}[{i}]: {error}") from None
-    # Check all masks in one NumPy call. One call per mask would take longer than reading the masks.
+    # Check all masks in one NumPy call. With one call per mask, these checks would take longer
+    # than `_bytes`.
     if out and np.concatenate(out).max(initial=0) > 1:
         for i, values in enumerate(out):
             if (wrong := np.flatnonzero(values > 1)).size:

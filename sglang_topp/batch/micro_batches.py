@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches within a token budget, balance them over ranks, and join their results.
+"""Split a batch over ranks into micro-batches within a token budget, and join the micro-batches' results.
 
 Shape legend: B rows of a batch.
 """
@@ -95,7 +95,7 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
         lengths: integers [B], the number of tokens that the trainer processes in each row. If the trainer
             removes padding, `lengths[i]` is row i's length without padding. If the trainer keeps padding,
             `lengths[i]` is the batch's width for every row.
-        max_tokens: the most tokens in a micro-batch.
+        max_tokens: the maximum number of tokens in a micro-batch.
         ranks: the number of data-parallel ranks.
 
     Raises:

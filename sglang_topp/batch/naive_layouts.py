@@ -115,7 +115,7 @@ def pack_sft(
 ) -> dict[str, torch.Tensor]:
     """Pack supervised examples: row k of the result holds the samples of `bins[k]`.
 
-    Each token's loss mask is in the column that predicts the token. The loss masks of the batch sum to 1.
+    The loss mask of a token is in the column of the token before it. The loss masks of the batch sum to 1.
     """
     full_masks = [
         [0] * (len(ids) - count) + mask
@@ -142,7 +142,7 @@ def pack_rl(
 ) -> dict[str, torch.Tensor]:
     """Pack rollouts: row k of the result holds the samples of `bins[k]`.
 
-    Each token's loss mask, response mask, reward, and log-prob are in the column that predicts the token.
+    The loss mask, response mask, reward, and log-prob of a token are in the column of the token before it.
     """
     ids = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     batch = _pack(bins, ids, pad_token_id, sequence_multiple, row_multiple)
@@ -192,7 +192,10 @@ def _pack(
 def _pack_scored(
     bins: Sequence[list[int]], values: Sequence[list[Any]], width: int, sequence_multiple: int
 ) -> torch.Tensor:
-    """Return `values`, one per token, as float32 [bins, width]. Each is in the column before its token."""
+    """Return `values`, one per token, as float32 [bins, width].
+
+    The value of a token is in the column of the token before it.
+    """
     rows = []
     for members in bins:
         row: list[Any] = []

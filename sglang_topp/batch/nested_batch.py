@@ -88,8 +88,8 @@ class NestedBatch:
     Attributes:
         num_rows: the number of rows B.
         dense: the uncompressed tensors with two or more dimensions. Each tensor's name maps to a text with
-            the tensor's shape, dtype, and size in bytes. A tensor in an inner TensorDict has the name
-            `name.inner`.
+            the tensor's shape, dtype, and size in bytes. The tensor `b` in an inner TensorDict `a`
+            has the name `a.b`.
         outside: the fields that have values other than `pad` where the mask is 0. Each field's name maps to
             the number of columns with such values, over all rows. To drop these values, set the field's
             `droppable`.
@@ -168,8 +168,8 @@ class NestedBatch:
         """Return a field without its padding, as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
 
         Row i of the result holds the field's values in the columns where the mask is not 0. If the field is
-        not `droppable`, row i also holds each column where the mask is 0 but a value differs from `pad`. To
-        turn jagged values into a padded tensor again, call `padded`.
+        not `droppable`, row i also holds the values in each column where the mask is 0 but a value differs
+        from `pad`. To turn jagged values into a padded tensor again, call `padded`.
 
         Raises:
             InvalidInputError: `name` is not a compressed field.
@@ -179,7 +179,7 @@ class NestedBatch:
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
-        """Return new values padded with 0, in the same columns as the values of the compressed field `like`.
+        """Pad `values` with 0, so that each value is in the column of the matching value of the field `like`.
 
         Args:
             values: one new value for each value of `jagged(like)`, on any device: a jagged tensor

@@ -60,8 +60,8 @@ class PackedBatch(TypedDict):
     zeros and ones. An SFT mask is divided by its sum over the whole batch, so that the sum of `loss * mask`
     over the batch is the mean loss of the trained tokens."""
     row_lengths: torch.Tensor
-    """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, the number is W for
-    all rows."""
+    """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, each of these
+    numbers is W."""
     cu_seqlens: list[torch.Tensor]
     """int32 [samples + 1] for each row: the first column of each sample, followed by the row's length. Each
     sequence of `cu_seqlens` includes the padding after its sample. A row without samples has one sequence,
@@ -124,10 +124,10 @@ class PackedCollator:
     `bin_packing.deal_bins` assigns the samples to rows by the samples' padded lengths.
 
     Args:
-        max_tokens: the most columns in a row, including alignment padding.
+        max_tokens: the maximum number of columns in a row, including alignment padding.
         pad_token_id: fills `sequences` between and after samples.
-        dp_size: the number of data-parallel ranks. The number of rows is a multiple of `dp_size`, and tokens
-            are spread evenly over the ranks.
+        dp_size: the number of data-parallel ranks. The number of rows is a multiple of `dp_size`, and each
+            rank gets about the same number of tokens.
         tp_size: the number of tensor-parallel ranks. Every sample is padded to a multiple of `tp_size`, as
             sequence parallelism requires.
         cp_size: the number of context-parallel ranks. If `cp_size` is above 1, every sample is padded to a

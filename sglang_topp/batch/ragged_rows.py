@@ -1,4 +1,4 @@
-"""Check rows of different lengths (lists, arrays, or tensors), and write them into a batch's arrays.
+"""Check rows (lists, arrays, or tensors) of different lengths, and write them into a batch's arrays.
 
 Each row is written once, from the caller's object directly into the batch's memory, without a Python loop per
 token.
@@ -42,8 +42,8 @@ _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
 # The accepted types of rows. `isinstance` takes this tuple, because a union type would be built again for
 # every row.
 _HELD = (list, tuple, np.ndarray)
-# Maps the dtype of a batch's field to three values: the dtype codes that the caller's rows may have, the
-# accepted values in words for error messages, and the format code for `struct`.
+# `_TAKES` maps the dtype of a batch's field to three values: the dtype codes that the caller's rows may have,
+# the accepted values in words for error messages, and the format code for `struct`.
 _TAKES = {
     np.dtype(np.int64): (_INTEGERS, "integers that fit int64", "q"),
     np.dtype(np.float32): (_NUMBERS, "numbers", "f"),
@@ -56,8 +56,8 @@ def as_integer(name: str, value: Any) -> int:
     Without `as_integer`, NumPy would write 0.5 and "0" into an array of token ids as 0.
 
     Raises:
-        InvalidInputError: `value` is not an integer, or does not fit int64. For example, a tokenizer without
-            a padding token has the `pad_token_id` None.
+        InvalidInputError: `value` is not an integer, or does not fit into int64. For example, a tokenizer
+            without a padding token has the `pad_token_id` None.
     """
     try:
         return int(np.int64(operator.index(value)))
@@ -66,7 +66,7 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> NDArray[np.int64]:
-    """Check that `values` are 1-D integers, and return them as int64 [k]. An empty list is valid.
+    """Check that `values` is a 1-D array or list of integers, and return it as int64 [k]. It may be empty.
 
     Raises:
         InvalidInputError: `values` is not a 1-D array of integers. In the message, `expected` describes the
@@ -104,7 +104,7 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
     """Check that every row of field `name` is as long as the same sample's row in another field.
 
-    The other field has the name `of`, and its rows have the lengths `expected`.
+    `of` is the other field's name, and `expected` holds the lengths of the other field's rows.
 
     Raises:
         InvalidInputError: the two fields differ in their number of samples or in the length of a sample's
@@ -157,11 +157,11 @@ def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
                 raise InvalidInputError(f"{name}[{i}]: got shape {row.shape}, expected one value per token")
             if row.dtype.char not in accepted and row.size:
                 raise InvalidInputError(f"{name}[{i}]: got dtype {row.dtype}, expected {expected}")
-    return out  # an empty row may have any dtype: NumPy turns [] into float64
+    return out  # an empty row may have any dtype: NumPy turns [] into a float64 array
 
 
 def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
-    """Write `line[:] = row`. `row` must hold integers if `line` is int64, and numbers if it is float32.
+    """Write `line[:] = row`. `row` must hold integers for an int64 `line`, numbers for a float32 `line`.
 
     Args:
         line: the destination, contiguous int64 or float32 [L]. L is the row's length, already verified by

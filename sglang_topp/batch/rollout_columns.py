@@ -32,7 +32,7 @@ class RolloutLike(Protocol):
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """float32 [R_i]: log-probs over the whole vocabulary."""
+        """float32 [R_i]: each token's log-prob over the whole vocabulary, or 0 for tools' tokens."""
 
     @property
     def loss_mask(self) -> NDArray[np.int8]:

@@ -86,9 +86,9 @@ def sorted_by_logprob(
 def blocks_of(offsets: Int64Array) -> Iterator[slice]:
     """Yield slices that together cover all positions.
 
-    A slice has at most `_AT_ONCE` candidates, or only one position. Callers work block by block, so that each
-    block reuses the memory of the previous block's temporary arrays. The first access to newly allocated
-    memory would take longer than a block's computation.
+    A slice has at most `_AT_ONCE` candidates, unless it has only one position. Callers work block by block,
+    so that each block reuses the memory of the previous block's temporary arrays. The first access to newly
+    allocated memory would take longer than a block's computation.
     """
     start = 0
     while start < len(offsets) - 1:

@@ -61,9 +61,9 @@ class CandidateSets:
     tool's token. Scoring functions ignore a position with an empty set, and the position's loss mask is 0.
 
     Sets that were decoded from a sampling mask of SGLang may have no log-probs. For sets without log-probs,
-    `has_logprobs` is False, and the candidates of a position are ordered by token id. Reading `logprobs` of
-    such sets, or a value computed from `logprobs`, raises InvalidInputError. Methods that need no log-probs
-    work for sets without log-probs too.
+    `has_logprobs` is False, and the candidates of a position are ordered by token id. `logprobs` of such sets
+    raises InvalidInputError, as does every value that is computed from `logprobs`. Methods that need no
+    log-probs work for sets without log-probs too.
 
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
@@ -112,7 +112,7 @@ class CandidateSets:
 
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
         if logprobs is None and not len(token_ids):
-            logprobs = np.empty(0, np.float32)  # `has_logprobs` is True without candidates
+            logprobs = np.empty(0, np.float32)  # without candidates, `has_logprobs` is True
         for name, array in (
             ("token_ids", token_ids),
             ("_logprobs", logprobs),
@@ -159,9 +159,9 @@ class CandidateSets:
     @overload
     def __getitem__(self, index: slice) -> CandidateSets: ...
     def __getitem__(self, index: int | slice) -> tuple[Int32Array, Float32Array | None] | CandidateSets:
-        """Return `(token_ids int32 [K], logprobs float32 [K])` for `sets[t]`, or the sets `sets[a:b]`.
+        """Return `(token_ids int32 [K], logprobs float32 [K])` for an index, or CandidateSets for a slice.
 
-        For `sets[t]`, `logprobs` is None if the log-probs are unknown.
+        For an index, `logprobs` is None if the log-probs are unknown.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
@@ -206,8 +206,8 @@ class CandidateSets:
     def masked_logprobs(self) -> Float32Array:
         """float32 [T]: the sampled token's log-prob within its set, `sampled_logprobs - logprob_sum`.
 
-        If the trainer scores over the same sets, `masked_logprobs` holds the denominators of importance
-        ratios, as logs. At a position with one candidate or none, `masked_logprobs` is exactly 0.
+        If the trainer scores over the same sets, use `masked_logprobs` as the old log-probs of the importance
+        ratio. At a position with one candidate or none, `masked_logprobs` is exactly 0.
         """
         masked = self.sampled_logprobs - self.logprob_sum
         return _read_only(np.where(self.sizes > 1, masked, np.float32(0)))
@@ -233,15 +233,15 @@ class CandidateSets:
         bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can represent all log-probs
         of a set. The check rejects a set whose mass is below `min(p, 1 - error)` or above `1 + error`.
 
-        The engine and this check sum the same probabilities in float64, but in different orders. To allow for
-        the different orders, the check multiplies the lower bound by 1 - 1e-6.
+        The engine and this check sum the same probabilities in float64, but in different orders, so the two
+        sums may differ slightly. To allow for this, the check multiplies the lower bound by 1 - 1e-6.
 
         Args:
             p: the requested threshold, above 0 and at most 1.
 
         Raises:
-            InvalidCandidateSetsError: a set's mass is below `p` or above 1 by more than rounding explains.
-                The message names the first position with such a set.
+            InvalidCandidateSetsError: a set's mass is below `p` or above 1, and rounding does not explain
+                the difference. The message names the first position with such a set.
         """
         mass = np.exp(self._log_mass)
         for t in np.flatnonzero(_is_wrong_mass(mass, p, MASS_ERROR)).tolist():
@@ -328,7 +328,7 @@ class CandidateSets:
         return self._of_entries(entries, offsets, self.sampled_ids[index])
 
     def intersect(self, other: CandidateSets) -> CandidateSets:
-        """Return the candidates that `self` and `other` share, with the log-probs of `self` if known.
+        """Return the candidates that `self` and `other` share, with the log-probs of `self` if it has any.
 
         `self` and `other` must have the same sampled tokens, so the result contains all sampled tokens. The
         result's `logprob_sum` is the log of the total probability of the shared candidates.
@@ -432,8 +432,8 @@ def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
 def _error_of_mass(logprobs: Float32Array | None) -> float:
     """Return the largest possible difference between 1 and the sum of all tokens' probabilities.
 
-    If bfloat16 can represent all `logprobs`, the function returns the difference for an engine that computes
-    in bfloat16, and otherwise the difference for float32.
+    The difference depends on the dtype in which the engine computes. The function assumes bfloat16 if
+    bfloat16 can represent all `logprobs`, and float32 otherwise.
     """
     is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
     return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR

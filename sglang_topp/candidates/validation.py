@@ -45,8 +45,8 @@ MASS_ERROR = 2e-3
 
 The difference comes mostly from rounding in the sum that the softmax divides by. On a CPU, each of 8 SIMD
 lanes adds V / 8 numbers, where V is the vocabulary size. The sum's relative error is at most V / 8 * 2^-24.
-For V = 151,936, the bound is 1.1e-3, and the error of some rows is that large. For V = 262,144, the bound is
-2e-3.
+For V = 151,936, the bound is 1.1e-3, and the error of some rows is as large as the bound. For V = 262,144,
+the bound is 2e-3.
 """
 
 BFLOAT16_MASS_ERROR = 1 / 30

@@ -105,7 +105,7 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     if array.ndim == 1 and array.dtype.kind in "iu":
         wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
         at = int(wrong[0]) if len(wrong) else None
-    else:  # `ids` holds integers beyond 64 bits, or other types
+    else:  # `ids` holds integers beyond 64 bits, or values of other types
         at = next((i for i, one in enumerate(ids) if type(one) is not int or not 0 <= one < vocab_size), None)
     if at is not None:
         wrong_id = ids[at].item() if isinstance(ids, np.ndarray) else ids[at]
@@ -168,8 +168,8 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
 
 def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     for key, value in params.items():
-        # Without this check, msgpack may fail to encode a large integer. Or the scheduler may exit because it
-        # fails to decode the integer.
+        # Without this check, msgpack may fail to encode a large integer, or the scheduler may fail to decode
+        # the integer and exit.
         if _is_int(value) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
             yield f"{key}: got {describe(value)}, expected an integer of 64 bits"
     # SGLang stores top_k in an int32 tensor.
@@ -184,8 +184,8 @@ def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     # SGLang answers with status 500 and gives no reason.
     if _nests_beyond(params.get("custom_params"), _MAX_DEPTH):
         yield f"custom_params: got more than {_MAX_DEPTH} levels of nesting, expected fewer"
-    # SGLang's HTTP process accepts the field `choice`, but its `SamplingParams` class does not. SGLang
-    # answers a request that sets `choice` with status 500 and gives no reason.
+    # SGLang's HTTP process accepts the field `choice`, but its `SamplingParams` class does not. If a request
+    # sets `choice`, SGLang answers with status 500 and gives no reason.
     if "choice" in params:
         yield "choice: SGLang does not accept it; use regex instead"
     yield from _bias_problems(params.get("logit_bias"), model.vocab_size)
@@ -200,7 +200,7 @@ def _bias_problems(bias: Any, vocab_size: int) -> Iterator[str]:
         if not (digits.isascii() and digits.isdigit() and len(digits) < 20) or int(digits) >= vocab_size:
             expected = f"expected 0 to {vocab_size - 1}, the model's vocabulary"
             yield f"logit_bias: got token id {describe(key)}, {expected}"
-        # A bias beyond float32 becomes infinite, and the probabilities become NaN.
+        # A bias beyond the range of float32 becomes infinite, and the probabilities become NaN.
         if _is_number(value) and not -_MAX_BIAS <= value <= _MAX_BIAS:
             expected = f"expected {-_MAX_BIAS:g} to {_MAX_BIAS:g}"
             yield f"logit_bias: got {describe(value)} for token {key}, {expected}"

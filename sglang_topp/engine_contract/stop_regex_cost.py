@@ -6,8 +6,8 @@ answer's length, and the search time of `.*.*x` is cubic. To be accepted, a stop
 
 1. Every quantifier has an upper bound: `?`, `{n}`, or `{m,n}`. The quantifiers `*`, `+`, and `{m,}` are
    refused.
-2. Only a character, a character class, or an escape may repeat. A group may be optional, `(...)?`, but must
-   not repeat.
+2. A quantifier may repeat only a character, a character class, or an escape. A quantifier may make a group
+   optional, `(...)?`, but must not repeat the group.
 3. The regex has no backreferences, and no verbose syntax (`(?x)`).
 4. The searches for all stop regexes of a request take at most `MAX_STEPS` steps in total. `search_steps`
    counts the ways to match a regex at one start position, and multiplies the count by the number of start

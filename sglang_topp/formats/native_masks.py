@@ -64,9 +64,9 @@ def decode_sampling_mask(
 
         logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
 
-    The sets have no log-probs in three cases: in mode `"selected"`, if the request did not set
-    `return_logprob`, or if the answer is from vLLM. In mode
-    `"selected"`, `output_token_sampling_logprobs` holds the old log-probs for importance ratios.
+    The sets have no log-probs in three cases: the mode is `"selected"`, the request did not set
+    `return_logprob`, or the answer is from vLLM. In mode `"selected"`, `output_token_sampling_logprobs` holds
+    the old log-probs for importance ratios.
 
     Args:
         meta_info: SGLang's `meta_info`, or one of vLLM's `choices`.
@@ -127,10 +127,10 @@ def _under_the_vocabulary(
     sampled: NDArray[np.integer[Any]],
     reported: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Return the log-prob of each mask token over the whole vocabulary, float32 [n].
+    """Return the whole-vocabulary log-probs of the n tokens in all masks, float32 [n].
 
-    `support` holds each mask token's log-prob over the mask. `reported` holds each sampled token's log-prob
-    over the whole vocabulary. At one position with sampled token `s`, the result for token `i` is
+    `support` holds the log-prob of each of these tokens over its mask. `reported` holds each sampled token's
+    log-prob over the whole vocabulary. At one position with sampled token `s`, the result for token `i` is
     `support[i] + (reported - support[s])`.
     """
     is_sampled = ids == sampled[rows]
@@ -174,9 +174,9 @@ def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32],
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Return each mask token's log-prob over the mask, float32 [n], or None if the answer lacks them.
+    """Return each token's log-prob over its mask, float32 [n], or None if the answer lacks these log-probs.
 
-    SGLang reports the log-probs of all mask tokens only if `sampling_logprobs_mode` is "support".
+    SGLang reports the log-probs of all tokens in a mask only if `sampling_logprobs_mode` is "support".
     """
     if rows is None:
         return None

@@ -114,10 +114,10 @@ def decode_top_k(
 
         C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
 
-    The set keeps all tokens that are as likely as the k-th, if the response lists them. SGLang omits tied
-    tokens after the k-th if `top_logprobs_num` equals `k`. To get the tied tokens too, set `top_logprobs_num`
-    slightly higher than `k`. The decoder drops unsampled tokens of zero probability. The sampled token's
-    log-prob comes from `output_token_logprobs`.
+    If the response lists more than `k` tokens, the set also keeps listed tokens that are as likely as the
+    k-th. SGLang omits tied tokens after the k-th if `top_logprobs_num` equals `k`. To get the tied tokens
+    too, set `top_logprobs_num` slightly higher than `k`. The decoder drops unsampled tokens of zero
+    probability. The sampled token's log-prob comes from `output_token_logprobs`.
 
     Args:
         meta_info: the response's `meta_info`. By default, SGLang returns lists (`output_top_logprobs`).

@@ -1,10 +1,10 @@
 """Extract candidate sets with Triton kernels on a GPU: two functions wait for the GPU, and two do not.
 
 The host can learn the sizes of the candidate sets only by waiting for the GPU. `stage_top_p` and
-`stage_support` do not wait. The two functions write the sets to a staging area of fixed size, and leave out
-sets that do not fit. The caller copies the staging area to the host, reads which rows' sets were left out,
-and extracts those sets again. `top_p_candidates` and `support_candidates` wait for the set sizes, and
-allocate memory of exactly the right size.
+`stage_support` do not wait for the GPU. The two functions write the sets to a staging area of fixed size, and
+leave out sets that do not fit. The caller copies the staging area to the host, reads which rows' sets were
+left out, and extracts those sets again. `top_p_candidates` and `support_candidates` wait for the set sizes,
+and allocate memory of exactly the right size.
 
 Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W sampling
 weights per row, C candidates that fit in the staging area, n candidates in all. A sampler draws tokens in
@@ -89,7 +89,7 @@ class StagedRows:
         return np.flatnonzero((self.rows[_SIZE] > 0) & (self.rows[_START] < 0))
 
     def problems(self, sampled_B: Tensor | None, vocab: int) -> dict[int, InvalidInputError]:
-        """Return the errors of the invalid rows, in a dict by row number. An invalid row has no set."""
+        """Return a dict that maps each invalid row's number to the row's error. An invalid row has no set."""
         codes, details = self.rows[_ERROR_CODE].tolist(), self.rows[_ERROR_DETAIL].tolist()
         wrong = np.flatnonzero(self.rows[_ERROR_CODE]).tolist()
         return {row: row_error(row, codes[row], details[row], sampled_B, vocab) for row in wrong}
@@ -97,8 +97,8 @@ class StagedRows:
     def sets(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int64]]:
         """Return `(token_ids [n], logprobs [n], offsets [B + 1])` of the sets that fit in the staging area.
 
-        Each set is ordered by log-prob, highest first, then by token id. A row whose set did not fit has an
-        empty set.
+        Each set is ordered by log-prob, highest first, then by token id. For a row whose set did not fit,
+        this method returns an empty set.
         """
         sizes = np.where(self.rows[_START] >= 0, self.rows[_SIZE], 0)
         offsets = offsets_of(sizes)
@@ -130,7 +130,8 @@ def stage_top_p(
         capacity: C, the number of candidates for which the staging area has room.
         lowest: log-probs at or below this value stand for probability 0. The default of `lowest` is the
             lowest value of the dtype of `logprobs_BV`.
-        is_taken_B: bool, on the GPU. A row with False gets an empty set, like a row with a threshold of 0.
+        is_taken_B: bool, on the GPU, whether to extract the row's set. Otherwise, the row gets an empty set,
+            like a row with a threshold of 0. None excludes no row.
     """
     limits_B = _limits(p_B, logprobs_BV)
     if is_taken_B is not None:
@@ -246,7 +247,7 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
     """Return float64 [B] on the GPU: the total probability at which each row's nucleus ends."""
     # With p = 1, the nucleus is the whole row. A limit of 1 could cut the row, because the rounded
-    # probabilities of a part of the row may already sum to 1. So the limit is infinite.
+    # probabilities of a part of the row may already sum to 1. For p = 1, the limit is therefore infinite.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 
 

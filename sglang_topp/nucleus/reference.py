@@ -54,7 +54,7 @@ def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[
 def top_p_candidates(
     logprobs: Tensor, p: float | Sequence[float] | Tensor, sampled_ids: Sequence[int] | Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.top_p_candidates` by its definition."""
+    """Compute the result of `sglang_topp.nucleus.top_p_candidates` directly from the definition."""
     logprobs_BV, p_B, sampled_B = check_top_p_arguments(logprobs, p, sampled_ids)
     vocab = logprobs_BV.shape[1]
     lowest = torch.finfo(logprobs_BV.dtype).min
@@ -86,7 +86,7 @@ def support_candidates(
     *,
     sampled_ids: Sequence[int] | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.support_candidates` by its definition."""
+    """Compute the result of `sglang_topp.nucleus.support_candidates` directly from the definition."""
     logprobs_RV, weights_RW, ids_RW, sampled_R = check_support_arguments(
         logprobs, weights, token_ids, sampled_ids
     )

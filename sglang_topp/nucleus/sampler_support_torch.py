@@ -37,8 +37,8 @@ def support_candidates(
 
     logprobs_n = logprobs_RV[row_n, ids_n]
     possible_n = logprobs_n > torch.finfo(logprobs_n.dtype).min
-    # A NaN log-prob is wrong too: `~(x <= limit)` is true for NaN. Only the sampled token may have
-    # probability 0.
+    # `wrong_n` also marks a NaN log-prob, because `~(x <= limit)` is true for NaN. Only the sampled token may
+    # have probability 0.
     wrong_n = ~(logprobs_n <= MAX_LOGPROB) | ~(possible_n | (ids_n == sampled_R[row_n]))
     if bool(wrong_n.any()):
         worst = int(wrong_n.nonzero()[0])

@@ -122,7 +122,7 @@ def compact(
 def _tile(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
     is_drawn_ptr, ids_ptr, row, start, width, HAS_IDS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the token ids of a row's next TILE columns, and whether the sampler can draw each token."""
+    """Load the token ids of a row's next TILE columns, and a mask of the tokens that the sampler can draw."""
     at = start + tl.arange(0, TILE)
     is_drawn = tl.load(is_drawn_ptr + row * width + at, mask=at < width, other=0) != 0
     token_ids = at

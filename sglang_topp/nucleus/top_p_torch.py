@@ -4,9 +4,9 @@ A nucleus usually has tens of tokens out of a hundred thousand. The code therefo
 into blocks of neighboring token ids, and reads only the blocks with the highest maxima. Let `bound` be the
 lowest maximum among the blocks that are read. Every token with a log-prob above `bound` lies in a block that
 is read. If the tokens above `bound` have a total probability of at least `p`, the blocks that are read
-contain the whole nucleus. The code computes the total probability above `bound` for every row. If this total
-is below `p`, the code reads more blocks of the row, and finally the whole row. Every result is therefore
-exact.
+contain the whole nucleus. For every row, the code computes the total probability of the tokens above `bound`.
+If this total is below `p`, the code reads more blocks of the row, and finally the whole row. Every result is
+therefore exact.
 
 One pass over each row computes the maxima of the row's blocks. After this pass, the code usually works on a
 few thousand log-probs per row.
@@ -47,7 +47,9 @@ class _RequestedRows(NamedTuple):
     rows_R: Tensor  # int64, the row's index in the batch
     limit_R: Tensor  # float64, the total probability at which the row's nucleus ends
     sampled_R: Tensor  # int64, the row's sampled token id
-    sampled_logprobs_R: Tensor  # float32; NaN adds no sampled token to the set, because `NaN < x` is false
+    # float32, the sampled token's log-prob. If it is NaN, the row's set gets no sampled token, because
+    # `NaN < x` is false.
+    sampled_logprobs_R: Tensor
 
     def take(self, which: Tensor) -> _RequestedRows:
         return _RequestedRows(*(field[which] for field in self))
@@ -65,7 +67,7 @@ class _Part(NamedTuple):
 def top_p_candidates(
     logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.top_p_candidates` in plain torch, for checked arguments."""
+    """Compute `sglang_topp.nucleus.top_p_candidates` in plain torch; the caller has checked the arguments."""
     offsets = torch.zeros(len(p_B) + 1, dtype=torch.int64, device=logprobs_BV.device)
     row_numbers = np.flatnonzero(p_B)
     if not len(row_numbers):
@@ -105,7 +107,7 @@ def _select_requested_rows(
 
 
 def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
-    """Yield the sets from a few blocks of each row, then, for some rows, the sets from more blocks.
+    """Yield each row's set from a few blocks, and again from more blocks if the nucleus may need them.
 
     Each attempt reads the blocks with the highest maxima. The next attempt reads only the rows whose nucleus
     may need more blocks. If several of the yielded parts hold a set for the same row, only the set in the
@@ -150,7 +152,7 @@ def _cut(
     """Sort each row's log-probs above the row's bound, and cut the sorted log-probs where the nucleus ends.
 
     Args:
-        values_RM: log-probs, whose token ids ascend along a row.
+        values_RM: log-probs, ordered along each row by ascending token id.
         requested: the R rows that the log-probs in `values_RM` come from.
         bound_R: an upper bound for each row's log-probs that are not in `values_RM`, or None if `values_RM`
             holds whole rows.
@@ -192,7 +194,8 @@ def _cut(
     stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
-        short_R &= bound_R > lowest  # with bound `lowest`, all tokens not in `values_RM` have probability 0
+        # If a row's bound is `lowest`, all its tokens that are not in `values_RM` have probability 0.
+        short_R &= bound_R > lowest
     stop_R = torch.minimum(stop_R, end_R)
     least_R = torch.full_like(requested.sampled_logprobs_R, torch.inf)
     if len(key_n):

@@ -5,19 +5,20 @@ every block. The cutoff of a nucleus is the sort key that separates its log-prob
 block maxima are some of the row's log-probs. The total probability of the maxima above a given value is
 therefore at most the total probability of all log-probs above that value. So the total of the maxima reaches
 the threshold `p` only at the row's cutoff or below it. A block is called active if its maximum is in the
-nucleus of the maxima. The maximum of a block is at least as high as the block's other log-probs, so the
-active blocks contain the row's whole nucleus. The second kernel searches for the exact cutoff among the
-log-probs of the active blocks. The last kernel writes out the tokens of the nucleus. Most rows of a language
-model have a few dozen active blocks out of thousands. A row of normally distributed logits with standard
-deviation 6 has 85 active blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely,
-all blocks are active, and the extraction takes longer.
+nucleus of the maxima. If a block holds a token of the row's nucleus, the block's maximum is at least this
+token's log-prob, so the block is active. The active blocks therefore contain the row's whole nucleus. The
+second kernel searches for the exact cutoff among the log-probs of the active blocks. The last kernel writes
+out the tokens of the nucleus. Most rows of a language model have a few dozen active blocks out of thousands.
+A row of normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95.
+If all tokens of a row are about equally likely, all blocks are active, and the extraction takes longer.
 
 The search for a cutoff starts with an interval of sort keys (`top_p_torch.sort_key_descending`). Each round
-compares all values with several pivot keys, and narrows the interval. The search ends when the values have at
-most one distinct key in the interval. The search takes about ten rounds, and every round needs all values, so
-the kernel keeps the values in registers if they fit. One Triton program sums the probabilities of a row in
-float64 and in a fixed order, so results are bitwise reproducible. The kernels are not specialized on
-arguments that change between decode steps, so Triton does not recompile a kernel at a later step.
+compares all values with several pivot keys, and narrows the interval. The search ends when at most one value
+has its key in the interval, or when the interval is a single key. The search takes about ten rounds, and
+every round needs all values, so the kernel keeps the values in registers if they fit. One Triton program sums
+the probabilities of a row in float64 and in a fixed order, so results are bitwise reproducible. The kernels
+are not specialized on arguments that change between decode steps, so Triton does not recompile a kernel at a
+later step.
 
 Shape legend: B rows, V ids in the vocabulary, N blocks of S tokens, C candidates that the output has room
 for.
@@ -142,7 +143,8 @@ def place(sizes_B: Tensor, capacity: int) -> Tensor:
     """Return int32 [B]: each set's start index in the output, or -1 if the set does not fit.
 
     The sets follow each other in the output, in the order of their rows. A set of more than `capacity`
-    candidates gets -1 and takes no space. If a smaller set does not fit, that set and all later sets get -1.
+    candidates gets the start index -1 and takes no space. If a smaller set does not fit, that set and all
+    later sets get the start index -1.
     """
     starts_B = torch.empty_like(sizes_B)
     if len(sizes_B):
@@ -254,8 +256,8 @@ def _values(  # type: ignore[no-untyped-def]
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
     """Return two [P, T] tensors: the probability and the count of each value above each pivot.
 
-    If value t is above pivot p, the entries at [p, t] are the value's probability and the count 1. Otherwise,
-    both entries are 0.
+    If value t is above pivot p, the entries at [p, t] are the value's probability and the count 1. If the
+    value is not above the pivot, both entries are 0.
     """
     is_above_PT = keys_T[None, :] < keys_P[:, None]
     return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
@@ -282,10 +284,11 @@ def _search(  # type: ignore[no-untyped-def]
 
     After each round, the probabilities of the values with keys below `low` sum to less than `limit`, so a
     value with key `low` is in the nucleus. The probabilities of the values with keys below `high` sum to
-    `limit` or more, unless all other values have probability 0. The search ends when the values have at most
-    one distinct key from `low` to `high - 1`. A value with this key is in the nucleus, so the search returns
-    `high` as the cutoff. The search loads up to HELD values once, and keeps these values in registers. If the
-    row has more values, the search loads all values again in every round.
+    `limit` or more, unless all other values have probability 0. The search ends when at most one value has a
+    key from `low` to `high - 1`, or when `high - low` is at most 1. The values that still have a key from
+    `low` to `high - 1` are in the nucleus, so the search returns `high` as the cutoff. The search loads up to
+    HELD values once, and keeps these values in registers. If the row has more values, the search loads all
+    values again in every round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key

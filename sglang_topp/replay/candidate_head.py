@@ -84,10 +84,10 @@ def candidate_logprobs(
         candidates: the sets of the T positions. To score over the same sets again (policy, reference, PPO
             epochs), call `tensors = sets.to_torch(device)` once, and pass `tensors` in each call. The first
             call with `tensors` checks the sets, and stores an index of the candidates in `tensors`. On a GPU,
-            later calls with the same `tensors`, and the backwards of these calls, do not wait for the device.
-            A call that does not wait for the device raises no error for an invalid value, but returns NaN
-            scores at the position of that value. To get an error message instead of NaN scores, pass `sets`
-            instead of `tensors`. Backend "torch" and `weight_grad="sparse"` always wait for the device.
+            later calls with the same `tensors`, and their backward passes, do not wait for the device. A call
+            that does not wait for the device raises no error for an invalid value, but returns NaN scores at
+            the position of that value. To get an error message instead of NaN scores, pass `sets` instead of
+            `tensors`. Backend "torch" and `weight_grad="sparse"` always wait for the device.
         bias: [V], the LM head's bias, or None.
         temperature: above 0, one number or [T]. The temperature has no gradient.
         softcap: the soft cap of the logits, above 0, or None.
@@ -115,19 +115,19 @@ def candidate_logprobs(
               candidate id, for `SGD` and `SparseAdam`. `weight` must be a leaf tensor. If `weight.grad` is
               dense, autograd adds the sparse rows to `weight.grad` in place. The backward waits for the
               device once.
-            - a buffer [V, H], float32 (float64 for float64 inputs) or of `weight`'s dtype: each backward adds
-              one gradient row per distinct candidate id to the buffer, in place. The backward rounds each
-              updated row of the buffer once. The time and the memory for such a gradient of `weight` depend
-              on the number of candidates, not on V. In each call, pass the current `weight.grad` or
-              Megatron's `weight.main_grad`. If `weight.grad` is None, set `weight.grad` to zeros first. If
-              the buffer is `weight.grad`, autograd gets None as the gradient of `weight`. Gradient hooks on
-              `weight` then get None or are not called. Pass a buffer only if the code that reduces gradients
-              over ranks reads the same buffer. torch's DistributedDataParallel reads `weight.grad`. The
-              forward of DistributedDataParallel may replace `weight.grad`, so read `weight.grad` inside or
-              after that forward. Megatron's DistributedDataParallel reads `weight.main_grad`. For Megatron,
-              the backward sets `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that
-              takes no memory. FSDP reads neither `weight.grad` nor `weight.main_grad`, so use "dense" with
-              FSDP.
+            - a buffer [V, H]: each backward adds one gradient row per distinct candidate id to the buffer, in
+              place. The buffer has the dtype of `weight`, or float32 (float64 for float64 inputs). The
+              backward rounds each updated row of the buffer once. The time and the memory for such a gradient
+              of `weight` depend on the number of candidates, not on V. In each call, pass the current
+              `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is None, set `weight.grad` to
+              zeros first. If the buffer is `weight.grad`, autograd gets None as the gradient of `weight`.
+              Gradient hooks on `weight` then get None or are not called. Pass a buffer only if the code that
+              reduces gradients over ranks reads the same buffer. torch's DistributedDataParallel reads
+              `weight.grad`. The forward of DistributedDataParallel may replace `weight.grad`, so read
+              `weight.grad` inside or after that forward. Megatron's DistributedDataParallel reads
+              `weight.main_grad`. For Megatron, the backward sets `weight.grad_added_to_main_grad`, and gives
+              autograd a zero gradient that takes no memory. FSDP reads neither `weight.grad` nor
+              `weight.main_grad`, so use "dense" with FSDP.
 
         backend: "torch" runs anywhere. "triton" reads the candidates' LM-head rows without copying the rows,
             and needs an NVIDIA GPU or Triton's interpreter. "auto" uses Triton if possible.

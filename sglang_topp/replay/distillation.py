@@ -42,7 +42,7 @@ class DistillationLoss:
         """Return the mean KL over the positions where `counted` is True, or 0 if no position is counted.
 
         For the mean over micro-batches or ranks, add up all `kl.sum()` and all `counted.sum()`, and divide
-        the two sums. The mean of several means would give the positions unequal weights.
+        the first total by the second. The mean of several means would give the positions unequal weights.
         """
         return self.kl.sum() / self.counted.sum().clamp(min=1)
 
@@ -99,7 +99,7 @@ def distillation_loss(
     Direction "reverse" therefore raises a teacher's tail to at least 1e-6, unless the set is the whole
     vocabulary.
 
-    In addition to the gradients, mode "tail" needs a buffer of `chunk_rows` x V, as `head_logprobs` does.
+    Mode "tail" needs memory for the gradients and for a buffer of `chunk_rows` x V, as `head_logprobs` does.
     Mode "renormalized" needs as much memory as `candidate_logprobs`. The call does not read the hidden states
     of positions with an empty set or a loss mask of 0.
 
@@ -108,7 +108,7 @@ def distillation_loss(
             tokens of the T positions. The state at position `s` of a sequence predicts the token at `s + 1`.
         weight: [V, H], the rows of the LM head that this rank holds.
         teacher_sets: the teacher's sets of the T positions, with log-probs over the whole vocabulary at any
-            temperature. A sampled token of zero probability is treated as outside the set. The loss ignores
+            temperature. The loss treats a sampled token of zero probability as outside the set, and ignores
             positions with an empty set.
         direction, outside: the direction of the KL, and the mode for ids outside the set, as defined above.
         loss_mask: [T]. The loss ignores positions with a mask of 0.

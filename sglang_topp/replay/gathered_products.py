@@ -85,7 +85,8 @@ def gathered_sum(
         segments: int64 [m], ascending, below `num_segments`. Entry `e` is added to row `segments[e]` of the
             result.
         out_dtype: the dtype to which each finished sum is rounded, once.
-        chunk: the number of rows of `source` to add up at a time, if the function copies the selected rows.
+        chunk: the number of rows of `source` to add up at a time, unless `source`, `weights`, and the result
+            have the same dtype.
 
     Returns:
         [num_segments, H]. The row of a segment without entries is zero.
@@ -122,8 +123,9 @@ def gathered_add(
 
     Args:
         out: [S, H], of any floating dtype.
-        chunk: the number of segments whose sums the function holds at a time, if it also copies rows of
-            `source`. If the function copies no rows, it holds the sums of `2 * chunk` segments at a time.
+        chunk: limits the number of segments whose sums the function holds at a time. If `source` and
+            `weights` have the same dtype, the limit is `2 * chunk`. Otherwise, the function also copies rows
+            of `source`, and the limit is `chunk`.
 
     The other arguments are those of `gathered_sum`.
     """
@@ -161,7 +163,7 @@ def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def _is_plain(matrix: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `_sampled_product` with sums in `dtype` accepts `matrix` without a conversion."""
+    """Return whether `matrix` is contiguous and has the given dtype, as `_sampled_product` requires."""
     return matrix.dtype == dtype and matrix.is_contiguous()
 
 

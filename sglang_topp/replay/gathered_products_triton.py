@@ -4,11 +4,11 @@
 
 `gathered_sum` returns new rows, and `gathered_add` adds to existing rows. `gathered_dot` reads the two rows
 of each dot product once. In `gathered_sum` and `gathered_add`, an entry is one selected row with its weight.
-All entries of one output row form a segment. These two functions use up to two kernels. The first kernel sums
-a short segment in registers, and writes the sum once, in the output's dtype. A frequent token or a large
-candidate set makes a long segment. The first kernel cuts a segment of more than `_PIECE` entries into pieces,
-and writes one float32 sum for each piece. A second kernel adds the sums of the pieces in order. No kernel
-uses atomics, so results are bitwise reproducible.
+All entries of one output row form a segment. Each call of `gathered_sum` or `gathered_add` launches at most
+two kernels. The first kernel sums a short segment in registers, and writes the sum once, in the output's
+dtype. A frequent token or a large candidate set makes a long segment. The first kernel cuts a segment of more
+than `_PIECE` entries into pieces, and writes one float32 sum for each piece. A second kernel adds the sums of
+the pieces in order. No kernel uses atomics, so results are bitwise reproducible.
 
 Shape legend: m entries, S segments, P pieces of segments, H hidden size, R rows of the output.
 """
@@ -74,7 +74,8 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     if not num_entries:
         return
     # Number the nonempty segments 0, 1, 2, and so on. Only the GPU knows how many segments are nonempty, so
-    # the host assumes the largest possible count. The kernels skip the numbers that no segment has.
+    # the host assumes the largest possible count. Some of the numbers therefore belong to no segment, and
+    # the kernels skip these numbers.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
@@ -107,8 +108,8 @@ def _sum_segments(
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE
     start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
-    # A segment without entries needs one piece, which writes zeros. If the kernels add to `out_RH`, a segment
-    # without entries needs no piece.
+    # A segment without entries gets one piece, so that a kernel writes zeros to the segment's row. If the
+    # kernels add to `out_RH`, a segment without entries needs no piece.
     pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
     # Only a segment of two or more pieces stores partial sums in `partial_PH`, one per piece.
     # `partial_end_S[s]` is the number of partial sums in all segments up to and including `s`.

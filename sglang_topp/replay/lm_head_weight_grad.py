@@ -88,8 +88,8 @@ class GradientById(torch.autograd.Function):
     ) -> Tensor:
         ctx.support, ctx.ops, ctx.options = support, ops, options
         ctx.weight_grad, ctx.shape, ctx.dtype = weight_grad, weight_VH.shape, weight_VH.dtype
-        # Keep a reference to `weight` only if `weight` is a leaf tensor, because the backward reads no
-        # attribute of a `weight` that is not a leaf.
+        # The backward reads attributes of `weight` only if `weight` is a leaf tensor, so keep a reference
+        # only to a leaf.
         ctx.leaf = weight_VH if weight_VH.is_leaf else None
         ctx.is_grad = _is_its_grad(weight_grad, ctx.leaf)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
@@ -169,10 +169,11 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 
 
 def _for_megatron(ctx: Any) -> Tensor | None:
-    """Return what autograd gets in place of the gradient in the buffer: zeros for Megatron, else None.
+    """Return the weight's gradient for autograd: zeros for Megatron, else None.
 
-    Megatron's data parallelism needs a `weight.grad`, and a flag that tells Megatron not to add `weight.grad`
-    to `main_grad`. The zero gradient is a sparse tensor without rows, which takes no memory.
+    The buffer already contains the actual gradient. Megatron's data parallelism needs a `weight.grad`, and a
+    flag that tells Megatron not to add `weight.grad` to `main_grad`. The zero gradient is a sparse tensor
+    without rows, which takes no memory.
     """
     weight = ctx.leaf
     if not (hasattr(weight, "grad_added_to_main_grad") and _is_main_grad(ctx.weight_grad, weight)):

@@ -46,8 +46,9 @@ class LogitTransform:
     ) -> LogitTransform:
         """Build a transform from checked arguments, with a copy of a `temperature` tensor.
 
-        If `may_wait` is False, the host does not wait for the device to check a `temperature` tensor. In the
-        copy of the tensor, each invalid temperature is then NaN.
+        If `may_wait` is False, this method does not wait for the device, and does not raise an error for
+        invalid values in a `temperature` tensor on an accelerator. In the copy of this tensor, each invalid
+        temperature is then NaN.
 
         Raises:
             InvalidInputError: an argument is not positive and finite, `temperature` is neither one number nor

@@ -2,8 +2,8 @@
 
 This module is for trainers that have `[T, V]` logits anyway. The code gathers the candidates' logits instead
 of building a dense mask. The caller's logits stay unmodified. The gradient of the logits is the only new
-tensor with the shape of the logits. `dense_mask` and `mask_logits` build a dense mask and masked logits for
-callers that want dense tensors.
+tensor with the shape of the logits. For callers that want dense tensors, `dense_mask` builds a dense mask,
+and `mask_logits` masks a copy of the logits.
 
 Shape legend: T positions, V columns held by this rank, C positions of one chunk, n candidates in all, m
 candidates that this rank holds at positions with two or more candidates.
@@ -209,8 +209,8 @@ def _check_logits(logits: Tensor, targets: Tensor) -> None:
 class _FromLogits(torch.autograd.Function):
     """The candidates' logits [m] and, with targets, log-probs and entropies [T] over the whole vocabulary.
 
-    The backward builds one gradient tensor for the candidates' logits, the log-probs, and the entropies
-    together.
+    The backward builds a single gradient tensor for the logits, and adds the contributions of all three
+    outputs to this tensor.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Metrics of a replay: importance ratios, kept mass, set sizes, and tokens sampled outside the nucleus.
 
-`ReplayMetrics` stores sums, counts, and maxima over tokens instead of means. The metrics of several
+Instead of means, `ReplayMetrics` stores sums, counts, and maxima over the tokens. The metrics of several
 micro-batches or ranks can therefore be combined into the exact metrics of all their tokens.
 """
 
@@ -48,7 +48,7 @@ class ReplayMetrics:
     judged_tokens: float = 0.0
     """The number of tokens for which the caller passed `p`."""
     forced_tokens: float = 0.0
-    """How many of the `judged_tokens` are outside the nucleus of their position."""
+    """The number of `judged_tokens` that are outside the nucleus of their position."""
     max_ratio: float = 0.0
     max_set_size: float = 0.0
 
@@ -137,7 +137,7 @@ def replay_metrics(
         return values.detach().to("cpu", torch.float64).numpy()[counts]
 
     # If a token has probability 0 in the rollout but not in the policy, the token's importance ratio is inf.
-    # If the token has probability 0 in both, the ratio is NaN.
+    # If the token has probability 0 in the rollout and in the policy, the ratio is NaN.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)

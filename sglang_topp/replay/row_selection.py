@@ -312,7 +312,7 @@ class RowSelection:
         return candidates.take(self.positions)
 
     def scatter(self, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
-        """Put the R values at their response positions, zeros at all others, and sum over `cp_group`.
+        """Put the R values at their response positions in a zero tensor, and sum the tensor over `cp_group`.
 
         The result is differentiable. The backward pass needs no communication, because each rank reads the
         gradients of its own rows from its incoming gradient. The incoming gradient must therefore be the same

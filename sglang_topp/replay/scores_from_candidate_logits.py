@@ -157,8 +157,8 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            # `is_scored_A` does not cover positions with one candidate. Set NaN here at every position whose
-            # set lacks the target.
+            # `is_scored_A` has no entries for positions with one candidate. To mark such positions too, set
+            # NaN at every position whose set lacks the target.
             logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
@@ -203,7 +203,7 @@ class _SupportSoftmax(torch.autograd.Function):
         if grad_logprobs_T is not None:
             grad_m += (ctx.is_target.to(grad_m) - probability_m) * per_entry(grad_logprobs_T[rows])
         # Gradient of each candidate's log-prob: d log pi(j) / dz_i = [i = j] - pi_i. The code sums this
-        # gradient over all candidates j of the position, on all ranks.
+        # gradient over all candidates j of the position, including those that other ranks hold.
         if grad_by_candidate_n is not None:
             span_sum_T = torch.segment_reduce(grad_by_candidate_n, "sum", offsets=support.span_offsets)
             grad_m += grad_by_candidate_n[support.entries] - probability_m * per_entry(span_sum_T[rows])

@@ -54,7 +54,7 @@ class TeacherDistribution:
         Args:
             sets: the teacher's sets, with log-probs over the whole vocabulary.
             counts: bool [T], True at the positions that enter the loss.
-            num_ids: the size of the vocabulary, or None for no tail.
+            num_ids: the size of the vocabulary, or None for a distribution without a tail.
             smallest_tail: the smallest probability of a tail. A lower tail probability is raised to
                 `smallest_tail`, unless the set is the whole vocabulary.
 

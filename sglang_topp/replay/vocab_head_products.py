@@ -64,7 +64,7 @@ class VocabHead:
         return self.transform.of_rows_(logits_CV, part)
 
     def times_weight(self, grad_CV: Tensor) -> Tensor:
-        """Return [C, H]: the gradient of a chunk's hidden states, from the gradient `grad_CV`."""
+        """Return the gradient [C, H] of a chunk's hidden states. `grad_CV` is the raw outputs' gradient."""
         return self._product(grad_CV, self.weight_VH)
 
     def add_outer(self, grad_VH: Tensor, grad_CV: Tensor, part: slice) -> None:
@@ -95,10 +95,10 @@ class HeadGradients:
         ]
 
     def add(self, part: slice, grad_CV: Tensor, slope_CV: Tensor | None) -> None:
-        """Add the gradients from one chunk. `grad_CV` is the gradient of `head.logits(part)`.
+        """Add the gradients from one chunk.
 
-        The method overwrites `grad_CV`. `slope_CV` is the result of `LogitTransform.softcap_slope` at the
-        same logits.
+        The method overwrites `grad_CV`, the loss's gradient with respect to `head.logits(part)`. `slope_CV`
+        is the result of `LogitTransform.softcap_slope` at the same logits.
         """
         hidden_TH, weight_VH, bias_V = self._sums
         self._head.transform.backward_rows_(grad_CV, slope_CV, part)
@@ -112,7 +112,7 @@ class HeadGradients:
     def rounded(self, group: dist.ProcessGroup | None) -> list[Tensor | None]:
         """Return the gradients of hidden states, weight, and bias, each in the dtype of its tensor.
 
-        The gradient of the hidden states is first summed over the ranks of `group`.
+        Before rounding, the method sums the gradient of the hidden states over the ranks of `group`.
         """
         if self._sums[0] is not None:
             reduce_sum(self._sums[0], group)

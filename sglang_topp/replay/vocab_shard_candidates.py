@@ -1,9 +1,9 @@
 """Find the candidates whose LM-head rows this rank holds, if the vocabulary is split over ranks.
 
 A position whose set has fewer than two candidates always scores 0, so `SupportIndex` leaves out such
-positions. For every other position, `SupportIndex` lists the candidates that this rank holds, in torch
-tensors. The replay functions use the index to gather the candidates' LM-head rows or logits, and to compute
-maxima and sums over the candidates of a position.
+positions. For each position with more candidates, `SupportIndex` lists the candidates that this rank holds,
+in torch tensors. The replay functions use the index to gather the candidates' LM-head rows or logits, and to
+compute maxima and sums over the candidates of a position.
 
 Shape legend: T positions, n candidates in all, A positions with two or more candidates, m candidates that
 this rank holds at the A positions.
@@ -207,7 +207,7 @@ def sets_on(candidates: CandidateSets | CandidateTensors, device: torch.device |
     """
     if isinstance(candidates, CandidateSets):
         return to_torch(candidates.token_ids, None, candidates.offsets, candidates.sampled_ids, device=device)
-    # If `device` is "cuda", an empty tensor shows the number of the current device, such as "cuda:0".
+    # An empty tensor's device has a number, such as "cuda:0", even if `device` is only "cuda".
     if candidates.device != torch.empty(0, device=device).device:
         raise InvalidInputError(
             f"candidates: they are on {candidates.device}, expected {device}; call"

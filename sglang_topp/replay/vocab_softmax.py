@@ -1,10 +1,10 @@
 """Compute log-probs, entropy, and gradients of a softmax over the whole vocabulary, one chunk of rows at a
 time.
 
-`full_vocab_head` and `logprobs_from_logits` share this module. To save memory, the forward pass stores only a
-few sums per position. In the backward pass, `full_vocab_head` or `logprobs_from_logits` provides the logits
-of one chunk at a time, in a tensor of its own. `to_gradient` computes the probabilities from this tensor, and
-overwrites the tensor with the gradient.
+`full_vocab_head` and `logprobs_from_logits` compute their softmax with this module. To save memory, the
+forward pass stores only a few sums per position. In the backward pass, `full_vocab_head` or
+`logprobs_from_logits` provides the logits of one chunk at a time, in a tensor of its own. `to_gradient`
+computes the probabilities from this tensor, and overwrites the tensor with the gradient.
 
 Shape legend: T positions, C positions of one chunk, V ids held by this rank without padding.
 """
@@ -23,8 +23,9 @@ from sglang_topp.replay.vocab_shards import first_true, reduce_max, reduce_sum
 
 __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "some_rows", "to_gradient"]
 
-# The code raises logits below `_LOWEST` to `_LOWEST`, because 0 times `_LOWEST` is 0, but 0 times -inf is
-# NaN. Raising a logit changes no result, because `exp(_LOWEST)` is 0 in float32 and float64.
+# The code subtracts a row's maximum or log-sum-exp from the row's logits. The code then raises values below
+# `_LOWEST` to `_LOWEST`, because 0 times `_LOWEST` is 0, but 0 times -inf is NaN. Raising these values
+# changes no result, because `exp(_LOWEST)` is 0 in float32 and float64.
 _LOWEST = -1.0e4
 # `some_rows` returns slices of rows whose exponentials take at most this many bytes. On a CPU, the
 # exponentials of one slice then fit in the cache. On a GPU, one slice is enough work to amortize the kernel
@@ -112,7 +113,7 @@ class RowSums:
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
         """Compute the softmax sums at the positions in slice `part` from their logits `logits_CV`.
 
-        The method subtracts `subtracted_T` from `logits_CV` in place. It may also raise elements of
+        The method subtracts `subtracted_T` from `logits_CV` in place. The method may then raise elements of
         `logits_CV` to `_LOWEST`, which changes no probability.
         """
         if logits_CV.shape[1] == 0:
@@ -137,7 +138,7 @@ class RowSums:
         """
         peak_T = reduce_max(self.peak_T.clone(), group)
         drop_T = self.peak_T - peak_T
-        # At a position, a rank whose logits are all -inf adds nothing to the sums.
+        # If all logits of a rank are -inf at a position, the rank adds nothing to the position's sums.
         empty_T = self.peak_T.isneginf()
         sums = [torch.where(empty_T, 0.0, self.total_T * drop_T.exp()), self.target_T]
         if self.moment_T is not None:

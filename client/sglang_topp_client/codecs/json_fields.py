@@ -1,4 +1,4 @@
-"""Read and check single fields of a JSON object: counts, text, token ids, and float32 arrays.
+"""Read and check individual fields of a JSON object: counts, text, token ids, and float32 arrays.
 
 For a missing field or a wrong value, every function raises a WireError that names the field.
 """
@@ -102,8 +102,8 @@ def check_ids(field: str, ids: NDArray[np.int32]) -> None:
 
 def check_seconds(field: str, value: float) -> float:
     """Return `value` as a float. Raise WireError if `value` is not between 0 and 1e12 seconds."""
-    # Compare before the conversion to float, because an integer with hundreds of digits does not fit into a
-    # float.
+    # Check `value` before the conversion to float, because an integer with hundreds of digits does not fit
+    # into a float.
     if not 0 <= value <= _MAX_SECONDS:
         raise WireError(field, f"got {describe(value)}, expected seconds")
     return float(value)

@@ -12,7 +12,8 @@ __all__ = ["TIMEOUT_S", "AbortDelivery"]
 TIMEOUT_S = 3.0
 """The time limit of one abort, in seconds.
 
-If the abort fails, the closed connection still aborts the request, unless a proxy keeps the connection open.
+The client also closes its connection. Even if the abort fails, SGLang then aborts the request, unless a proxy
+keeps its own connection to SGLang open.
 """
 
 
@@ -28,7 +29,7 @@ class AbortDelivery:
 
     A caller's timeout or cancellation must not wait for an engine that may hang. Each abort therefore runs in
     its own task, for three seconds at most, and errors of the abort are ignored. When `asyncio.run` ends, it
-    cancels all tasks, including these abort tasks. `AbortDelivery` then starts each cancelled abort again in
+    cancels all tasks, including these abort tasks. `AbortDelivery` then starts each canceled abort again in
     a new task. Another task, `_keep`, keeps the event loop alive until all aborts have been sent.
 
     Args:
@@ -44,7 +45,7 @@ class AbortDelivery:
 
     @contextmanager
     def expected(self) -> Generator[None, None, None]:
-        """Keep the event loop alive during calls that may need an abort, and until their aborts are sent."""
+        """Keep the event loop alive until the `with` block has ended and all pending aborts are sent."""
         self._num_calls += 1
         self._keep_loop()
         try:
@@ -102,7 +103,7 @@ class AbortDelivery:
     async def _keep(self) -> None:
         """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
 
-        When `asyncio.run` ends, it cancels the running tasks, and waits only for these tasks. A cancelled
+        When `asyncio.run` ends, it cancels the running tasks, and waits only for these tasks. A canceled
         abort starts again in a new task, for which `asyncio.run` would not wait. `asyncio.run` does wait for
         the task that runs `_keep`.
         """

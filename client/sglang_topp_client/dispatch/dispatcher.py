@@ -1,7 +1,7 @@
 """Dispatcher: split one caller's request into HTTP calls, send them, and deliver every result.
 
-Failed calls are retried, or sent to another server. Aborted samples are resumed if the caller passed
-`on_abort="resume"`.
+After a retryable error, the dispatcher repeats the call, on the same server or on another server. If the
+caller passed `on_abort="resume"`, the dispatcher also resumes aborted samples.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Dispatcher(Generic[Result]):
         operation: `ROLLOUTS` or `SCORES`.
         request_id: the caller's name for the request.
         deadline: when the request times out, on the event loop's clock; None for no limit.
-        wait_for_room: a function to await before each call is sent. The function waits while too many results
-            are queued for the caller.
+        wait_for_room: an async function that is awaited before each call is sent. The function waits while
+            too many results are queued for the caller.
         graceful_abort: aborts the calls and keeps their partial samples; None if the caller does not want
             partial samples.
         max_message_bytes: the maximum length of a message after decompression.
@@ -182,7 +182,10 @@ class Dispatcher(Generic[Result]):
     def _samples_per_call(
         self, exchange_type: type[_Exchange[Result]], groups: Collection[Sequence[SampleRequest]]
     ) -> int:
-        """Return the maximum number of samples per call, low enough that each server gets a call."""
+        """Return the number of samples at which a call is full.
+
+        The number is low enough to spread the samples over all servers.
+        """
         if self._on_failure is not None:
             return 1
         num_samples = sum(len(request.samples) for group in groups for request in group)

@@ -1,6 +1,6 @@
 """EndpointPool: run each call on one server, and fail over to other servers.
 
-After a call failed on every ready server, the pool waits and tries all servers again."""
+After a call has failed on every ready server, the pool waits and tries all servers again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class EndpointPool:
     async def kind(self) -> Kind:
         """Return the servers' kind, `"sidecar"` or `"sglang"`.
 
-        If the kind is unknown, send `GET /info` to one server after another until one answers.
+        If the servers' kind is unknown, send `GET /info` to one server after another until one answers.
         """
         known = self.known_kind
         return await self.call(Endpoint.kind) if known is None else known
@@ -136,9 +136,9 @@ class EndpointPool:
         """Send an order, such as an abort, to every server.
 
         Raises:
-            SglangToppError: a server refused the order, or no server answered. If at least one server
-                answers, servers that do not answer are ignored: a dead server runs no requests, and calls to
-                a hung server time out.
+            SglangToppError: a server did not carry out the order, or no server answered. If at least one
+                server answers, servers that do not answer are ignored: a dead server runs no requests, and
+                calls to a hung server time out.
         """
         outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -162,13 +162,13 @@ class EndpointPool:
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:
-        """Return the server that generated the rollout that `request` continues, or None if unknown."""
+        """Return the server whose rollout `request` continues, or None if that server is unknown."""
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
         """Group requests by the server whose rollouts they continue.
 
-        One more group holds the requests that continue no rollout, and the requests whose server is unknown.
+        Requests that continue no rollout and requests whose server is unknown form one further group.
         """
         groups: dict[Endpoint | None, list[SampleRequest]] = {}
         for request in requests:
@@ -183,7 +183,7 @@ class EndpointPool:
     def _none_answers(self, error: SglangToppError) -> TransportError | None:
         """Return a TransportError that names every server if all servers failed.
 
-        Otherwise, return None. Also return None if `error` is not a TransportError, or if there is only one
+        Return None if a server has not failed, if `error` is not a TransportError, or if there is only one
         server.
         """
         failures = self._balancer.failures

@@ -48,7 +48,7 @@ class GracefulAbort:
         call: Coroutine[Any, Any, None],
         open_orders: Callable[[], Mapping[str, Callable[[], Awaitable[object]]] | None],
     ) -> None:
-        """Run one call to the server, and abort the call gracefully after `self.request()` is invoked.
+        """Run one call to the server, and abort the call gracefully if `self.request()` requests an abort.
 
         `run` repeats the abort until the call ends. If the server sends nothing for `grace_s` seconds, `run`
         cancels the call.

@@ -1,4 +1,4 @@
-"""Detect a server that hangs: probe a silent server, and fail all calls to it if it answers no probe."""
+"""Detect a server that hangs: probe a silent server, and fail all its calls if the probes fail."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class HealthCheck:
     all calls to the server fail, and the client moves the calls to other servers or retries the calls.
 
     Args:
-        probe: sends a request that a healthy server answers at once. Returns whether the server answered in
-            time.
+        probe: sends a request that a healthy server answers at once, and returns whether the server answered
+            in time.
         base_url: the server's address, for error messages.
     """
 

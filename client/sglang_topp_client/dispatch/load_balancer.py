@@ -56,7 +56,7 @@ class LoadBalancer(Generic[_T]):
         return {state.endpoint: state.error for state in self._states if state.error is not None}
 
     def has_ready(self, *, without: Collection[_T]) -> bool:
-        """Return whether at least one endpoint is ready, other than the endpoints in `without`."""
+        """Return whether at least one endpoint that is not in `without` is ready."""
         return any(self._is_ready(state) and state.endpoint not in without for state in self._states)
 
     @contextmanager
@@ -71,10 +71,10 @@ class LoadBalancer(Generic[_T]):
 
         Args:
             num_samples: how many samples the call requests.
-            preferred: the endpoint whose prefix cache has the prompt. The balancer chooses this endpoint if
-                it is ready.
+            preferred: the endpoint whose prefix cache probably holds the prompt. The balancer chooses this
+                endpoint if it is ready and not in `without`.
             without: endpoints on which this call failed. The balancer chooses one of these endpoints only if
-                there are no others.
+                this call has failed on all endpoints.
         """
         state = self._choose(preferred, without)
         self._num_calls += 1

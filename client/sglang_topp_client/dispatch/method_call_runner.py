@@ -56,7 +56,7 @@ class _Request:
 
 @dataclass
 class _LoopState:
-    """The servers and the running requests of one event loop."""
+    """One event loop's connections to the servers, and its running requests."""
 
     endpoints: EndpointPool
     running: dict[asyncio.Task[None], _Request] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class _WholeResults(Generic[Result]):
 
 
 class MethodCallRunner:
-    """Runs the requests of one client. The code that calls the runner checks the arguments.
+    """A runner of one client's requests. The code that calls the runner checks the arguments.
 
     A runner works on several event loops at once. A connection belongs to the loop that opened the
     connection.
@@ -211,7 +211,8 @@ class MethodCallRunner:
 
         Raises:
             InvalidInputError: a URL does not belong to one of the client's servers.
-            SglangToppError: a server sends no answer, an error, or an answer that is not a JSON object.
+            SglangToppError: a server does not answer, reports an error, or sends an answer that is not a JSON
+                object.
         """
         endpoints = self._here().endpoints
         by_url = {endpoint.base_url: endpoint for endpoint in endpoints.all}
@@ -281,8 +282,8 @@ class MethodCallRunner:
             del here.running[task]
             results.close()
             if not task.cancelled():
-                # Retrieve the exception, because asyncio logs an exception that nobody retrieves. Nobody else
-                # retrieves the exception if the caller has stopped iterating.
+                # asyncio logs an exception that no code retrieves. Retrieve the exception here, because a
+                # caller that has stopped iterating does not retrieve the exception.
                 task.exception()
 
         task.add_done_callback(end)
@@ -305,12 +306,12 @@ class MethodCallRunner:
             except TimeoutError:
                 raise too_late from None
         finally:
-            # Do not wait until the cancelled task has ended, because closing hundreds of connections takes a
+            # Do not wait until the canceled task has ended, because closing hundreds of connections takes a
             # second.
             task.cancel()
 
     def _here(self) -> _LoopState:
-        """Return the servers and the running requests of the current event loop."""
+        """Return the current event loop's connections to the servers, and its running requests."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             # Iterate over a copy, because other threads may add their event loops to `_loops`.
@@ -345,7 +346,7 @@ async def _dispatch(
 
 
 def _abort_gracefully(here: _LoopState, tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
-    """Begin graceful aborts of the `tasks` that return partial samples, and return only these tasks."""
+    """Begin a graceful abort of each task whose caller wants partial samples, and return these tasks."""
     graceful = []
     for task in tasks:
         request = here.running[task]
@@ -365,6 +366,6 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 async def _wait_until_done(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait until `tasks` have ended, and ignore results. Cancelling the wait does not cancel the tasks."""
+    """Wait until `tasks` end, and ignore their results. Canceling the wait does not cancel the tasks."""
     if tasks:
         await asyncio.wait(tasks)

@@ -24,8 +24,8 @@ class PartialRollouts:
         on_abort: if `"resume"`, aborted samples are continued.
         deliver: called with each sample that is finished, or aborted and not continued.
         existing: rollouts to continue, by prompt index. A prompt with an existing rollout has one sample,
-            which continues the rollout. The delivered sample has this prompt index and the sample index 0,
-            and not the indices of the existing rollout.
+            which continues the rollout. The delivered sample has the prompt index from `existing` and the
+            sample index 0. The indices stored in the existing rollout are ignored.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""ResultQueue: a queue of results for the caller. While it is full, the client sends no requests."""
+"""ResultQueue: a queue of results for the caller. While the queue is full, the client sends no requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _T = TypeVar("_T")
 
 
 class ResultQueue(Generic[_T]):
-    """A queue with backpressure: while too many results wait for the caller, no further calls are sent.
+    """A queue with backpressure: while too many results wait for the caller, the client sends no more calls.
 
     The queue accepts the results of calls that were already sent, even beyond `max_waiting`. If the queue
-    refused results, the client would stop reading answers. After 30 s, a sidecar would drop the client, and
-    the samples would have to be generated again.
+    refused results, the client would stop reading answers. A sidecar drops a client that leaves an answer
+    unread for 30 s, and the engine would have to generate the samples again.
 
     Args:
         max_waiting: once this many results wait for the caller, the client sends no further calls.
@@ -53,7 +53,7 @@ class ResultQueue(Generic[_T]):
     def lift_limit(self) -> None:
         """Remove the limit `max_waiting`.
 
-        Without a limit, an aborted request ends even if its caller takes no more results.
+        Without this limit, an aborted request ends even if its caller takes no more results.
         """
         self._max_waiting = 1 << 60
         self._has_room.set()

@@ -24,7 +24,7 @@ class RetryBudget:
     """The number of retries that one call has left, and the delay before the next retry.
 
     Args:
-        max_retries: how many retries the call has.
+        max_retries: maximum number of retries of the call.
         waits_for_engine: whether the call waits without limit for an engine that refuses requests (429, 503).
             These repeated attempts do not count as retries.
         repeats_aborted: whether a call is sent again if the engine aborted it because of an abort request, a

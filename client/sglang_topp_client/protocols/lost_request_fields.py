@@ -51,7 +51,9 @@ def field_check_requests() -> list[dict[str, Any]]:
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}
     asked: list[dict[str, Any]] = [
-        {},  # first, because the engine refuses the other bodies if a gateway drops `return_logprob`
+        # The body without extra fields comes first. If a gateway drops `return_logprob`, the engine refuses
+        # the other bodies.
+        {},
         {"top_logprobs_p": 0.01, **base64},
         {"top_logprobs_source": SAMPLER, "sampling_params": {**params, "top_k": 1}, **base64},
         {"top_logprobs_p": 0.01, RESUMED: 1, **base64},

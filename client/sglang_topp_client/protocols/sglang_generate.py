@@ -4,7 +4,7 @@ The client always requests a stream, and sets `stream_interval` to more tokens t
 sample therefore arrives in two chunks: the first token, and later the complete sample. A streamed request has
 these advantages over an unstreamed one:
 
-- If the client closes the connection, SGLang cancels the request's HTTP handler at once. The cancelled
+- If the client closes the connection, SGLang cancels the request's HTTP handler at once. The canceled
   handler aborts every sample of the request, including queued samples. SGLang checks the connection of an
   unstreamed request only every 4 s.
 - The first chunk of a sample contains the id that the engine gave the sample. With `n > 1`, SGLang ignores
@@ -85,7 +85,7 @@ class StreamedExchange(ABC, Generic[_Result]):
 
         The client sends `request_id` with a random suffix, because SGLang rejects an id that is in use. The
         suffix has a fixed length, because SGLang's scheduler matches the id in an abort request as a prefix.
-        An abort of `a-1` would also abort `a-10`.
+        With suffixes of any length, an abort of `a-1` would also abort `a-10`.
         """
         (self._wanted,) = wanted
         self._rid = fresh_id(request_id)
@@ -201,8 +201,7 @@ class StreamedExchange(ABC, Generic[_Result]):
     def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
         """Return the prompt's token ids.
 
-        Raise WireError if `last`, the sample's last chunk, reports a number of prompt tokens that differs
-        from the number of these ids.
+        Raise WireError if `last`, the sample's last chunk, reports another number of prompt tokens.
         """
         if isinstance(self._wanted.prompt, str):
             prompt_ids = _text_prompt_ids(last)
@@ -279,7 +278,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
 def _is_order(reason: Any) -> bool:
     """Return whether an abort request, a pause, or a weight update ended the sample.
 
-    If the engine refused the sample instead, the finish reason has an HTTP status code.
+    If the engine refused the sample, the finish reason also has the type `"abort"`, and has a status code.
     """
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 

@@ -44,7 +44,7 @@ __all__ = ["SERVICE", "RolloutsExchange", "SidecarExchange"]
 _Result = TypeVar("_Result")
 
 SERVICE = "sglang-topp"
-"""The value of the field `"service"` in a sidecar's `GET /info`. An engine's `/info` lacks `"service"`."""
+"""The value of the field `"service"` in a sidecar's `GET /info`. An engine has no route `/info`."""
 
 
 class SidecarExchange(ABC, Generic[_Result]):
@@ -65,8 +65,8 @@ class SidecarExchange(ABC, Generic[_Result]):
     samples_per_call = 128
     """The number of samples at which the dispatcher stops adding prompts to one HTTP call.
 
-    The limit keeps a request body below a few MB, and spreads a large batch over several sidecars. If a
-    connection breaks, only the unfinished samples of one HTTP call are lost.
+    This limit keeps a request body below a few MB, and makes the dispatcher spread a large batch over several
+    sidecars. If a connection breaks, only the unfinished samples of one HTTP call are lost.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SidecarExchange(ABC, Generic[_Result]):
         """Prepare one call.
 
         Args:
-            wanted: the prompts, and the samples to generate from each prompt.
+            wanted: the prompts, each with the indices of the samples to generate.
             request_id: the caller's id of the request. The client appends a random suffix to `request_id`
                 before it sends the request.
             timeout_s: the time limit that the sidecar enforces, or None for no time limit.

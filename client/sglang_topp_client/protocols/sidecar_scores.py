@@ -5,8 +5,8 @@ Request::
     {"sequences": [...], "start": [1, ...], "top_logprobs_p": p | [p, ...] | null, "request_id": "...",
      "timeout_s": seconds | null, "stream": true}
 
-The sidecar sends one message as each sequence is scored, and a final message after the last score. A
-truncated answer has no final message. Answer::
+The sidecar sends each sequence's message as soon as the sequence is scored, and a final message after the
+last score. A truncated answer has no final message. Answer::
 
     {"sequence_index": 0, ...}
     {"done": true, "scores": 8}

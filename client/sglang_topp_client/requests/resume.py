@@ -4,8 +4,8 @@ The prompt of a resume request consists of the original prompt's ids and the ids
 `resumed_tokens` tells the engine how many ids at the prompt's end were generated before the interruption.
 With `resumed_tokens`, the engine matches stop strings and returns text as for an uninterrupted sample.
 
-Some sampling parameters, such as penalties, would act differently on an interrupted sample. The client
-refuses to resume samples with such parameters (`NON_RESUMABLE_PARAMS` in
+Some sampling parameters, such as penalties, would act differently on a resumed sample than on an
+uninterrupted sample. The client refuses to resume samples with such parameters (`NON_RESUMABLE_PARAMS` in
 `sglang_topp.engine_contract.resumable_sampling_params`).
 """
 

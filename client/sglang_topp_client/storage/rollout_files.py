@@ -48,8 +48,8 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
             increase the row group's size beyond 64 MiB.
 
     Raises:
-        InvalidInputError: the path exists, an array's dtype or length differs from the docstring of
-            `Rollout`, or a text cannot be encoded as UTF-8; the error names the field.
+        InvalidInputError: the path exists, an array does not have the dtype or the length that the docstring
+            of `Rollout` states, or a text cannot be encoded as UTF-8; the error names the field.
         OSError: the file cannot be written; the error names the file.
         ModuleNotFoundError: pyarrow is not installed.
     """
@@ -85,7 +85,7 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
     """
     pyarrow()
     # List the files before the generator starts, so that `load_rollouts` itself raises the error for a wrong
-    # path. Inside the generator, only the caller's first `next` would raise the error.
+    # path. If the generator listed the files, the error would wait until the caller takes the first rollout.
     files = files_of(path)
     return (rollout for file in files for _, rollout, _ in load_rows(file))
 
@@ -101,9 +101,9 @@ class RolloutWriter:
 
     Each part is a complete Parquet file, so other processes may read the directory while it is written.
     To read all parts, pass the directory's name to `load_rollouts`, pandas, pyarrow, or `datasets`. DuckDB
-    and Polars take the pattern `rollouts/*.parquet` instead. A killed process loses only the part that is not
-    yet on disk, at most `part_size` rollouts. Several writers may add to one directory at once. All methods
-    block.
+    and Polars take the pattern `rollouts/*.parquet` instead. A killed process loses only the rollouts of the
+    part that is not yet on disk, at most `part_size`. Several writers may add to one directory at once. All
+    methods block.
 
     Args:
         path: the directory, which the writer creates if it does not exist.
@@ -153,9 +153,9 @@ class RolloutWriter:
         """Add a rollout. A rollout is on disk once its part is full, or after `flush` or `close`.
 
         Raises:
-            InvalidInputError: an array's dtype or length differs from the docstring of `Rollout`, or a text
-                cannot be encoded as UTF-8; the error names the field. The writer discards the rejected
-                rollout.
+            InvalidInputError: an array does not have the dtype or the length that the docstring of `Rollout`
+                states, or a text cannot be encoded as UTF-8; the error names the field. The writer discards
+                the rejected rollout.
             OSError: the part cannot be written; the error names the part. The writer discards the argument
                 `rollout`, and keeps the part's earlier rollouts in memory. The caller may call `write` again
                 with the same rollout.

@@ -43,7 +43,7 @@ NO_SCORES = TrainerScores()
 
 
 def trainer_fields() -> dict[str, Any]:
-    """Return a mapping from the name of each trainer's column to its `pyarrow.Field`."""
+    """Return the `pyarrow.Field` of each column that a trainer adds, by column name."""
     pa = pyarrow()
     floats = pa.list_(pa.field("element", pa.float32(), nullable=False))
     return {name: pa.field(name, floats) for name in _LISTS} | {"reward": pa.field("reward", pa.float64())}
@@ -71,7 +71,7 @@ class TrainerRows:
         }
 
     def read(self, row: int, num_tokens: int) -> TrainerScores:
-        """Return the trainer's values in one row.
+        """Return the trainer's values for the rollout in row `row`.
 
         Raises:
             InvalidInputError: a list does not have `num_tokens` values; the error names the column.

@@ -30,7 +30,7 @@ class FileLimitError(TransportError):
 
 
 def max_connections(wanted: int) -> int:
-    """Return how many connections a client may have.
+    """Return how many connections a client may have open at once.
 
     The returned number is `wanted` or the number of free descriptors, whichever is smaller. The number of
     free descriptors is the process's limit on open files, minus the number of files open now, minus a
@@ -77,10 +77,7 @@ def _num_open() -> int:
 
 
 def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
-    """Return the `errno` values of `error` and of all errors linked to it.
-
-    An error is linked to its cause and its context. An exception group is also linked to its members.
-    """
+    """Return the `errno` values of `error` and, recursively, of its cause, context, and group members."""
     if error is None or id(error) in seen:
         return set()
     seen.add(id(error))

@@ -3,8 +3,9 @@
 Lines end with a line feed (NDJSON, server-sent events). Frames may hold any bytes. Each frame begins with its
 length, a little-endian uint64.
 
-The buffer for a frame grows only as the frame's bytes arrive, so a huge length prefix allocates nothing. If a
-message is longer than `max_bytes`, `lines` and `frames` raise an error before the whole message has arrived.
+The buffer for a frame grows only as the frame's bytes arrive, so a huge length prefix alone costs no memory.
+If a message is longer than `max_bytes`, `lines` and `frames` raise an error before the whole message has
+arrived.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ async def lines(
 
     Raises:
         WireError: a line is longer than `max_bytes`; the rest of the answer is not read.
-        TransportError: the answer ends within a line.
+        TransportError: the answer ends in the middle of a line.
     """
     # Collect a line in one large buffer, and not in a list of chunks. malloc returns the memory of a large
     # buffer to the OS as soon as the buffer is freed.
@@ -64,7 +65,7 @@ async def frames(
 
     Raises:
         WireError: a frame is longer than `max_bytes`; the frame is not read.
-        TransportError: the answer ends within a frame.
+        TransportError: the answer ends in the middle of a frame.
     """
     pending, length = bytearray(), None
     with limit.reader() as reader:

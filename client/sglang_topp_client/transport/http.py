@@ -107,7 +107,7 @@ class ServerConfig:
 
 
 def check_key(name: str, key: Any) -> None:
-    """Raise InvalidInputError unless `key` is None or valid in an HTTP header. The error omits the key."""
+    """Raise InvalidInputError unless `key` is None or valid in an HTTP header. The error omits `key`."""
     if key is not None and not (
         isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key != ""
     ):
@@ -182,8 +182,8 @@ class HttpClient:
             on_received: called whenever a part of the answer has arrived.
 
         Raises:
-            ResponseError: the answer's status is not 200. If a sidecar's 5xx answer names the class of an
-                SglangToppError, the client raises an error of that class instead.
+            ResponseError: the answer's status is not 200. If a sidecar's 5xx answer names one of this
+                project's error classes, the client raises an error of this class.
             TransportError: the answer did not arrive completely.
             WireError: a message is longer than `max_message_bytes`; the rest of the answer is not read.
         """
@@ -248,9 +248,9 @@ class HttpClient:
     async def is_answering(self, path: str, *, timeout_s: float) -> bool:
         """Return whether a GET receives an answer's headers within `timeout_s`. Any status counts.
 
-        A connection error within `timeout_s` also returns True, because the server may still work on earlier
-        requests. For example, a server that is shutting down refuses new connections, but still finishes its
-        requests.
+        The result is also True after a connection error within `timeout_s`, because the server may still work
+        on earlier requests. For example, a server that is shutting down refuses new connections, but still
+        finishes its requests.
         """
         try:
             async with asyncio.timeout(timeout_s), self._send("GET", path, None, {}):
@@ -350,8 +350,8 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
     except (aiohttp.ClientError, OSError) as error:
         is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
         if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
-            # The client retries after a FileLimitError, because descriptors may become free. The log message
-            # tells the user why a call with such retries takes long.
+            # The client retries after a FileLimitError, because file descriptors may become free. The log
+            # message tells the user why a call with such retries takes long.
             _log.warning("%s: %s", url, sentence)
             raise FileLimitError(f"{url}: {sentence}") from error
         if isinstance(error, aiohttp.ClientConnectorCertificateError):

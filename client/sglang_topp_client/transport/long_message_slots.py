@@ -1,8 +1,8 @@
 """LongMessageSlots: limit how many long messages the client reads at the same time, to save memory.
 
 A message of an answer holds all candidate sets of a sample, and can be decoded only after its last byte has
-arrived. If many samples finished at the same time, a client without a limit would hold many incomplete
-messages in memory. With the limit, the client reads a long message only while the message holds one of
+arrived. Without a limit, the client would hold many incomplete messages in memory when many samples finish at
+the same time. With the limit, the client reads a long message only while the message holds one of
 `max_long_messages` slots. While a message waits for a slot, its unread part stays on the server.
 """
 
@@ -80,7 +80,7 @@ class MessageReader:
     def note_received(self) -> None:
         """Record that a part of the answer has arrived.
 
-        While parts of a long message arrive, other messages keep waiting for a slot; see
+        While parts of long messages arrive, the client reads no other long message without a slot; see
         `LongMessageSlots.enter`.
         """
         if self._is_long:

@@ -28,8 +28,8 @@ def join_parts(first: Rollout, rest: Rollout) -> Rollout:
         first,
         request_id=rest.request_id,
         output_ids=np.concatenate([first.output_ids, rest.output_ids]),
-        # The request field `resumed_tokens` tells the engine where, in the prompt, the text that `first`
-        # generated in its last turn begins. `rest.text` therefore also contains this text.
+        # The request field `resumed_tokens` tells the engine how many tokens at the prompt's end `first`
+        # generated in its last turn. `rest.text` therefore also contains the text of these tokens.
         text=rest.text if has_more else first.text,
         logprobs=np.concatenate([first.logprobs, rest.logprobs]),
         candidates=_joined_sets(first, rest),

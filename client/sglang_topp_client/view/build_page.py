@@ -31,8 +31,7 @@ MAX_DETAILED = 64
 _MAX_DETAIL_BYTES = 28 * 2**20
 """The maximum total size in bytes of the encoded rollouts that one page contains.
 
-The page holds the encoded rollouts in base64, which enlarges 28 MiB to 37 MiB. The page thus stays below
-50 MB.
+In the page, base64 enlarges 28 MiB of encoded rollouts to 37 MiB. The page thus stays below 50 MB.
 """
 
 _CONTEXT = 12
@@ -144,9 +143,9 @@ def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], coun
     """Return the row numbers of up to `count` rollouts to show token by token.
 
     First come the rollouts that contain the tokens in `worst`, the page's list of the worst tokens. Other
-    samples of the same prompts take at most half of the free places, rounded up. Rollouts without a token in
-    `worst` follow, ordered by their own worst tokens. Places that are still free go to the first rollouts of
-    the file.
+    samples of the same prompts take at most half of the free places, rounded up. The next places go to the
+    rollouts in `summary.ranked_rows()`, in that order. The first rollouts of the file fill the places that
+    are still free.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [
@@ -182,7 +181,7 @@ class _Details:
     def chosen(self) -> list[tuple[int, bytes]]:
         """Return the row number and the encoded tokens of each rollout that fits in the page.
 
-        The returned rollouts are sorted as in `order`.
+        The result has the order of the rows in `order`.
         """
         chosen, num_bytes = [], 0
         for row in self._order:

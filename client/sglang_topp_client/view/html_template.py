@@ -1,8 +1,8 @@
 """Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
 The page holds its data in script elements whose types browsers do not execute. The data never contain the
-character `<`, and so cannot end a script element early. The data are JSON or base64. `_json_text` escapes
-each `<` in the JSON, and base64 does not use `<`.
+character `<`, and so cannot end a script element early. Each such element holds JSON or base64.
+`_json_text` escapes each `<` in the JSON, and base64 does not use `<`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 __all__ = ["content_security_policy", "page_chunks", "script_text"]
 
-# The JavaScript modules, in the order in which `script_text` concatenates them to one script. A module's code
-# outside of functions may use only modules that come earlier in this list.
+# The JavaScript modules, in the order in which `script_text` concatenates them into one script. A module's
+# code outside of functions may use only modules that come earlier in this list.
 _MODULES = (
     "dom.js",
     "number_format.js",

@@ -19,7 +19,7 @@ _EDGES = np.concatenate([[-np.inf], np.arange(-50.5, 51.0) * 0.02, [np.inf]])
 
 
 class RatioSummary:
-    """Statistics of the importance ratios that a caller adds as log-ratios.
+    """Statistics of importance ratios, over all log-ratios that the caller passes to `add`.
 
     Attributes:
         num_tokens: the number of tokens whose ratios have been added.
@@ -32,12 +32,12 @@ class RatioSummary:
         self._counts = np.zeros(len(_EDGES) - 1, np.int64)
 
     def add(self, log_ratios: NDArray[np.float64]) -> None:
-        """Add the log-ratios of tokens, and ignore those that are NaN."""
+        """Count the log-ratios of tokens in the statistics, except log-ratios that are NaN."""
         log_ratios = log_ratios[~np.isnan(log_ratios)]
         if not len(log_ratios):
             return
-        # The cap of 700 keeps the ratios finite in float64. The log-ratios in the histogram need no cap,
-        # because the last bar counts all log-ratios above 1.01.
+        # The cap of 700 on log-ratios keeps the ratios finite in float64. The log-ratios in the histogram
+        # need no cap, because the last bar counts all log-ratios above 1.01.
         ratios = np.exp(np.minimum(log_ratios, 700.0))
         self.num_tokens += len(ratios)
         self._sum += float(ratios.sum())

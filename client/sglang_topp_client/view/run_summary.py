@@ -116,9 +116,9 @@ class RunSummary:
         return chosen
 
     def ranked_rows(self) -> list[int]:
-        """Return the row numbers of rollouts, with the rollouts of the worst tokens first.
+        """Return the row numbers of the rollouts with the worst tokens, worst first.
 
-        For each metric, this method ranks the rollouts by their worst token. The list begins with the first
+        For each metric, this method ranks each rollout by its worst token. The list begins with the first
         rollout of each ranking, then the second rollout of each ranking, and so on.
         """
         ranked = [[place.row for place in top.places()] for top in self._extremes.values()]

@@ -103,7 +103,7 @@ def _byte_level() -> dict[str, bytes]:
     """Return a mapping from characters to bytes: the 256 characters with which byte-level BPE writes bytes.
 
     Byte-level BPE writes a byte as the Latin-1 character whose code is the byte, if this character is
-    printable. Byte-level BPE writes each of the remaining bytes as a character from U+0100 on.
+    printable and not a space. Byte-level BPE writes any other byte as a character from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

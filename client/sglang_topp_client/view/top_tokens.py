@@ -1,6 +1,6 @@
 """Keep the tokens with the highest values of a metric, while a caller adds rollouts one by one.
 
-`sglang-topp view` shows the kept tokens as the worst tokens. For a metric whose low values are bad, such as
+`sglang-topp view` shows these tokens as the worst tokens. For a metric whose low values are bad, such as
 the kept mass, the caller adds negated values.
 """
 
@@ -54,5 +54,5 @@ class TopTokens:
         self._values, self._places = merged[best], np.concatenate([self._places, places])[best]
 
     def places(self) -> list[TokenPlace]:
-        """Return the places of the kept tokens, with the highest value first."""
+        """Return the `TokenPlace` of each token in this collection, with the highest value first."""
         return [TokenPlace(row, position) for row, position in self._places.tolist()]

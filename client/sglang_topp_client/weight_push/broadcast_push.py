@@ -23,8 +23,8 @@ from sglang_topp_client.weight_push.named_tensors import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
 
-# How many seconds a push waits for the other engines once one engine has failed. Without this limit, a push
-# could hang, because the other engines may wait forever for the failed engine.
+# After one engine has failed, a push waits this many seconds for the other engines. Without this limit, a
+# push could hang, because the other engines may wait forever for the failed engine.
 _GRACE_S = 5.0
 
 

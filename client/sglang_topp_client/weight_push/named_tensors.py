@@ -1,4 +1,4 @@
-"""Named tensors: yield a model's weights under their checkpoint names, and group them in buckets."""
+"""Named tensors: yield a model's weights under their checkpoint names, and group the weights into buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bucket: TypeAlias = tuple[list[NamedTensor], bool]
 __all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_or_tensors", "named_tensors"]
 
 MAX_BUCKET_BYTES = 128 * 2**20
-"""The maximum size of a bucket in bytes, which limits the memory that a weight push takes.
+"""The maximum size of a bucket in bytes. The maximum limits the memory that a weight push takes.
 
 A tensor above this size forms its own bucket.
 """
@@ -71,7 +71,7 @@ def named_tensors(weights: Any) -> Iterator[NamedTensor]:
 
 
 def buckets(tensors: Iterable[NamedTensor]) -> Iterator[Bucket]:
-    """Group tensors in buckets of at most `MAX_BUCKET_BYTES`, and yield the buckets.
+    """Group tensors into buckets of at most `MAX_BUCKET_BYTES`, and yield the buckets.
 
     A tensor above `MAX_BUCKET_BYTES` forms its own bucket.
 

@@ -27,7 +27,7 @@ async def weight_sender(
     """Yield a function that sends the weights to a list of paused engines.
 
     Args:
-        weights: the weights to push, checked by `check_path_or_model` for `"disk"`, and by
+        weights: the weights to push. `check_path_or_model` has checked them for the transport `"disk"`, and
             `check_model_or_tensors` for the other transports.
         version: the name of the weights.
         via: the transport: `"disk"`, `"tensor"`, or `"distributed"`.

@@ -1,9 +1,9 @@
 """List the SGLang releases that the patch set supports, and the features that it refuses with each release.
 
-No other module looks up SGLang's release number. For each release, `RELEASES` names an adapter to SGLang's
-internals, the seams, and the refused features. A seam is an SGLang function that the hooks wrap or call. The
-patch set refuses an unlisted release even if the signatures of all seams match. A signature does not show how
-a release defines its log-probs.
+No other module looks up SGLang's release number. For each release, `RELEASES` holds an adapter to SGLang's
+internals, the list of seams, and the features that the patch set refuses. A seam is an SGLang function that
+the hooks wrap or call. The patch set refuses an unlisted release even if the signatures of all seams match. A
+signature does not show how a release defines its log-probs.
 """
 
 from __future__ import annotations
@@ -114,9 +114,8 @@ _BEFORE_0_5_19 = {
 }
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
-    # The prefill server of SGLang 0.5.12 does not convert the tensors of the top log-probs to lists before it
-    # sends the log-probs to the HTTP process. With nixl, SGLang 0.5.12 completes a transfer of the KV cache
-    # only for hybrid models.
+    # The prefill server of SGLang 0.5.12 sends the top log-probs to the HTTP process as tensors, not as
+    # lists. With nixl, SGLang 0.5.12 completes a transfer of the KV cache only for hybrid models.
     Feature.DISAGGREGATION: "a request with `top_logprobs_num` crashes SGLang's prefill server",
 }
 
@@ -214,5 +213,5 @@ def internals() -> Internals:
 
 
 def refused(feature: Feature) -> str:
-    """Return why the patch set refuses a feature with this SGLang, or an empty string if it does not."""
+    """Return why the patch set refuses a feature on the installed SGLang, or "" for an allowed feature."""
     return installed()[1].refused.get(feature, "")

@@ -1,4 +1,4 @@
-"""Check that the running SGLang has every seam: each function and attribute that the patch set uses.
+"""Check that the running SGLang has every seam: each function and class that the patch set depends on.
 
 SGLang logs and swallows a plugin's exceptions, so this module records problems instead of raising
 errors. If this module finds a problem, the hooks in the HTTP process refuse every request for candidate sets.
@@ -90,7 +90,7 @@ def _patch_of_slime() -> str:
     """Return a problem if slime's patch was applied to the installed SGLang, or an empty string.
 
     slime's patch of the sampler renormalizes the log-probs of some requests before the hooks read the
-    log-probs. The checks of the signatures do not find slime's patch.
+    log-probs. The checks of the signatures do not detect slime's patch.
     """
     for module in ("sampler", "utils.logprob", "logprob_processor"):
         try:
@@ -147,8 +147,8 @@ def _problem(seam: Seam) -> str:
 def _import_error(target: str) -> ImportError | None:
     """Return the ImportError that a module in the dotted path `target` raises during its import, or None.
 
-    `pkgutil.resolve_name` ignores an ImportError, such as that of a missing dependency, and raises an
-    AttributeError about the module's parent instead.
+    If a dependency of a module is missing, the module raises an ImportError. `pkgutil.resolve_name` ignores
+    this ImportError, and raises an AttributeError about the module's parent instead.
     """
     for name in accumulate(target.split("."), "{}.{}".format):
         try:

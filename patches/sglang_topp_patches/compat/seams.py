@@ -402,7 +402,7 @@ COMPOSED = (
 )
 """The function that combines auxiliary outputs, and the class that lists the tokens appended to a request.
 
-SGLang 0.5.20 and later have both."""
+SGLang 0.5.20 and later have this function and this class."""
 
 DISAGGREGATION = (
     Seam(
@@ -443,7 +443,7 @@ DISAGGREGATION = (
         ),
     ),
 )
-"""The SGLang functions of disaggregated servers, each of which only prefills or only decodes."""
+"""The SGLang functions of disaggregated serving, in which a server only prefills or only decodes."""
 
 
 def _weight_pushes(updater: str, *functions: str) -> tuple[Seam, ...]:
@@ -503,7 +503,7 @@ SAMPLER_SOURCE = (
         "reads which backend samples",
     ),
 )
-"""The functions that show from which tokens the sampler draws.
+"""The functions by which the patch set finds the tokens from which the sampler draws.
 
 SGLang 0.5.20 and later can return the filtered probabilities, from which the sampler draws."""
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 __all__ = ["install"]
 
-# No other vllm module has a stub, so code that looks for another vllm module does not find the module.
+# Only these two vllm modules have stubs. Code that looks for any other vllm module does not find the module.
 _MODULES = ("vllm", "vllm._custom_ops")
 _PACKAGE = "sgl_kernel"
 

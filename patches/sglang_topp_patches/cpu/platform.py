@@ -72,7 +72,7 @@ def register() -> None:
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
-    # In SGLang 0.5.12, the two methods in `pins` pin memory without asking whether the platform can. The
+    # In SGLang 0.5.12, the two methods in `pins` pin memory even on a platform that cannot pin memory. The
     # method `_expand_metadata_for_logprobs` exists only in 0.5.12, so its presence identifies the release.
     pins = [f"{_LOGITS}._get_pruned_states", f"{_LOGITS}._expand_metadata_for_logprobs"]
     if PackageSource.installed().has(pins[-1]):

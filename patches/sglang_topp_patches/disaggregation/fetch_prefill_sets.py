@@ -33,7 +33,7 @@ _LATE_S = 30.0
 
 
 def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
-    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: record that the prefill server has a set.
+    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: record where the first token's set is.
 
     The prefill server sends a request's first token with the KV cache, but without the first token's set.
     This hook runs in the decode server's scheduler, and records that the first token's set is on the prefill
@@ -48,7 +48,7 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     # After a retraction, SGLang transfers a request's KV cache and last token again. `entries` already has an
     # entry for the last token.
     while len(entries) < len(req.output_ids):
-        if getattr(decode_req, "is_rebootstrap", False):  # `is_rebootstrap` exists since 0.5.16
+        if getattr(decode_req, "is_rebootstrap", False):  # SGLang before 0.5.16 lacks the attribute
             entries.append(Entry(None, "the prefill server drew the token again, without log-probs"))
         else:
             entries.append(Entry(None, handed_over=True))
@@ -58,8 +58,8 @@ def num_scored_here(server_args: Any, state: Any) -> int | None:
     """Return the number of prompt positions with a log-prob from this server. Each such position needs a set.
 
     Returns:
-        The number of positions, or None on a decode server. A decode server gets the prompt's sets from the
-        prefill server, together with the first token's set.
+        The number of these prompt positions, or None on a decode server. A decode server gets the prompt's
+        sets from the prefill server, together with the first token's set.
     """
     return None if server_args.disaggregation_mode == "decode" else len(state.input_token_logprobs_val)
 

@@ -16,8 +16,9 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     """Return a dict of the inputs that determine the sets of a request's prompt and first token.
 
     The dict maps each input's name to its value as a string (for the prompt, a SHA-256 hash).
-    `max_new_tokens` is left out, because a router may send different values to the prefill server and the
-    decode server. The prefill server draws one token, whatever the value of `max_new_tokens` is.
+    The dict does not contain `max_new_tokens`, because a router may send different values to the prefill
+    server and the decode server. The prefill server draws one token, whatever the value of `max_new_tokens`
+    is.
 
     Args:
         obj: SGLang's `GenerateReqInput`.
@@ -26,8 +27,8 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     sampling.pop("max_new_tokens", None)
     if isinstance(custom := sampling.get("custom_params"), dict):
         # Leave out the patch set's own fields, and `KEY`. The HTTP process stores the memory cost of a
-        # candidate under `KEY`. The values of `THRESHOLD` and `SOURCE` have their own keys in the returned
-        # dict.
+        # candidate under `KEY`. The returned dict has the request fields `THRESHOLD` and `SOURCE` under keys
+        # of their own.
         others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
         sampling["custom_params"] = others or None
     if sampling.get("custom_params") is None:

@@ -32,7 +32,7 @@ PATH = "/sglang_topp/first"
 KEPT_S = 120.0
 """The number of seconds for which the store keeps sets that no decode server fetches.
 
-On the decode server, the request ends before this time is over.
+If the decode server gets no sets, it ends the request before these seconds are over.
 """
 
 _FIELD = "the first token's set"
@@ -57,7 +57,7 @@ class FirstToken:
 
     @property
     def num_candidates(self) -> int:
-        """The number of candidates in the sets of the first token and the prompt."""
+        """The total number of candidates in the set of the first token and the sets of the prompt."""
         return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
 
     def to_bytes(self) -> bytes:
@@ -242,8 +242,8 @@ class PrefillSets:
     def _drop(self, room: int, account: Account | None = None) -> None:
         """Free the sets of a bootstrap room.
 
-        If `account` is given, free the sets only if they have this account. A later `put` stores its sets
-        with another account.
+        If `account` is given, free the sets only if they have this account. Each `put` opens a new account,
+        so `_drop` then keeps the sets of a later `put`.
         """
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):

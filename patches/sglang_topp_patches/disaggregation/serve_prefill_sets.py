@@ -113,8 +113,8 @@ class PrefillServer:
             server_args: SGLang's `ServerArgs`.
             obj: SGLang's `GenerateReqInput`.
             token_id: the id of the first token in the answer, or None if the answer has no token.
-            first_entry: a function that returns the first token's `Entry`, and the candidate set of each
-                prompt position with a log-prob.
+            first_entry: a function that returns a pair: the first token's `Entry`, and a tuple with the
+                candidate set of each prompt position that has a log-prob.
         """
         if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
             first = FirstToken(token_id, first_token_inputs(obj), *first_entry())

@@ -25,7 +25,7 @@ from sglang_topp.errors import InvalidInputError
 __all__ = ["ModelLimits", "num_prompts"]
 
 _MAX_SAMPLES = 8192  # the maximum number of samples per request, equal to the sidecar's default
-_TOKEN_CHARS = 64  # the assumed length of the longest token, if the tokenizer cannot list its tokens
+_TOKEN_CHARS = 64  # the assumed number of characters in the longest token, if the tokenizer lists no tokens
 _JSON = (bool, int, float, str, list, dict)
 _ONE_OR_PER_PROMPT = (
     *("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt"),
@@ -46,7 +46,7 @@ class ModelLimits:
         model: the vocabulary size, the context length, and the number of characters in the longest token.
         hidden_size: the width of one input embedding.
         dtype: the name of the model's dtype.
-        is_disaggregated: whether the server only prefills or only decodes.
+        is_disaggregated: whether prefill and decode run on separate servers.
     """
 
     model: Model
@@ -81,9 +81,9 @@ class ModelLimits:
         """Check the values of a request for candidate sets against the served model.
 
         Args:
-            field: a function that returns the value of a request field by the field's name. The value is the
-                one that the caller sent, before SGLang normalized the request, or None if the caller did not
-                send the field.
+            field: a function that returns the value of a request field by the field's name. The value is
+                as the caller sent it, without SGLang's normalization, or None if the caller did not send the
+                field.
 
         Raises:
             InvalidInputError: a value does not fit the model. The error message names the field, the value,

@@ -8,7 +8,7 @@ which is the answer's field for SGLang's extensions::
     "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 
 The list `candidate_sets` has one entry for each choice of the answer. The entry of a choice holds the
-choice's index. It also holds the choice's sets, in the same fields as `meta_info` on `/generate`. A stream
+choice's index and the choice's sets. The sets have the same fields as in `meta_info` on `/generate`. A stream
 ends with an additional chunk, which has `sglext` and no choices. If the engine sends no sets for a choice,
 the client gets an error.
 """
@@ -120,7 +120,8 @@ def _ask(adapted_request: Any) -> _Collector | None:
     for name, value in call.fields.items():
         setattr(adapted_request, name, value)
     call.fields = None
-    # The sets need `return_logprob`. An OpenAI answer contains log-probs only if the caller sets `logprobs`.
+    # The scheduler extracts sets only for requests with `return_logprob`. An OpenAI answer contains log-probs
+    # only if the caller sets `logprobs`.
     adapted_request.return_logprob = True
     setattr(adapted_request, AT_END, True)
     collector = _Collector(adapted_request)

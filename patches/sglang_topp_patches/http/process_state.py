@@ -45,7 +45,7 @@ class HttpProcess:
         return (*server_problems(self.server_args), *self.route_problems())
 
     def route_problems(self) -> tuple[str, ...]:
-        """Return one error message in a tuple if SGLang's routes run without `Guard`, else an empty tuple.
+        """Return a 1-tuple with an error message if SGLang's routes run without `Guard`, or an empty tuple.
 
         Without `Guard`, SGLang's routes could ignore requests for sets.
         """
@@ -61,9 +61,9 @@ class HttpProcess:
         """Raise InvalidInputError unless a request for candidate sets fits the served model.
 
         Args:
-            get: a function that returns the value of a request field by the field's name. The value is the
-                one that the caller sent, before SGLang normalized the request, or None if the caller did not
-                send the field.
+            get: a function that takes the name of a request field, and returns the field's value. The value
+                is the one that the caller sent, before SGLang normalized the request, or None if the caller
+                did not send the field.
 
         Raises:
             InvalidInputError: a value does not fit the model. The error message names the field, the value,

@@ -1,4 +1,4 @@
-"""Return the token ids of prompts on SGLang 0.5.12, which lacks the field `return_prompt_token_ids`."""
+"""Add the prompt's token ids to answers of SGLang 0.5.12, which lacks `return_prompt_token_ids`."""
 
 from __future__ import annotations
 

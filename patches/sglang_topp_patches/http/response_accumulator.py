@@ -23,7 +23,7 @@ class ResponseAccumulator:
         first_token_id: the id of the first generated token, or None until a token has arrived.
         generated: the candidate set of each generated token, or None if the set is missing or was freed.
         prompt: the candidate set of each prompt position with a log-prob. `prompt[0]` is None.
-        weight_spans: the weight versions that generated the tokens and scored the prompt.
+        weight_spans: the versions of the weights that generated the tokens and scored the prompt.
         problem: why a token has no set; empty if no set is missing.
         refusal: the `Entry` in which the scheduler says why it refuses the request, or None. A refused
             request ends with an error.
@@ -128,7 +128,7 @@ class ResponseAccumulator:
             self._count(candidates, positions)
 
     def check_call(self) -> None:
-        """Raise CallEndedError if the HTTP call was ended early. Its sets are then already freed."""
+        """Raise CallEndedError if the HTTP call was ended early. The early end has freed the call's sets."""
         if self._call is not None and self._call.problem:
             raise CallEndedError(f"candidate sets: {self._call.problem}")
 

@@ -7,10 +7,10 @@ at the resumed tokens, as if nothing had interrupted the answer.
 
 If a request with `resumed_tokens` is aborted, two hooks make its answer complete up to the abort:
 
-- `finish_or_abort` reports the aborted answer as finished if the last token completes the answer. SGLang
-  alone would report a complete answer as aborted, and a caller would resume a complete answer.
-- `send_all_tokens` sends all tokens of a request that was retracted and then aborted in the queue. SGLang
-  alone would send only the tokens that it has already streamed.
+- `finish_or_abort` reports the aborted answer as finished if the last token completes the answer. Without
+  this hook, SGLang reports a complete answer as aborted, and a caller tries to resume the complete answer.
+- `send_all_tokens` sends all tokens of a request that was retracted and then aborted in the queue. Without
+  this hook, SGLang sends only the tokens that it has already streamed.
 
 `resumed_tokens` reaches the scheduler inside `sampling_params.custom_params`. The answer repeats
 `resumed_tokens` in `meta_info`.
@@ -194,8 +194,8 @@ def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
     """AFTER hook on `Scheduler.abort_request`: send aborted answers during an `in_place` pause.
 
     SGLang ends an aborted request and frees its KV cache in the next forward pass, which runs only after the
-    pause. `send_while_paused` sends the answer during the pause. The next forward pass does not send the same
-    answer again, because `finished_output` is set.
+    pause. `send_while_paused` sends the aborted request's answer during the pause. The next forward pass does
+    not send the same answer again, because `finished_output` is set.
     """
     if not self._engine_paused:
         return
@@ -228,10 +228,9 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
 def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
     """AROUND hook on `Req.check_match_stop_str_prefix`: return whether the text may end inside a stop string.
 
-    An incomplete character at the end of the text decodes to U+FFFD. If the text before U+FFFD ends with the
-    start of a stop string, SGLang alone would not notice, and would send this text. The next token may
-    complete the character and thereby the stop string. SGLang could then not withdraw the text that it has
-    sent.
+    An incomplete character at the end of the text decodes to U+FFFD. Without this hook, SGLang overlooks the
+    start of a stop string directly before U+FFFD, and sends this text. The next token may complete the
+    character and thereby the stop string. SGLang could then not withdraw the text that it has sent.
     """
     if original(self):
         return True

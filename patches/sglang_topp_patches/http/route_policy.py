@@ -69,7 +69,7 @@ REFUSED = frozenset(
         os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
     }
 )
-"""Routes that take text and answer without sets.
+"""Routes that take text and never return sets.
 
 `Guard` answers a request for sets on such a route with a 400."""
 
@@ -110,13 +110,14 @@ NO_PROMPT = frozenset(
 
 _ASKING = (*FIELDS, RESUMED)
 _TOO_DEEP = "a body nested too deep to be read"
-# `Guard` sends a large answer in pieces of this size, and disconnects a client that does not take a piece
-# within this time.
+# `Guard` sends a large answer in pieces of `_PIECE_BYTES`, and disconnects a client that does not take a
+# piece within `_PIECE_TIMEOUT_S`.
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
 _TRANSPORT = "sglang_topp_transport"
 # The application's state holds the `HttpProcess` in the attribute with this name. `Guard` cannot take the
-# `HttpProcess` as an argument, because SGLang's HTTP workers create the application first.
+# `HttpProcess` as an argument, because SGLang's HTTP workers create the application before the
+# `HttpProcess`.
 _PROCESS = "sglang_topp_process"
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
@@ -134,7 +135,7 @@ class Call:
         account: the counter of the candidates of all samples in the call, or None before a sample has sets.
         problem: why the HTTP call was ended early, or an empty string.
         fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
-            OpenAI route, or once a hook in `openai` has moved the fields to SGLang's request.
+            OpenAI route, and None after a hook in `openai` has moved the fields to SGLang's request.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Add the patch set's status to `GET /server_info`: activity, problems, and memory use."""
+"""Add the patch set's status to the answer to `GET /server_info`: activity, problems, and memory use."""
 
 from __future__ import annotations
 

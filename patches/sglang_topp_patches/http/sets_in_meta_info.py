@@ -4,7 +4,7 @@
    set. The hook runs before `_handle_batch_output` reads the message.
 2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, and records
    which token positions the next chunk contains. The hook runs when `_handle_batch_output` handles a message,
-   and when a queued request is aborted.
+   and when SGLang aborts a queued request.
 3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk.
 
 If a request asked for sets and a token in the answer has no set, the request ends with an error (finish
@@ -186,7 +186,7 @@ def write_sets_of(
 async def _with_status(
     chunks: AsyncGenerator[dict[str, Any], None], obj: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Answer every error with its own HTTP status. SGLang alone would answer some errors with a 200."""
+    """Answer every error with its own HTTP status. Unpatched SGLang answers some errors with a 200."""
     from fastapi import HTTPException
 
     async with aclosing(chunks):
@@ -312,10 +312,10 @@ def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) ->
     """AROUND hook on `TokenizerManager._handle_abort_req`: correct an aborted answer's last chunk.
 
     If a request is aborted while it waits after a pause, SGLang may already have streamed a part of its
-    answer. The last chunk from SGLang then has the text and the log-probs of the whole answer, but only the
-    last token. SGLang sends such a wrong last chunk before 0.5.20, and in all releases if chunks are
-    incremental. If chunks are incremental, the hook removes the text and the tokens from the last chunk. If
-    chunks are not incremental, the hook puts all tokens of the answer into the last chunk.
+    answer. In this case, SGLang's last chunk has the text and the log-probs of the whole answer, but only the
+    last of its token ids. SGLang sends such a wrong last chunk before 0.5.20, and in all releases if chunks
+    are incremental. If chunks are incremental, the hook removes the text and the tokens from the last chunk.
+    If chunks are not incremental, the hook puts all tokens of the answer into the last chunk.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
@@ -361,8 +361,8 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
 def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumulator) -> None:
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
-        # The request was aborted for another reason than the missing set, so report SGLang's reason.
-        if reason.get("status_code") is None:  # the client may have tokens without sets, so report both
+        # The missing set is not the reason why the request was aborted, so report SGLang's reason.
+        if reason.get("status_code") is None:  # tokens may lack sets, so append `message`
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}
         return

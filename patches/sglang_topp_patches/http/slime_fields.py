@@ -8,8 +8,8 @@ little-endian int32 in base64::
     top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries
 
 Each log-prob in `output_token_logprobs` is renormalized over its position's nucleus. To get these fields,
-slime ships a patch of SGLang's sampler (`sglang-top_p.patch`). This module replaces slime's patch: it encodes
-the exact candidate sets at the request's `top_p` as slime's two arrays.
+slime ships a patch for SGLang's sampler (`sglang-top_p.patch`). This module replaces slime's patch: it
+encodes the exact candidate sets at the request's `top_p` as slime's two arrays.
 """
 
 from __future__ import annotations

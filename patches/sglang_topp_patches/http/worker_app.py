@@ -3,8 +3,8 @@
 If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers, which do not load plugins. The workers
 import the application that `SGLANG_HTTP_SERVER_APP_PATH` names. In the process that launches the workers,
 `plugin.register` sets `SGLANG_HTTP_SERVER_APP_PATH` to `app` in this module. When a worker imports `app`,
-this module loads the plugins. It then returns the original application, which `SGLANG_HTTP_SERVER_APP_PATH`
-named before `plugin.register` changed it.
+this module loads the plugins. The module then returns the original application, which
+`SGLANG_HTTP_SERVER_APP_PATH` named before `plugin.register` changed it.
 """
 
 from __future__ import annotations

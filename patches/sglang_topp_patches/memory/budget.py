@@ -59,14 +59,13 @@ class Budget:
     much in JSON lists.
 
     Attributes:
-        max_candidates_per_sample: the limit for one sample and its prompt. The default is 2^25, which is 358
-            MB of base64.
+        max_candidates_per_sample: the limit for one sample and its prompt. The default is 2^25 candidates,
+            which take 358 MB in base64.
         max_candidates_in_flight: the limit for the total of all samples that the process holds at a time. The
             default is one candidate per 256 bytes of the machine's or container's memory.
         staged_candidates_per_row: the capacity of the staging area, a GPU buffer for the sets of a forward
-            pass, in candidates per row. No request is refused because its sets exceed the capacity. If a
-            row's sets do not fit, the scheduler extracts the sets again and waits for the device
-            (`scheduler.gpu_staging`).
+            pass, in candidates per row. Requests may exceed this capacity. If the sets of some rows do not
+            fit, the scheduler extracts these sets again and waits for the device (`scheduler.gpu_staging`).
     """
 
     max_candidates_per_sample: int
@@ -102,7 +101,7 @@ def budget() -> Budget:
 
 
 def budget_problem() -> str:
-    """Return why a limit from an environment variable is invalid, or an empty string if all are valid."""
+    """Return why a limit from an environment variable is invalid, or an empty string if none is invalid."""
     try:
         Budget.of(os.environ, 0)
     except InvalidInputError as error:
@@ -133,8 +132,8 @@ class InFlight:
 
         Args:
             end: a function that ends the request or HTTP call that owns the candidates. The counter calls
-                `end` at most once, with the reason. If `end` is None, no request or HTTP call owns the
-                candidates.
+                `end` at most once. The argument of `end` is the reason, as text. If `end` is None, no request
+                or HTTP call owns the candidates.
         """
         account = Account(self, end)
         self._accounts.add(account)
@@ -168,7 +167,7 @@ class Account:
 
     @property
     def has_owner(self) -> bool:
-        """Whether a request or an HTTP call owns the candidates."""
+        """Whether the candidates have an owner, which is a request or an HTTP call."""
         return self._end is not None
 
     def add(self, candidates: int, positions: int = 1) -> None:

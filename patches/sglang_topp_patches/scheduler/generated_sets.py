@@ -5,9 +5,10 @@ The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the outpu
 function that computes these log-probs, and extracts the sets. On SGLang before 0.5.16, the hook
 `attach_logprobs` takes the place of `compute_logprobs`.
 
-A set by threshold consists of the most likely tokens whose total probability reaches `top_logprobs_p`. A set
-with the source `"sampler"` consists of the tokens that the sampler could draw. The hooks in
-`sampler_candidates` record these tokens while the sampler runs. Every set also contains the sampled token.
+With `top_logprobs_p`, a token is in the set if all more probable tokens have a total probability below
+`top_logprobs_p`. A set with the source `"sampler"` consists of the tokens that the sampler could draw. The
+hooks in `sampler_candidates` record these tokens while the sampler runs. Every set also contains the sampled
+token.
 
 The sets are copied to the host together with SGLang's own results. SGLang then drops invalid tokens, such as
 tokens after a stop condition and tokens of a retracted request. `GeneratedSets.consume` runs afterwards, and

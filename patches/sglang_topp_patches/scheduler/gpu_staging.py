@@ -7,7 +7,7 @@ into the staging area, the host extracts these sets again from the log-probs, an
 
 Until the scheduler processes the results, this module keeps the log-probs of rows that ask for sets. The
 memory of the kept log-probs counts against the limits (`memory.budget`). The host can safely read the kept
-log-probs when the scheduler processes the results:
+log-probs when the scheduler processes the results, for three reasons:
 
 1. SGLang records a CUDA event after its copies of the results, and waits for this event before the scheduler
    processes the results. By then, no unfinished GPU work of this pass reads or writes the kept log-probs.
@@ -220,8 +220,8 @@ class StagedSets:
         kept: the tensors from which the host can extract the sets again.
         rows: the ascending indices of these R rows in the pass. All other rows of the pass have empty sets.
         num_rows: the number of all rows of the pass.
-        problems: why a row has no exact set, by the row's index in the pass. `on_host` adds the problems that
-            the GPU kernels found.
+        problems: the reason why a row has no exact set, keyed by the row's index in the pass. The result of
+            `on_host` also has the problems that the GPU kernels found.
     """
 
     area: StagingArea

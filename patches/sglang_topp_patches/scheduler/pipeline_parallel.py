@@ -84,8 +84,8 @@ def add_to_stage_output(
         flat.append(tensor)
         return len(flat) - 1
 
-    # Some sets may not have fit into the staging area. Extract them again before the last stage sends all
-    # sets, because only the last stage has the log-probs.
+    # Some sets may not have fit into the staging area. `settled` extracts these sets again in the last stage,
+    # because only the last stage has the log-probs.
     ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
     if not ours:
         return

@@ -3,7 +3,7 @@
 A prompt is scored if its request asks for the candidate sets of prompt positions. A scored prompt must not
 read KV that older weights computed. A weight push with `flush_cache=false` leaves KV of the older weights in
 the prefix cache. After the push, requests in flight insert more KV of the older weights into the prefix
-cache. SGLang cannot flush the cache while requests are in flight, so a push at such a time must use
+cache. SGLang cannot flush the cache while requests are in flight, so a push with requests in flight must use
 `flush_cache=false`.
 
 From a weight push until the next flush of the cache, each scored prompt uses a cache namespace (SGLang's
@@ -48,7 +48,7 @@ _EXTRA_KEY = "sglang_topp_extra_key"
 
 @dataclass(frozen=True)
 class Weights:
-    """Identifies the weights with which a forward pass runs.
+    """The identity of the weights with which a forward pass runs.
 
     Attributes:
         push: the number of weight pushes before the forward pass.
@@ -60,7 +60,7 @@ class Weights:
 
 
 class PrefixCache:
-    """Tracks the weights that computed the KV in a scheduler's prefix cache.
+    """A record of the weights that computed the KV in a scheduler's prefix cache.
 
     Attributes:
         pushes: the number of weight pushes.

@@ -12,10 +12,10 @@ __all__ = ["SchedulerProcess", "StagingCounts"]
 
 @dataclass
 class StagingCounts:
-    """Counters of the rows whose sets this process wrote to a GPU staging area (`scheduler.gpu_staging`).
+    """Counters of the rows whose sets this process stages in GPU memory (`scheduler.gpu_staging`).
 
     Attributes:
-        rows_staged: number of rows whose sets went to a staging area, including the sets that did not fit.
+        rows_staged: number of rows with a set, including the rows whose set did not fit into a staging area.
         rows_taken_again: number of rows whose sets did not fit into a staging area, and were extracted again.
     """
 

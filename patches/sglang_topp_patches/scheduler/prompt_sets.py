@@ -34,7 +34,7 @@ from sglang_topp_patches.scheduler.request_budget import (
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pass_of
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, Span
 
-# The maximum number of log-probs (rows times vocabulary) from which one call of `extract` extracts sets.
+# The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
 _VALUES_AT_ONCE = 1 << 25
 _MAX_UNSETTLED_CHUNKS = 2
 _OBSERVER = "sglang_topp_observer"
@@ -75,7 +75,7 @@ def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
 def process_whole(
     original: Callable[..., Any], self: Any, input_logits: torch.Tensor, logits_metadata: Any
 ) -> Any:
-    """Extract a pass's prompt sets at once: AROUND hook on `LogitsProcessor.process_input_logprobs`."""
+    """Extract all prompt sets of a pass together: AROUND hook on `LogitsProcessor.process_input_logprobs`."""
     rows = torch.arange(len(input_logits), device=input_logits.device)
     observer = _observer_of(self, logits_metadata, rows)
     if observer is not None:
@@ -121,7 +121,7 @@ def observe_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -
 
 
 class _Observer:
-    """Extracts a pass's prompt sets from each chunk of logits, right after SGLang has computed the chunk."""
+    """Extractor of a pass's prompt sets: takes each chunk of logits right after SGLang has computed it."""
 
     def __init__(
         self, processor: Any, metadata: Any, forward_pass: ForwardPass, indices: torch.Tensor
@@ -181,7 +181,7 @@ def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Obser
 
 
 class PassExtraction:
-    """Collects the prompt sets of one forward pass, chunk by chunk.
+    """The prompt sets of one forward pass while they are collected, chunk by chunk.
 
     After a prompt exceeds the limits (`memory.budget`), its later rows get no sets. At p = 1, the prompt sets
     of one forward pass may hold more candidates than any device can store.
@@ -208,9 +208,9 @@ class PassExtraction:
         """Append the sets of the next rows of the pass.
 
         A chunk in a staging area (`StagedSets`) keeps its log-probs in GPU memory until the host reads the
-        chunk. So at most two chunks stay in staging areas. From the third chunk on, the host waits for the
-        oldest chunk while the GPU computes the newest. If a pass has at most two chunks, `add` never waits
-        for the GPU.
+        chunk. To limit this memory, `add` leaves at most two chunks in staging areas. From the third chunk
+        on, the host waits for the oldest chunk while the GPU computes the newest. If a pass has at most two
+        chunks, `add` never waits for the GPU.
 
         `add` counts a chunk's candidates against the limits only after the host has read the chunk. If the
         host reads a chunk after the last call of `add`, only `PromptSets.consume` counts that chunk.
@@ -279,7 +279,7 @@ def forget_rows(result: None, self: Any) -> None:
         return
     if not self.customized_info.get(KEY):
         rows = list(self.customized_info.pop(PROMPT_KEY, ()))[1:]
-        # Before SGLang 0.5.15, `customized_info` of a request that asks for no sets has empty lists if
+        # Before SGLang 0.5.15, a request that asks for no sets has empty lists in its `customized_info` if
         # another request of its batch asks for sets.
         if rows:
             charge(self, -_num_candidates(rows), -len(rows))
@@ -331,8 +331,8 @@ class PromptSets:
         ):
             own = spans[start : start + count]
             start += count
-            # Skip a request that SGLang has retracted since the pass began. SGLang will score the request's
-            # prompt again.
+            # Skip a request that SGLang has retracted since the pass began, because SGLang scores the prompt
+            # of a retracted request again.
             if not p or not own or req.rid != request_id or req.is_retracted or is_refused(req):
                 continue
             if row in self.refused:

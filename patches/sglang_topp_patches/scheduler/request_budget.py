@@ -1,9 +1,9 @@
 """Count each request's candidates against the limits on memory, and refuse a request that exceeds a limit.
 
 The scheduler starts to count a request's candidates at the request's first set (`memory.budget.Account`). The
-scheduler stops counting when it sends the request's last output, when it refuses the request, or when it
-aborts a retracted request that waits in the queue. At the latest, the scheduler stops counting when SGLang's
-`Req` object is freed.
+scheduler stops counting when it sends the request's last output, or when it refuses the request. It also
+stops counting when it aborts a retracted request in a queue. At the latest, the scheduler stops counting when
+SGLang's `Req` object is freed.
 
 Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
 same step. So the scheduler does not end a refused request itself. Instead, the scheduler stops extracting
@@ -41,8 +41,8 @@ def admit(req: Any, in_flight: InFlight) -> None:
     """Store `in_flight`, the counter of all candidates in flight, in the request, where `charge` finds it.
 
     A request's `custom_params` may hold a reference to the request itself. This function replaces that
-    reference with a weak reference, as SGLang does since 0.5.23. A strong reference would keep an aborted
-    request and its sets in memory until a full garbage collection.
+    reference with a weak reference, as SGLang itself does from 0.5.23 on. A strong reference would keep an
+    aborted request and its sets in memory until a full garbage collection.
     """
     setattr(req, _IN_FLIGHT, in_flight)
     custom = custom_params(req)
@@ -54,10 +54,11 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
     """Count a request's new candidates, and refuse the request if its candidates exceed a limit.
 
     Args:
-        req: SGLang's `Req`, for which `admit` has been called. If the request is finished, SGLang is about to
-            send its sets, so `charge` stops counting its candidates.
-        candidates: the number of candidates in the request's new sets; negative if sets are dropped.
-        positions: the number of token positions of the new sets; negative if sets are dropped.
+        req: SGLang's `Req`, for which `admit` has been called. If the request is finished, `charge` stops
+            counting the request's candidates, because SGLang is about to send the request's sets.
+        candidates: the number of candidates in the request's new sets. If the request drops sets, pass the
+            number of dropped candidates as a negative number.
+        positions: the number of token positions of the new sets, or of the dropped sets as a negative number.
     """
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is None:
@@ -80,7 +81,7 @@ def close_account(req: Any) -> None:
 
 
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
-    """Stop counting the candidates of aborted waiting requests: BEFORE hook on `Scheduler.abort_request`.
+    """Stop counting the candidates of requests aborted in a queue: BEFORE hook on `Scheduler.abort_request`.
 
     SGLang removes an aborted request from the waiting queue, and sends no more tokens for the request. But
     SGLang may keep a reference to the request for two more forward passes.

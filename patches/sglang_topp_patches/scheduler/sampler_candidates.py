@@ -178,7 +178,7 @@ def rank_only_top_k(
     """Sort only `max_top_k` tokens per row: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
 
     `max_top_k` is the largest top_k in the batch, if every row has a top_k. The sampler can draw only the
-    `max_top_k` most likely tokens of each row, so SGLang sorts only these tokens. Without this hook, SGLang
+    `max_top_k` most likely tokens of each row, so it suffices to sort these tokens. Without this hook, SGLang
     sorts the whole vocabulary if it returns filtered probabilities. With this hook, SGLang sorts only
     `max_top_k` tokens of each row even if it returns filtered probabilities.
 

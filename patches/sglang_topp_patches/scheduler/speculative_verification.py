@@ -10,8 +10,8 @@ log-probs of accepted tokens, and extracts the sets.
 
 Only the device knows how many tokens each request accepted. So each request that asks for sets gets one
 *slot* for each level of its draft tree. A slot holds the index of the tree node at which the kernel drew a
-token. The first slot holds the root of the tree. The slots after the last drawn token also hold the root, but
-get no set.
+token. The first slot holds the index of the tree's root. The slots after the last drawn token also hold the
+root's index, but get no set.
 
 Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
 of slots per request, and S = R * A is the number of slots of the R requests. N is the number of nodes in all
@@ -214,12 +214,12 @@ class VerifiedSets:
         weight_version: the weight version with which the verification ran.
         sets: each slot's set at the threshold p of the slot's request, S sets in all; None if no request has
             a threshold.
-        drawn: the set of tokens that SGLang's sampling kernel could draw, for each slot of each request in
-            `rows.drawn`; None if `rows.drawn` is empty.
+        drawn: for each slot of each request in `rows.drawn`, the set of tokens that SGLang's sampling kernel
+            could draw; None if `rows.drawn` is empty.
         token_ids: int32 [S], the token that `eagle_sample` returned for each slot.
         accept_lens: int32 [R], the number of tokens that each request accepted.
         is_inside: bool [S], whether the token in each slot had a probability above 0 in the input of SGLang's
-            sampling kernel. `is_inside` is None if the verification was greedy and called no sampling kernel.
+            sampling kernel. `is_inside` is None if SGLang called no sampling kernel.
     """
 
     rows: RequestedRows
@@ -252,9 +252,9 @@ class VerifiedSets:
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append one `Entry` per new token to the `customized_info` of each request that asks for sets.
 
-        SGLang may append fewer tokens than the request accepted, if a stop condition or a grammar ends the
-        request earlier. If an appended token is not the accepted token of the same slot, its `Entry` holds
-        the problem instead of a set.
+        SGLang may append only some of the accepted tokens, because a stop condition or a grammar can end the
+        request earlier. If an appended token is not the accepted token of the same slot, the appended token's
+        `Entry` holds the problem instead of a set.
         """
         by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
         found = self._by_slot()

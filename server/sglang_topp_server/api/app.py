@@ -49,8 +49,8 @@ def create_app(
     """Return the sidecar's app for one engine.
 
     Args:
-        engine: the engine's client. In the event loop that serves the app, the app polls the engine with this
-            client, and closes the client at shutdown.
+        engine: the engine's client. The app polls the engine with this client, in the event loop that serves
+            the app. At shutdown, the app closes the client.
         limits: the request limits; `Limits()` if None.
         api_key: the bearer key that callers must send (except on `/healthz` and `/readyz`); None if callers
             need no key.
@@ -139,7 +139,8 @@ def _lifespan(
         yield
         watch.cancel()
         # uvicorn cancels requests after its shutdown grace period, but does not wait until they have ended.
-        # A canceled request ends only after the engine has aborted its samples. So wait until all have ended.
+        # A canceled request ends only after the engine has aborted its samples. So wait until all requests
+        # have ended.
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORTS_TIMEOUT_S):
                 while len(concurrency):

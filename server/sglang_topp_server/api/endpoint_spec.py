@@ -31,10 +31,10 @@ class EndpointSpec:
         result_noun: the singular noun for a result, in error messages.
         index_field: in a stream's error message, the field that holds the index of the failed prompt.
         media_type: the media type of a stream that consists of binary frames.
-        parse: parses a request body.
-        check: raises an error if the request would crash or block the engine. The arguments of `check` are
-            the request, the engine's model, and whether the engine survives a grammar that forbids every next
-            token.
+        parse: a function that parses a request body.
+        check: a function that raises an error if the request would crash or block the engine. The arguments
+            of `check` are the request, the engine's model, and whether the engine survives a grammar that
+            forbids every next token.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Keep the last served rollouts in memory, for `GET /view`."""
+"""Keep the most recently served rollouts in memory, for `GET /view`."""
 
 from __future__ import annotations
 

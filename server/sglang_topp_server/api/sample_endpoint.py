@@ -43,7 +43,7 @@ from sglang_topp_server.schemas.field_types import SampleBody
 
 __all__ = ["SampleEndpoint"]
 
-# Parsing a body or encoding a sample of at least this size takes milliseconds. A thread does this work, so
+# From this size on, it takes milliseconds to parse a body or to encode a sample. A thread does this work, so
 # that the event loop can serve other connections.
 _OFF_LOOP_BYTES = 1 << 18
 _LAST_MESSAGE_TIMEOUT_S = 1.0
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class SampleEndpoint(Response):
-    """Reads one request to `POST /rollouts` or `POST /scores`, and sends the answer.
+    """The response object of `POST /rollouts` and `POST /scores`, which reads one request and answers it.
 
     Args:
         spec: the route's body parser, request check, JSON field names, and media type.
@@ -158,7 +158,7 @@ class SampleEndpoint(Response):
                     task.exception()
 
     async def _answer_whole(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
-        """Send all samples as one JSON object, in the order of the prompts. Raise if any prompt fails."""
+        """Send all samples as one JSON object, in the order of the prompts. Raise a failed prompt's error."""
         records: dict[tuple[int, int], SampleJson] = {}
         async with self._own_time_limit(request):
             async with aclosing(self._engine.samples(request, share)) as samples:
@@ -288,7 +288,7 @@ class SampleEndpoint(Response):
 def _whole(
     opening: bytes, records: dict[tuple[int, int], SampleJson], order: Iterable[tuple[int, int]]
 ) -> Iterable[bytes]:
-    """Yield an answer's JSON with all records in the given order. Free each record after its last chunk."""
+    """Yield an answer's JSON in chunks, the records in `order`. Free each record after its last chunk."""
     for at in order:
         yield opening
         yield from records.pop(at)

@@ -55,8 +55,8 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
-        # The final norm gives hidden states a mean square of 1. So this LM head gives logits with a standard
-        # deviation of `logit_std`.
+        # The final norm gives hidden states a mean square of 1. The logits of this LM head therefore have a
+        # standard deviation of `logit_std`.
         torch.nn.init.normal_(model.lm_head.weight, std=logit_std / hidden_size**0.5)
     model.save_pretrained(path)
 

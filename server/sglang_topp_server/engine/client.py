@@ -65,7 +65,7 @@ class EngineClient:
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
         # The engine may have closed an idle connection, so the sidecar repeats a failed call to the engine
-        # once. Further retries are left to the sidecar's caller. If the sidecar retried as often as its
+        # once. Only the sidecar's caller makes further retries. If the sidecar retried as often as its
         # caller, the numbers of retries would multiply.
         self._runner = MethodCallRunner(
             [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
@@ -95,8 +95,8 @@ class EngineClient:
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise an error if the engine cannot take requests.
 
-        If an engine that was ready before does not answer a probe, this method raises no error. Such an
-        engine may be alive, but too busy to answer the probe.
+        This method raises no error if an engine that was ready before does not answer a probe: the engine may
+        be too busy to answer.
 
         Raises:
             PatchError: the engine is not patched.

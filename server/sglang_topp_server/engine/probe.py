@@ -1,9 +1,9 @@
 """EngineProbe: find out whether the engine, or a gateway in front of several engines, is ready and patched.
 
-A probe requests `/server_info` from the engine, where the patch set reports its state. A gateway does not
-serve `/server_info`. A gateway forwards the older `/get_server_info` to one worker, lists all workers at
-`/workers`, and answers `/health` itself. So the probe of a gateway also requests `/server_info` from each
-listed worker directly.
+A probe requests `/server_info` from the engine. In the answer, the patch set reports its state. A gateway
+does not serve `/server_info`. A gateway forwards the older `/get_server_info` to one worker, lists all
+workers at `/workers`, and answers `/health` itself. Behind a gateway, the probe therefore also requests
+`/server_info` from each listed worker directly.
 
 A probe ends with a test request for one token and its candidate set. Once a test request has succeeded, later
 probes omit it. After the engine was unreachable or unpatched, a test request must succeed again. The test
@@ -26,7 +26,10 @@ from sglang_topp.errors import AuthenticationError, BadRequestError, SglangToppE
 __all__ = ["EngineProbe", "EngineStatus", "Phase"]
 
 Phase: TypeAlias = Literal["unreachable", "starting", "unpatched", "ready"]
-"""Whether an engine answers, serves, and returns candidate sets. `EngineStatus.phase` explains each value."""
+"""Whether an engine answers, can generate, and returns candidate sets.
+
+`EngineStatus.phase` explains each value.
+"""
 
 # The timeout of a request to the engine. SGLang's `/health` generates a token and waits up to 20 s for the
 # token, so this timeout must be longer than 20 s.
@@ -42,7 +45,7 @@ class EngineStatus:
     """The result of one probe of the engine.
 
     Attributes:
-        phase: `unreachable`: no answer, or an error; `starting`: the engine answers but does not serve yet;
+        phase: `unreachable`: no answer, or an error; `starting`: the engine answers but cannot generate yet;
             `unpatched`: the engine answers but returns no candidate sets; `ready`: the engine returns
             candidate sets.
         reason: a sentence that says why the engine is not `ready`; empty if it is ready.
@@ -112,7 +115,7 @@ class EngineProbe:
         Args:
             known: the previous status. If the engine does not answer the probe, the new status is the
                 previous one with the phase `unreachable` and a new reason.
-            is_healthy: true skips the request to `/health`, which would make the engine generate a token.
+            is_healthy: if True, skip the request to `/health`, which would make the engine generate a token.
         """
         if known.phase in ("unreachable", "unpatched"):
             # Another engine may have started at this address, so check again that the engine returns
@@ -176,7 +179,7 @@ class EngineProbe:
     async def _workers(self) -> list[tuple[str, EngineStatus]]:
         """Return the address and status of each listed worker that answers `/server_info`.
 
-        A worker that does not answer the sidecar is left out. Perhaps only the gateway can reach such a
+        The result omits a worker that does not answer the sidecar. Perhaps only the gateway can reach such a
         worker, or only the gateway has the worker's key.
         """
         answer = await self._http.get("/workers")

@@ -27,7 +27,7 @@ class DisconnectedError(Exception):
 
 
 class BodyReader:
-    """Reads all request bodies of one server.
+    """The reader of all request bodies of one server.
 
     All bodies together may reserve a total of four times `max_body_bytes` of memory. A `BodyReader` reserves
     memory for each body of more than 64 KiB. If the request has a `Content-Length`, the `BodyReader` reserves

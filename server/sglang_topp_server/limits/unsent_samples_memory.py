@@ -39,8 +39,8 @@ class MemoryShare:
 
     Attributes:
         num_bytes: the number of bytes that the request's samples take.
-        excess: a future, whose result is the error with which this request must end. `MemoryLimit` sets the
-            result if all requests together exceed the limit and this request holds the most bytes.
+        excess: a future, whose result is the error with which this request must end. `MemoryLimit` sets this
+            error if all requests together exceed the limit and this request holds the most bytes.
     """
 
     def __init__(self, limit: MemoryLimit) -> None:
@@ -73,7 +73,7 @@ class MemoryLimit:
 
     @contextmanager
     def share(self) -> Iterator[MemoryShare]:
-        """Yield a new request's `MemoryShare`, and stop counting its bytes when the `with` block ends."""
+        """Yield a new request's `MemoryShare`, and stop counting the share's bytes when the block ends."""
         share = MemoryShare(self)
         self._shares.add(share)
         try:

@@ -36,7 +36,7 @@ _HURRY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine until it ends, and stop the engine when standard input delivers a byte or is closed.
+    """Run the engine, and stop the engine when standard input delivers a byte or is closed.
 
     Args:
         argv: the grace period in seconds, then the command that starts the engine. The default is
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
-    """Wait until the engine's first process has ended, or until `main` must kill this process.
+    """Wait until the engine's first process has ended, or until `main` must kill it.
 
     `main` must kill the engine's first process if the grace period has passed, or if the supervisor has
     received SIGTERM, SIGINT, or SIGHUP.

@@ -39,7 +39,7 @@ _ENGINE_ENV_DEFAULTS = {
 def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
     """Return the command that starts SGLang.
 
-    SGLang loads the patch set on its own, because the patch set is installed as a plugin.
+    The command does not name the patch set, because SGLang loads installed plugins automatically.
     `sglang_with_env_key` reads the engine's key from the environment.
 
     Args:
@@ -82,10 +82,10 @@ def url_of(host: str, port: int) -> str:
 def check_free(host: str, port: int) -> int:
     """Return `port` if no process listens on it; for port 0, return a free port.
 
-    For port 0, the result is from 10,000 to 21,999. SGLang may also use the port that is 10,000 higher. The
-    engine starts to listen about half a minute after its launch. Until then, the engine's port and the port
-    10,000 higher must stay free. Linux gives outgoing connections only ports from 32,768 on, so no outgoing
-    connection takes one of the engine's ports.
+    For port 0, the result is from 10,000 to 21,999. SGLang may also use the port 10,000 above the engine's
+    port. The engine starts to listen about half a minute after its launch. Until then, the engine's port and
+    the port 10,000 higher must stay free. Linux gives outgoing connections only ports from 32,768 on, so no
+    outgoing connection takes one of the engine's ports.
 
     Raises:
         InvalidInputError: a process listens on the port. An engine started on a taken port would fail, and
@@ -232,8 +232,8 @@ def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> so
     except OSError as error:
         raise InvalidInputError(f"cannot listen on {host} port {port}: {error}") from None
     if reader_timeout_s is not None and sys.platform == "linux":
-        # Accepted connections inherit TCP_USER_TIMEOUT. Without TCP_USER_TIMEOUT, uvicorn would wait forever
-        # for a peer that does not read.
+        # Each accepted connection inherits TCP_USER_TIMEOUT from the listening socket. Without
+        # TCP_USER_TIMEOUT, uvicorn would wait forever for a peer that does not read.
         milliseconds = round(reader_timeout_s * 1000)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener

@@ -3,7 +3,7 @@
     python -m sglang_topp_server.process.sglang_with_env_key ARGUMENTS
 
 SGLang takes its API key as a command-line argument, which every user of the machine can see in the process
-list. Only a process's owner can read the process's environment. This module reads the key from the
+list. Only a process's owner and root can read the process's environment. This module reads the key from the
 environment, and adds the key to `sys.argv` inside the running process. The process list does not show changes
 to `sys.argv`.
 """
@@ -22,7 +22,7 @@ _MODULE = "sglang.launch_server"
 
 
 def main() -> None:
-    """Run SGLang in this process, like `python -m sglang.launch_server`. Return when SGLang ends."""
+    """Run SGLang in this process until SGLang ends, like `python -m sglang.launch_server`."""
     if key := os.environ.get(KEY_VARIABLE):
         sys.argv += ["--api-key", key]
         _keep_out_of_the_log(key)

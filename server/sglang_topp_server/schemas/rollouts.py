@@ -99,7 +99,7 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> RolloutsBody:
     request = read_body(body, RolloutsBody)
     if request.rollouts is not None and request.prompts is not None:
         raise BadRequestError("rollouts: got rollouts and prompts, expected one of them", status=400)
-    # Check the number of samples before `plan` builds the requests, because `n` may be any number.
+    # Check the number of samples before `plan` builds the requests, because `n` may be huge.
     if (samples := _num_samples(request)) > limits.max_samples:
         raise BadRequestError(
             f"prompts x n: got {describe(samples)} samples, expected at most {limits.max_samples};"

@@ -8,7 +8,7 @@ import { tokenLabel, tokenNodes } from "./token_names.js";
 
 function bar(kind, name, share, most, note) {
   const filled = el("i");
-  // The script sets the width as a property, because the page's security policy blocks style attributes.
+  // Set the bar's width in `filled.style`, because the page's security policy blocks style attributes.
   filled.style.width = `${(100 * share) / most}%`;
   return el("li", { class: kind, ...note }, el("span", { class: "name" }, name), el("span", { class: "bar" }, filled), el("span", { class: "value" }, fixed(share, share < 0.001 ? 6 : 4)));
 }

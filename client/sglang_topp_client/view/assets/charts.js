@@ -5,7 +5,7 @@ import { compact } from "./number_format.js";
 
 const MARGIN = { left: 52, right: 12, top: 10, bottom: 34 };
 
-/** Return a figure: a caption, a line that shows the value under the pointer, and a chart. */
+/** Return a figure: a caption, a line of text with the value under the pointer, and a chart. */
 export function figure({ title, note, label, height = 210, draw, legend = [] }) {
   const readout = el("output", { class: "readout" }, note);
   const holder = el("div", { class: "chart", role: "img", "aria-label": label });
@@ -57,7 +57,7 @@ export function xAxis(area, ticks, title) {
 }
 
 /**
- * Draw a bar chart of counts on a log axis, so that a rare tail is visible. A count of 0 gets no bar.
+ * Draw a bar chart of counts on a log axis, so that small counts are visible. A count of 0 gets no bar.
  * Each entry of the list `slots` gives the bars at one place on the horizontal axis: `{ text, count, kind }` for one
  * bar, or `{ text, bars: [{ count, kind }, …] }` for several bars side by side.
  */

@@ -1,5 +1,5 @@
-// Read the data in the page: the statistics of all rollouts, and one compressed block for each rollout that the page
-// shows token by token.
+// Read the data that is embedded in the page: the statistics of all rollouts, and one compressed block for each
+// rollout that the page shows token by token.
 
 const OVERVIEW = JSON.parse(document.getElementById("overview").textContent);
 const ARRAYS = { int32: Int32Array, float32: Float32Array };

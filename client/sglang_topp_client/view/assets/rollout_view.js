@@ -57,7 +57,7 @@ export async function drawRollout(view, row, position) {
     // a phone, where the panel is below the tokens.
     drawCandidates(panel, detail, shown.position);
     for (const flow of flows) if (shown.position < flow.detail.ids.length) flow.select(shown.position, block);
-    // The user may already have changed the page's address to another rollout, before the hashchange event arrives.
+    // The page's address may already name another rollout, although the hashchange event has not arrived yet.
     // Update the page's address only if the address still names this rollout.
     if (location.hash.split("/")[2] === String(row)) history.replaceState(null, "", linkTo(row, shown.position));
   }

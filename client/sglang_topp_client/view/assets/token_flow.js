@@ -31,8 +31,8 @@ export class TokenFlow {
     for (const block of this.blocks) this.observer.observe(block);
   }
 
-  /** Stop observing the blocks, so that scrolling no longer draws or removes tokens. The caller must remove
-   * `element` itself. */
+  /** Stop observing the blocks, so that scrolling no longer draws or removes tokens. `element` stays on the
+   * page until the caller removes `element`. */
   close() {
     this.observer.disconnect();
   }
@@ -50,7 +50,7 @@ export class TokenFlow {
     const block = this.blocks[Math.floor(position / TOKENS_PER_BLOCK)];
     if (!block) return;
     if (!block.firstChild) {
-      // Draw the neighboring blocks of tokens too, so that the heights of these blocks are known before the scroll.
+      // Draw the neighboring blocks of tokens too: the browser must know their heights before it scrolls.
       const at = this.blocks.indexOf(block);
       for (const near of this.blocks.slice(Math.max(0, at - 6), at + 7)) if (!near.firstChild) this.#draw(near);
     }
@@ -65,7 +65,7 @@ export class TokenFlow {
   }
 
   /** Search an adjacent line for the token horizontally closest to the selected token, and return its position.
-   * The direction -1 searches the line above the selected token, and the direction 1 searches the line below. */
+   * If `direction` is -1, search the line above the selected token. If it is 1, search the line below. */
   tokenOnAdjacentLine(direction) {
     const from = startOf(this.tokenAt(this.selected));
     if (!from) return this.selected;
@@ -84,7 +84,7 @@ export class TokenFlow {
     return best;
   }
 
-  /** Draw the tokens of all blocks, so that a print shows every token. */
+  /** Draw the tokens of all blocks, so that a printed page shows every token. */
   drawAll() {
     this.close();
     for (const block of this.blocks) if (!block.firstChild) this.#draw(block);

@@ -1,5 +1,5 @@
 // The list of the worst tokens: those with the largest set, the least kept mass, or the largest absolute log-ratio.
-// The list shows each worst token together with the tokens before and after it.
+// The list shows each of these tokens together with the tokens before and after it.
 
 import { el } from "./dom.js";
 import { count, fixed, whole } from "./number_format.js";

@@ -1,6 +1,6 @@
 """Adapters to the internals of SGLang 0.5.12 to 0.5.15.post1.
 
-In these releases, the sampler computes the log-probs of the sampled tokens. SGLang 0.5.16 and later have
+Before SGLang 0.5.16, the sampler computes the log-probs of the sampled tokens. SGLang 0.5.16 and later have
 separate log-prob processors.
 """
 
@@ -58,7 +58,7 @@ class Sglang0513(Sglang0514):
         return bool(get_attention_tp_rank() == 0 and get_attention_cp_rank() == 0)
 
     def sanitizes_logits(self) -> bool:
-        """Return False: these releases have no setting that sanitizes logits."""
+        """Return False: SGLang 0.5.12 and 0.5.13 have no setting that sanitizes logits."""
         return False
 
 

@@ -1,7 +1,7 @@
 """Adapters to the internals of SGLang 0.5.16 to 0.5.18.
 
-In these releases, SGLang's log-prob processors compute the log-probs. Before 0.5.16, the sampler computed
-them. SGLang 0.5.16 to 0.5.18 does not copy a plugin's results to the host. The hooks in
+In these releases, SGLang's log-prob processors compute the log-probs. Before 0.5.16, the sampler computes
+the log-probs. SGLang 0.5.16 to 0.5.18 does not copy a plugin's results to the host. The hooks in
 `scheduler.host_copy_before_0_5_19` therefore copy the candidate sets.
 """
 

@@ -38,7 +38,7 @@ class Sglang0523:
         forward_batch.top_logprobs_nums = top_logprobs_nums
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Do nothing: since 0.5.19, SGLang itself clears earlier auxiliary outputs when it samples."""
+        """Do nothing, because SGLang 0.5.19 and later clear earlier auxiliary outputs when they sample."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
         """Add the sets to the forward pass's auxiliary output, which SGLang copies to the host."""
@@ -61,7 +61,7 @@ class Sglang0523:
         """Read the weight version from SGLang's `get_serving`.
 
         SGLang changes the weights and their version only between passes, in the thread that launches the
-        passes. All rows of a pass therefore have one weight version.
+        passes. All rows of a pass therefore have the same weight version.
         """
         from sglang.srt.runtime_context import get_serving
 
@@ -88,7 +88,7 @@ class Sglang0523:
         return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return the row indices from SGLang's copy on the host, which exists since 0.5.21.
+        """Return the row indices from the copy that SGLang 0.5.21 and later make on the host.
 
         Before 0.5.21, SGLang has the indices only on the device, so this method waits for the device.
         """
@@ -108,17 +108,17 @@ class Sglang0523:
     def prompt_rows(self) -> list[Any]:
         """Return a `SentOnce`, which SGLang sends to the HTTP process once and as a whole.
 
-        Since 0.5.22, SGLang itself can send a list once per request
-        (`is_request_level_customized_info_key`). The patch set does not use this feature of SGLang, because
-        SGLang then sends the list of an unstreamed answer only when the request finishes. A request that is
-        aborted while a pause holds it in the queue never finishes. The aborted answer still has tokens,
+        SGLang 0.5.22 and later can themselves send a list once per request
+        (`is_request_level_customized_info_key`). The patch set does not use this feature of SGLang. With the
+        feature, SGLang sends the list of an unstreamed answer only when the request finishes. A request that
+        is aborted while a pause holds it in the queue never finishes. The aborted answer still has tokens,
         because the scheduler sends new tokens to the HTTP process after every 50 tokens, even without
         streaming.
         """
         return SentOnce()
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Do nothing: since 0.5.15, SGLang itself delivers `customized_info` to the right request."""
+        """Do nothing, because SGLang 0.5.15 and later deliver `customized_info` to the right request."""
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
         """Return a scheduler message's `customized_info`, with one flat list of prompt sets per request."""
@@ -149,8 +149,8 @@ class SentOnce(list[Any]):
     """A list in `customized_info` that SGLang sends to the HTTP process once and as a whole.
 
     For each message to the HTTP process, SGLang slices every list in `customized_info`. The bounds of the
-    slice are the positions of the new tokens. When SGLang slices a `SentOnce`, the `SentOnce` ignores these
-    bounds, returns all of its entries as one entry, and becomes empty.
+    slice are the positions of the new tokens. When SGLang slices a `SentOnce`, the `SentOnce` ignores the
+    bounds of the slice, returns all of its entries as one entry, and becomes empty.
     """
 
     def __getitem__(self, part: Any) -> Any:
@@ -167,7 +167,7 @@ class Sglang0521(Sglang0523):
     """Adapter to SGLang 0.5.21 and 0.5.22, where each call of `eagle_sample` imports the sampling kernel."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import the sampling kernel's module: SGLang's own on CUDA devices, `sgl_kernel` elsewhere."""
+        """Import the sampling kernel's module: from SGLang on CUDA devices, else from `sgl_kernel`."""
         from sglang.srt.utils.common import is_cuda
 
         name = "sglang.kernels.ops.speculative.sampling" if is_cuda() else _PACKAGE
@@ -175,10 +175,10 @@ class Sglang0521(Sglang0523):
 
 
 class Sglang0520(Sglang0521):
-    """Adapter to SGLang 0.5.20 and older, where the sampling kernel comes from the package `sgl_kernel`."""
+    """Adapter to SGLang 0.5.20, where the sampling kernel comes from the package `sgl_kernel`."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import `sgl_kernel`, which provides the sampling kernel on every device in these releases."""
+        """Import `sgl_kernel`, which provides the sampling kernel on every device up to SGLang 0.5.20."""
         return ((_imported(_PACKAGE), _KERNEL),)
 
 
@@ -186,7 +186,7 @@ class Sglang0519(Sglang0520):
     """Adapter to SGLang 0.5.19, where a forward pass has at most one auxiliary output."""
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine two auxiliary outputs of a forward pass, as SGLang itself does since 0.5.20."""
+        """Combine two auxiliary outputs of a forward pass, as SGLang 0.5.20 and later do themselves."""
         if current is None or output is None:
             return current or output
         return Outputs((*getattr(current, "outputs", (current,)), *getattr(output, "outputs", (output,))))

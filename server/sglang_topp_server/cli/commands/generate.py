@@ -149,7 +149,7 @@ def _finite(logprobs: NDArray[np.float32]) -> list[float | None]:
 
 
 class _Counted:
-    """Yields rollouts, and counts the rollouts and their tokens."""
+    """An iterable of rollouts that counts the rollouts and their tokens."""
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         self._rollouts = rollouts

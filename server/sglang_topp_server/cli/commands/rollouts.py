@@ -88,7 +88,7 @@ def _parquet_files(path: str) -> list[os.DirEntry[str]]:
 
 
 class _Summary:
-    """Counts rollouts, tokens, and candidate sets, and formats the summary that the command prints."""
+    """Counters of rollouts, tokens, and candidate sets, for the summary that the command prints."""
 
     def __init__(self) -> None:
         self.num_rollouts = 0

@@ -10,7 +10,7 @@ __all__ = ["add_parser"]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command, which prints a script that completes all subcommands of `sglang-topp`.
+    """Add the command `completion`, which prints a script for the shell completion of `sglang-topp`.
 
     `main` stores the parser of all subcommands in `args.root`.
     """
