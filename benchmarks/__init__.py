@@ -1,1 +1,1 @@
-"""Benchmarks of sglang-topp: `python -m benchmarks NAME ...` runs the named benchmarks, `make bench` all."""
+"""Benchmarks of sglang-topp. `python -m benchmarks NAME ...` runs some of them, and `make bench` runs all."""

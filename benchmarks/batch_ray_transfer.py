@@ -2,8 +2,8 @@
 
 For loss masks and candidate sets, the tables compare the pickled sizes, and the time of `ray.put` plus
 `ray.get`. For loss masks, the tables also compare the time to convert the masks to float32 tensors, and the
-time to pack the masks from lists. The batch has 512 responses of 16 to 8192 tokens. Ray runs on loopback with
-one CPU and no dashboard.
+time to pack masks that are lists of ints. The batch has 512 responses of 16 to 8192 tokens. Ray runs on
+loopback with one CPU and no dashboard.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Benchmark of distillation over a teacher's candidate sets, against distillation from full logits.
 
-Each contender runs the forward and backward pass of the forward KL. On the CPU, contenders use float32 and
-one thread. On a GPU, if there is one, contenders use bfloat16 and tensors as large as a real trainer's.
+Each contender computes the forward KL and its gradients. On the CPU, contenders use float32 and one thread.
+On a GPU, if there is one, contenders use bfloat16 and tensors as large as a real trainer's.
 `benchmarks/replay.py` generates the random candidate sets.
 """
 

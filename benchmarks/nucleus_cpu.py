@@ -1,7 +1,7 @@
 """Benchmark of a decode step's candidate sets on the CPU: `nucleus.top_p_candidates` against sort-and-cumsum.
 
-The benchmark runs on one thread. On a shared machine, several threads would also wait for each other, and the
-times would include these waits. The benchmark `nucleus_gpu` covers GPUs.
+The benchmark runs on one thread. On a shared machine, several threads would wait for each other, and the
+measured times would include these waits. The benchmark `nucleus_gpu` covers GPUs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def sort_and_cumsum(logprobs: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]
 def _logprobs(rows: int, *, std: float = 7.0, vocab: int = VOCAB) -> Tensor:
     """Return log-probs of normally distributed logits.
 
-    A standard deviation of 7 gives set sizes as large as a real model's.
+    With logits of standard deviation 7, the set sizes are as large as a real model's.
     """
     generator = torch.Generator().manual_seed(0)
     return torch.log_softmax(torch.randn(rows, vocab, generator=generator) * std, -1)

@@ -30,7 +30,7 @@ THRESHOLDS = (0.8, 0.95, 0.999)
 # Standard deviations of the logits. 7 gives set sizes as large as a real model's, and 0.5 keeps most of the
 # vocabulary.
 ROWS = {"realistic": 7.0, "flat": 0.5}
-# The only case with target speedups: (number of rows, vocabulary size, threshold, kind of logits).
+# Only this case has target speedups: (number of rows, vocabulary size, threshold, kind of logits).
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
 # At a GPU clock of 2 GHz, the sleep kernel takes about 10 ms. Every contender queues its kernels in less than
@@ -68,7 +68,7 @@ def _cases() -> Iterator[tuple[int, int, float, str]]:
 
 
 def _compare_main_case() -> None:
-    """Time extraction against one copy of the input, and print peak memory and host time."""
+    """Compare the extraction time with one copy of the input, and print peak memory and host time."""
     b, v, p, kind = MAIN_CASE
     for dtype in (torch.float32, torch.bfloat16):
         logprobs = _logprobs(b, v, ROWS[kind]).to(dtype)
@@ -105,8 +105,8 @@ def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]
     """Return the functions to compare, by label.
 
     Most contenders write the candidates of every row to GPU memory. `topk` returns each row's 1024 most
-    likely tokens. FlashInfer returns the renormalized probabilities of the whole vocabulary. The contender
-    "one copy" only copies the log-probs.
+    likely tokens. FlashInfer returns a renormalized probability for every token of the vocabulary. The
+    contender "one copy" only copies the log-probs.
     """
     from sglang_topp.nucleus.gpu_extraction import stage_top_p
 
@@ -128,7 +128,7 @@ def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]
 
 
 def _flashinfer(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
-    """Return a contender that renormalizes with FlashInfer, or no contender if FlashInfer does not run."""
+    """Return the contender that renormalizes with FlashInfer, or an empty dict if FlashInfer does not run."""
     top_p_renorm_probs = _import_top_p_renorm_probs()
     if top_p_renorm_probs is None:
         return {}

@@ -111,7 +111,7 @@ def _run_on_cpu() -> None:
 
 
 def make_sets(num_positions: int, vocab_size: int, size: int | None = None) -> CandidateSets:
-    """Return random sets of `size` tokens each. If `size` is None, the sizes vary as in a rollout."""
+    """Return random sets of `size` tokens each. If `size` is None, the sizes imitate those of a rollout."""
     rng = np.random.default_rng(0)
     sizes = np.full(num_positions, size or 1)
     if size is None:

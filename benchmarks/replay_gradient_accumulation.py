@@ -110,7 +110,7 @@ def candidate_head(t: int, h: int, v: int, way: str = "buffer", spread: int | No
 def _inputs(t: int, h: int, v: int, spread: int) -> tuple[Tensor, Tensor, CandidateSets]:
     """Return hidden states, a head whose `.grad` is set, and sets with token ids spread over [0, `spread`).
 
-    At most 32,768 distinct ids occur, however large the vocabulary is.
+    The sets contain at most 32,768 distinct token ids, however large the vocabulary is.
     """
     torch.manual_seed(0)
     hidden = torch.randn(t, h).requires_grad_()

@@ -1,8 +1,8 @@
 """Benchmark of the sidecar's rollout encodings: time, and size compared with the rollouts' entropy.
 
-The rollouts are random. Each token's distribution is a softmax over the whole vocabulary, token frequencies
-follow Zipf's law, and the candidate sets are exact top-p sets. The low bits of the float32 log-probs look
-random, so no encoding can compress them.
+The benchmark draws random rollouts. Each token's distribution is a softmax over the whole vocabulary, token
+frequencies follow Zipf's law, and the candidate sets are exact top-p sets. The low bits of the float32
+log-probs look random, so no encoding can compress them.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ EAGLE = (
 
 
 def run() -> None:
-    """Print the throughput relative to plain generation."""
+    """Print each contender's throughput, relative to requests without log-probs and candidate sets."""
 
     async def send(url: str, body: dict[str, Any]) -> None:
         limits = httpx.Limits(max_connections=REQUESTS)

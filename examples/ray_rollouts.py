@@ -147,7 +147,7 @@ def roll_out(
 
 
 def main() -> int:
-    """Run the example. Return 0 if the mean importance ratio is 1, or else 1."""
+    """Run the example, and return the exit status: 0 if the mean importance ratio is 1, or else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--address", help="of a running cluster (default: start Ray on this machine)")
     parser.add_argument("--model-path", help="readable on every node (default: a tiny random model)")

@@ -1,4 +1,4 @@
-"""Score saved rollouts with a teacher on a Ray cluster: one output file for each Parquet file of a directory.
+"""Let a teacher score all Parquet files of rollouts in a directory, on a Ray cluster.
 
 Ray Data gives each Parquet file to an actor. If the node of an actor dies, Ray Data gives that actor's
 Parquet file to another actor. An actor writes its scores to a temporary file. Once this file is complete, the

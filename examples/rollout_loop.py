@@ -34,7 +34,10 @@ TOLERANCE = 1e-3  # SGLang and transformers round float32 values differently
 
 
 def main() -> int:
-    """Run the demo. Return 0 if every ratio over the candidate sets is 1."""
+    """Run the demo, and return the exit status.
+
+    The status is 0 if every importance ratio over the candidate sets is 1 within `TOLERANCE`, else 1.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--top-p", type=float, default=0.8, help="threshold of the sampler (%(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="per prompt (%(default)s)")

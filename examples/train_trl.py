@@ -73,7 +73,7 @@ def share_of_even_ids(completion_ids: list[list[int]], **others: Any) -> list[fl
 
 
 def main() -> int:
-    """Train a few steps. Return 0 if the largest importance ratio of every step is 1, and 1 otherwise."""
+    """Train a few steps. Return 0 if the largest importance ratio of every step is close to 1, or else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="training steps (%(default)s)")
     args = parser.parse_args()

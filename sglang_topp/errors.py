@@ -62,7 +62,7 @@ class InvalidInputError(SglangToppError, ValueError):
 
 
 class InvalidCandidateSetsError(InvalidInputError):
-    """The arrays do not form candidate sets (shape, dtype, order, range, membership).
+    """The arrays break a rule of `CandidateSets`, such as a rule on dtypes or order.
 
     Attributes:
         field: the name of the invalid array in `CandidateSets`.
@@ -153,7 +153,7 @@ class ResponseError(RequestError):
 
 
 class BadRequestError(ResponseError):
-    """The request itself is wrong (a 4xx other than 401, 403, and 429). A retry would fail again."""
+    """The request itself is wrong (a 4xx other than 401, 403, and 429). A retry would fail too."""
 
 
 class AuthenticationError(ResponseError):

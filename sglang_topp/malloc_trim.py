@@ -4,7 +4,7 @@ glibc keeps freed blocks for later allocations, so a process stays large after i
 process that handles large sets needs both parts of this module:
 
 - `return_large_blocks_at_once` sets `M_MMAP_THRESHOLD`, which bounds the peak memory. A sidecar that streamed
-  16 samples of 200,000 candidates grew by 28 MiB with `M_MMAP_THRESHOLD` set, and by 55 to 75 MiB without.
+  16 samples of 200,000 candidates grew by 28 MiB with `M_MMAP_THRESHOLD` set, and by 55 to 75 MiB without it.
 - `HeapTrimmer` calls `malloc_trim` in a background thread, to return smaller freed blocks to the OS. With
   only `M_MMAP_THRESHOLD` set, a process that started at 33 MiB still held 122 MiB after answers of 0.4 MB
   each. With both `M_MMAP_THRESHOLD` and `malloc_trim`, the process held 34 MiB.
@@ -44,7 +44,8 @@ class HeapTrimmer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests = 0  # `trim_soon` calls since the trim thread started; 0 while no trim thread runs
+        # The number of `trim_soon` calls since the trim thread started, or 0 while no trim thread runs.
+        self._requests = 0
 
     def trim_soon(self) -> None:
         """Trim the heap in the background, 1, 5, and 30 seconds from now.

@@ -131,7 +131,7 @@ class _Pace:
 
 
 class _Connection(asyncio.Protocol):
-    """A client's connection; supports only the part of HTTP that sglang-topp's client and sidecar use."""
+    """A client's connection, with only the part of HTTP that sglang-topp's client and sidecar use."""
 
     def __init__(self, pace: _Pace) -> None:
         self._pace = pace

@@ -50,8 +50,8 @@ def compare_peaks(
 ) -> Table:
     """Measure peak memory, and print the ratio of the first contender's peak to each contender's peak.
 
-    Each contender is a pair `(prepare, args)`, as for `peak_bytes`. Peaks below 1 MiB count as 1 MiB, because
-    the kernel's memory counters are too coarse for smaller peaks.
+    Each contender is a pair `(prepare, args)`, and `peak_bytes(prepare, *args)` measures its peak. Peaks
+    below 1 MiB count as 1 MiB, because the kernel's memory counters are too coarse for smaller peaks.
     """
     peaks = {
         label: max(1.0, peak_bytes(prepare, *args, warmup=warmup) / 2**20)

@@ -6,9 +6,10 @@ Each benchmark has one JSON file in `benchmarks/results/`:
      "tables": [{"title", "unit", "better", "rounds", "target", "picture",
                  "rows": [{"label", "figure": {"median", "min", "max"}, "ratio": {"median", "min", "max"}}]}]}
 
-`figure` is the row's measurement in `unit`. `ratio` is the first row's measurement divided by this row's, so
-a larger ratio is better. `better` is "faster" for times, and "less" for counts such as bytes. `target` is the
-ratio that the last row should reach, or null. `picture` names the table's PNG, or is null.
+`figure` is the row's measurement in `unit`. `ratio` is the first row's measurement divided by this row's
+measurement. Smaller measurements, and therefore larger ratios, are better. `better` is "faster" for times,
+and "less" for counts such as bytes. `target` is the ratio that the last row should reach, or null. `picture`
+names the table's PNG, or is null.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Table:
 
     @classmethod
     def from_rounds(cls, values: dict[str, list[float]], **fields: Any) -> Table:
-        """Build a table from each label's measured values. Entry i of every list belongs to round i."""
+        """Build a table with one row per label in `values`. Entry i of each list belongs to round i."""
         first = next(iter(values.values()))
         rows = (
             Row(

@@ -170,7 +170,7 @@ def as_token_ids(name: str, values: Any) -> list[int]:
 
 
 def as_array(name: str, values: Any) -> NDArray[Any]:
-    """Convert `values` to a NumPy array of any dtype and shape. The caller must check the array's contents.
+    """Convert `values` to a NumPy array. The caller must check the array's dtype, shape, and contents.
 
     Raises:
         InvalidInputError: NumPy cannot read `values`.

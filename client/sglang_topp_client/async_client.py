@@ -51,9 +51,9 @@ class AsyncRolloutClient:
 
     With several servers, the client sends each call to the server with the fewest samples in flight. All
     samples of a prompt go to one server. This server prefills the prompt once, and the samples share the
-    prompt's KV through the prefix cache. If a server dies, hangs, or answers 429 or 5xx, the server's
-    unfinished samples move to the other servers at once. The client tries the failed server again after 0.5
-    to 8 s.
+    prompt's KV through the prefix cache. If a server dies, hangs, or answers 429 or 5xx, the client
+    immediately moves the server's unfinished samples to the other servers. The client tries the failed server
+    again after 0.5 to 8 s.
 
     One client may be used on several event loops at once. A connection belongs to the event loop that opened
     it, and closes when that loop ends or `close` is called. Pickling a client copies only its configuration.
@@ -78,9 +78,9 @@ class AsyncRolloutClient:
         max_connections: how many calls may be in flight at once. If the limit on open files (`ulimit -n`) is
             low, the client allows fewer calls in flight. The maximum is then the number of file descriptors
             that are free at the client's first call, minus a reserve of at most 64.
-        max_retries: how many times a call is retried. A retry begins once the call has failed on every
-            available server. A move to another server is not a retry. Only transport errors and the statuses
-            429 and 5xx are retried.
+        max_retries: the maximum number of retries of a call. A retry begins once the call has failed on every
+            available server. A move to another server does not count as a retry. Only transport errors and
+            the statuses 429 and 5xx are retried.
         max_message_bytes: the maximum length in bytes of one message in an answer, before and after
             decompression. A message holds at most one sample. 512 MiB is enough for a sample of 32,000 tokens
             with 1,500 candidates each.
@@ -207,8 +207,8 @@ class AsyncRolloutClient:
         waits for pending aborts.
 
         If a server sends nothing for 10 s, the client probes the server. After two failed probes of 10 s
-        each, the server's calls move to another server or are retried. A server with a long queue answers
-        probes and keeps its calls.
+        each, the client moves the server's calls to other servers, or retries the calls. A server with a long
+        queue still answers probes, so the client leaves the calls on this server.
 
         Args:
             prompts: one prompt or several. A prompt is text, token ids, or chat messages, such as
@@ -220,8 +220,8 @@ class AsyncRolloutClient:
                 tokenizer and pass the token ids. The client refuses images, audio, and video.
             sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n`
                 is the number of samples of each prompt.
-            top_logprobs_p: the threshold p of the candidate sets, one for all prompts or one per prompt. With
-                None or 0, the client requests no sets.
+            top_logprobs_p: the threshold p of the candidate sets, one for all prompts or one per prompt. None
+                or 0 stands for no threshold.
             top_logprobs_source: the rule that selects the tokens of the sets, one for all prompts or one per
                 prompt. `"sampler"` selects the tokens that the engine's sampler could draw under the
                 request's top_k, top_p, and min_p. `"sampler"` cannot be combined with `top_logprobs_p`. With
@@ -279,11 +279,12 @@ class AsyncRolloutClient:
     ) -> AsyncGenerator[Rollout, None]:
         """Generate samples as `generate` does, but yield each sample as it finishes, in any order.
 
-        The client sends nothing before the first iteration. Once 1,024 finished samples wait for the caller,
-        the client sends no more prompts until the caller has taken half of these samples. In the meantime,
-        the engine still finishes the samples of all prompts that it has received. Closing the iterator
-        (`aclose`, or `contextlib.aclosing` around it) aborts the remaining samples in the engine. A sample is
-        never yielded twice: after a lost connection, only unfinished samples are generated again.
+        The client sends no request before the caller asks for the first sample. Once 1,024 finished samples
+        wait for the caller, the client sends no more prompts until the caller has taken half of these
+        samples. The engine still finishes the samples of all prompts that it has already received. Closing
+        the iterator (`aclose`, or `contextlib.aclosing` around it) aborts the remaining samples in the
+        engine. A sample is never yielded twice: after a lost connection, only unfinished samples are
+        generated again.
 
         There is no time limit by default, because `timeout_s` also counts the time that the caller spends
         between samples.
@@ -442,7 +443,7 @@ class AsyncRolloutClient:
                 be scored, because no token precedes it. If `start` is the sequence's length, no position is
                 scored.
             on_abort: how to treat a sequence that the engine aborts because of `abort_all`, a pause, or a
-                weight update. `"raise"` raises an error. `"resume"` scores the sequence again once the engine
+                weight update. `"raise"` raises an error. `"resume"` repeats the score as soon as the engine
                 accepts requests again.
             timeout_s: as for `generate`.
             progress: as for `generate`.
@@ -488,14 +489,14 @@ class AsyncRolloutClient:
         If the request has `on_abort="return"`, the client keeps the request's connections open while the
         engine aborts the samples, and the caller gets everything that was generated. The client stops waiting
         for an engine that sends nothing for five seconds, and for a sidecar that sends nothing for ten
-        seconds. If nothing of a sample has arrived, the caller gets a rollout without tokens. If the engine
+        seconds. If no token of a sample has arrived, the caller gets a rollout without tokens. If the engine
         had not yet tokenized the prompt, the caller gets a RolloutError, because the prompt's token ids are
         unknown.
 
         When this method returns, all requests with this name on this event loop have stopped. The method
-        waits up to three seconds for the engine to receive the abort. If the engine does not receive the
-        abort, the engine aborts the samples because the client closes their connections. If the caller
-        cancels the wait, the client still sends the abort.
+        waits up to three seconds for the engine to receive the abort. Even if the engine does not receive the
+        abort, the client closes the samples' connections, and the engine then aborts the samples. If the
+        caller cancels the wait, the client still sends the abort.
 
         If this client runs no request with this `request_id`, the client asks every server to abort the
         request. `request_id` may therefore also be an id that an engine gave a sample, as in
@@ -509,8 +510,8 @@ class AsyncRolloutClient:
 
         The `on_abort` of each request decides what happens to its samples. Pause the engines before this
         call. If the engines are not paused, each client immediately resumes its samples whose `on_abort` is
-        `"resume"`. This client's requests with `on_abort="return"` end, as after `abort`: the client sends no
-        further prompts of these requests, and returns their partial samples.
+        `"resume"`. For this client's requests with `on_abort="return"`, `abort_all` has the same effect as
+        `abort`: the client sends no further prompts of these requests, and returns their partial samples.
         """
         await self._runner.abort_all()
 
@@ -544,13 +545,13 @@ class AsyncRolloutClient:
                 once for each tensor-parallel rank. `"distributed"`: this process broadcasts the values over a
                 new torch process group, which it forms with all engines for this push. The push does not use
                 existing process groups. CUDA tensors use NCCL, and other tensors use gloo. If one engine
-                fails, the weights of all engines are unknown. Engines with `--dp-size` or `--pp-size` above 1
-                accept only `"disk"`.
+                fails, the client does not know which weights the engines have. Engines with `--dp-size` or
+                `--pp-size` above 1 accept only `"disk"`.
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
-                the engine recomputes their KV cache. On SGLang before 0.5.21, and with `--pp-size` above 1,
-                `"retract"` fails if requests are in flight. `"abort"`: the engine aborts the requests, and
-                each request's `on_abort` decides what follows. `"in_place"`: requests continue with the KV
-                cache of the old weights, and no cache is flushed.
+                the engine recomputes their KV cache. If requests are in flight, `"retract"` fails on SGLang
+                before 0.5.21, and on any release with `--pp-size` above 1. `"abort"`: the engine aborts the
+                requests, and each request's `on_abort` decides what follows. `"in_place"`: requests continue
+                with the KV cache of the old weights, and no cache is flushed.
             timeout_s: the time limit of each step on an engine, such as pausing the engine or sending it one
                 bucket of tensors.
 
@@ -597,7 +598,7 @@ class AsyncRolloutClient:
         return info
 
     async def check_servers(self) -> None:
-        """Check that all servers and gateways keep the fields that this client needs.
+        """Check that no server or gateway drops a field that this client needs.
 
         Call this method when a training run starts. Some gateways silently drop fields that they do not know.
         The client therefore sends each engine or gateway four requests for one token each. The answers show

@@ -19,8 +19,8 @@ class Progress:
     Args:
         total: the number of samples in the batch.
         show: whether to show the line. If `show` is None and the program has not set up logging, the line
-            appears once the batch has taken two seconds. If the program has set up logging, None means False,
-            because the line would mix with the log messages.
+            appears once the batch has taken two seconds. If `show` is None and the program has set up
+            logging, no line appears, because the line would mix with the log messages.
         of: the word for the samples in the line, a plural noun such as "rollouts".
     """
 

@@ -2,7 +2,7 @@
 
 The background thread has its own event loop (`transport/loop_thread.py`). Any number of threads may therefore
 call the client, even a thread that already runs an event loop, such as a notebook's. `AsyncRolloutClient`
-does the retries, the aborts, and the decoding.
+retries and aborts requests, and decodes the answers.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ class RolloutClient:
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:
-        """Check that all servers and gateways keep the request and answer fields that the client needs.
+        """Check that no server or gateway drops a request or answer field that the client needs.
 
         `AsyncRolloutClient.check_servers` describes which requests this method sends.
         """

@@ -247,9 +247,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         Return (log-probs [B, C], entropies [B, C] or None, None).
         """
         if model is self.model and not compute_entropy:
-            # Replay refuses PEFT adapters. Without adapters, TRL calls this method for `self.model` without
-            # `compute_entropy` only to compute the old log-probs. The rollout already supplies the old
-            # log-probs.
+            # Replay refuses PEFT adapters. TRL therefore makes this call, with `self.model` and no entropy,
+            # only to compute the old log-probs. The rollout already supplies the old log-probs.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []

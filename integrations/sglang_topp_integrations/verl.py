@@ -85,14 +85,14 @@ _Next: Any = object
 
 
 class ReplayHttpServer(_Next):  # type: ignore[misc]
-    """A mixin for verl's `SGLangHttpServer`: requests with the rollout's sampling parameters get sets."""
+    """A mixin for verl's `SGLangHttpServer` that returns sets if a request samples as configured."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Launch SGLang, and send one request to check that SGLang returns sets.
 
         Raises:
-            SglangToppError: SGLang's answer to that request has no sets. The error ends the launch, so no
-                rollout starts.
+            SglangToppError: SGLang's answer to the first request has no sets. The error ends the launch, so
+                no rollout starts.
         """
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
@@ -155,8 +155,8 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's FSDP engine for policy and reference, with log-probs and entropies over the sets.
 
     Raises:
-        InvalidInputError: replay does not support an option of the engine or the model. The message gives
-            the reason.
+        InvalidInputError: replay does not support an option of the engine or the model. The error message
+            says why.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         Both tensors are jagged [B, *], with 0 at prompt positions.
 
         Raises:
-            MissingCandidateSetsError: a row or a token that counts in the loss has no candidate set.
+            MissingCandidateSetsError: a token that counts in the loss has no candidate set.
             InvalidInputError: a row's candidate sets do not belong to the row's response tokens.
         """
         offsets = micro_batch["input_ids"].offsets()
@@ -209,7 +209,7 @@ def packed_sets(micro_batch: Any) -> CandidateSets:
     hold copies of another row's fields.
 
     Raises:
-        MissingCandidateSetsError: a row or a token that counts in the loss has no candidate set.
+        MissingCandidateSetsError: a token that counts in the loss has no candidate set.
         InvalidInputError: a row's candidate sets do not belong to the row's response tokens.
     """
     packed = tu.get(micro_batch, FIELD)

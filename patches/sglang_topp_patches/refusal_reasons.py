@@ -1,9 +1,9 @@
 """Give the reasons why a server, or a single request, cannot get exact candidate sets.
 
 The functions in this module derive the reasons from the server's arguments, the environment variables, or a
-request's sampling parameters. Other modules give two more reasons. `compat.seam_check` reports a patch set
-that does not fit the SGLang release. `http.process_state` reports HTTP routes of SGLang that run without the
-patch set's checks.
+request's sampling parameters. Two other modules also give reasons to refuse candidate sets.
+`compat.seam_check` reports a patch set that does not fit the SGLang release. `http.process_state` reports
+HTTP routes of SGLang that run without the patch set's checks.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _ORIGINAL_LOGPROB = (
 
 
 def source_problems() -> tuple[str, ...]:
-    """Return why this server cannot tell which tokens its sampler could draw, or an empty tuple."""
+    """Return the reasons why this server cannot tell which tokens its sampler could draw."""
     if reason := refused(Feature.SAMPLER_SOURCE):
         return (reason,)
     try:
@@ -111,9 +111,9 @@ def environment_problems() -> tuple[str, ...]:
 
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
-    # If `SGLANG_ENABLE_GRAPH_POOL_BORROW` is on, another CUDA graph may overwrite logits before the hooks
-    # extract sets from these logits. In SGLang 0.5.21 to 0.5.23, the other graph may overwrite the logits of
-    # prompts. In SGLang 0.5.19, the other graph may overwrite the logits in `eagle_sample`.
+    # If `SGLANG_ENABLE_GRAPH_POOL_BORROW` is on, the next CUDA graph may overwrite logits before the hooks
+    # extract sets from these logits. In SGLang 0.5.21 to 0.5.23, the next graph may overwrite the logits of
+    # prompts. In SGLang 0.5.19, the next graph may overwrite the logits in `eagle_sample`.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),
@@ -158,7 +158,7 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
     """Return the possible reasons to refuse speculative decoding.
 
-    In the returned mapping, the value of a reason is true if the reason applies.
+    The keys of the returned mapping are the reasons. The value of a key is true if the reason applies.
     """
     algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
     if not algorithm:
@@ -222,7 +222,7 @@ def verification_problem(server_args: Any, top_k: int) -> str:
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
     """Return the possible reasons to refuse a disaggregated server.
 
-    In the returned mapping, the value of a reason is true if the reason applies.
+    The keys of the returned mapping are the reasons. The value of a key is true if the reason applies.
     """
     role = getattr(server_args, "disaggregation_mode", "null")
     if role in (None, "null"):

@@ -3,8 +3,8 @@
 SGLang carries the messages in its field `customized_info`. Each generated token has one `Entry`, and each
 scored prompt position has one `Span`. A `Span` holds a copy of its candidates as bytes, because bytes pickle
 fast. A NumPy view instead of a copy would keep the arrays of the whole batch in memory. The format of `Entry`
-and `Span` may change in any version of this package, because both processes run the same version. This module
-also defines the names of the request fields that ask for candidate sets.
+and `Span` may change in any version of this package, because the scheduler and the HTTP process run the same
+version. This module also defines the names of the request fields that ask for candidate sets.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def asking_field(get: Callable[[str], Any]) -> str:
     Args:
         get: returns the value of the request field with a given name, or None if the request lacks the field.
     """
+    # Check NUCLEUS before THRESHOLD, because the HTTP process adds THRESHOLD to a request with NUCLEUS.
     if get(NUCLEUS):
-        return NUCLEUS  # before THRESHOLD, because the HTTP process adds THRESHOLD to such a request
+        return NUCLEUS
     if get(THRESHOLD):
         return THRESHOLD
     return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""

@@ -24,7 +24,7 @@ class SizeHistogram(Collector):
     """A Prometheus histogram that can observe a whole array in one call.
 
     The sidecar observes one candidate set size per token. The `Histogram` of prometheus_client would need one
-    call per size.
+    call of `observe` per size.
 
     Args:
         name: the metric's name.

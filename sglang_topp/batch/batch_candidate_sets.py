@@ -129,7 +129,7 @@ class BatchCandidateSets:
         """Return the given rows, in the given order. A row may occur more than once.
 
         Args:
-            rows: integers [k] for any k, from 0 to B - 1.
+            rows: [k], integers from 0 to B - 1, for any k.
 
         Raises:
             InvalidInputError: a row index is not an integer, or is out of range.

@@ -44,7 +44,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def entries_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `batch` as a dict that maps names to values.
 
-    Non-tensor values of a TensorDict keep their `NonTensorData` wrapper, except for BatchCandidateSets.
+    If a `NonTensorData` of a TensorDict wraps a BatchCandidateSets, the entry is the BatchCandidateSets. All
+    other values stay as they are.
     """
     if not is_tensordict(batch):
         return dict(batch)
@@ -76,10 +77,10 @@ def count_rows(entries: Mapping[str, Any]) -> int:
 
 
 def _rows_come_second(entries: Mapping[str, Any], name: str, num_rows: int) -> str:
-    """Return a hint for an error message: the second dimension of tensor `name` may hold the rows.
+    """Return a hint that dimension 1 of tensor `name` may hold the rows, for an error message.
 
-    The hint is for tensors such as `position_ids` [3, B, W]. If the size of the second dimension is not
-    `num_rows`, the hint is empty.
+    The hint is for tensors such as `position_ids` [3, B, W]. If the size of dimension 1 is not `num_rows`,
+    the hint is empty.
     """
     value = entries[name]
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == num_rows:

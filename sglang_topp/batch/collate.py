@@ -139,10 +139,10 @@ def collate_rollouts(
 ) -> RLBatch:
     """Collate a client's `Rollout` objects into a batch like that of `collate_rl`.
 
-    The batch's `logprobs` are the old log-probs of importance ratios. For rollouts with candidate sets, each
-    token's log-prob is normalized over the token's set in the rollout. For rollouts without sets, each
-    token's log-prob is normalized over the whole vocabulary. Tokens that `Rollout.extend` appended have a
-    loss mask of 0.
+    The batch's `logprobs` are the log-probs under the policy that drew the tokens. They belong in the
+    denominator of importance ratios. For rollouts with candidate sets, each token's log-prob is normalized
+    over the token's set in the rollout. For rollouts without sets, each token's log-prob is normalized over
+    the whole vocabulary. Tokens that `Rollout.extend` appended have a loss mask of 0.
 
     Args:
         rollouts: B rollouts, for example from `RolloutClient.generate` or `load_rollouts`. Either all
@@ -255,7 +255,7 @@ def _padding(lengths: NDArray[np.int64], width: int, pad_token_id: int) -> NDArr
     """
     pad_token_id = as_integer("pad_token_id", pad_token_id)
     if pad_token_id == 0:
-        return np.zeros((len(lengths), width), np.int64)  # faster than filling `np.empty`
+        return np.zeros((len(lengths), width), np.int64)  # `np.zeros` is faster than filling `np.empty`
     out = np.empty((len(lengths), width), np.int64)
     for line, start in zip(out, (width - lengths).tolist(), strict=True):
         line[:start] = pad_token_id

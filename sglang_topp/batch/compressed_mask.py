@@ -1,7 +1,7 @@
 """`CompressedMask`: store a [B, W] mask as runs or bits, and gather or scatter a field's elements with it.
 
-`gather` returns the elements of a [B, W, *rest] batch field at which the mask is true. `scatter` writes such
-elements back.
+`gather` returns the elements of a [B, W, *rest] batch field at which the mask is true. `scatter` writes given
+elements to the places of a batch field at which the mask is true.
 
 Shape legend: B rows, W columns, n kept elements in all, and `rest` for a field's further dimensions.
 """
@@ -27,8 +27,8 @@ _BLOCK_BYTES = 1 << 20  # a block of rows of this size fits in a core's cache
 class CompressedMask:
     """A [B, W] mask of the elements to keep, stored as runs of columns, or as bits if runs would be larger.
 
-    Runs and bits can both represent any mask, including masks with gaps and rows of zeros. The result of
-    `take` has the `width` of the whole batch.
+    Runs and bits can both represent any mask, including masks with gaps and rows of zeros. `take` selects
+    rows of the mask, and keeps the `width` of the whole batch.
 
     Args:
         width: the number of columns W.
@@ -54,8 +54,8 @@ class CompressedMask:
         num_rows, width = mask.shape
         pairs, counts = [], np.zeros(num_rows, np.int64)
         for low, high in blocks(num_rows, width):
-            # Concatenate the mask's rows, with a 0 before and after each row. Each change of value in the
-            # result starts or ends a run.
+            # Concatenate the mask's rows, with a 0 before and after each row. In the concatenated rows, each
+            # change between 0 and 1 starts or ends a run.
             line = np.zeros((high - low) * (width + 1) + 1, np.uint8)
             np.not_equal(mask[low:high], 0, out=line.view(np.bool_)[1:].reshape(-1, width + 1)[:, :width])
             changes = np.bitwise_xor(line[1:], line[:-1])

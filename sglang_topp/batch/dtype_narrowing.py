@@ -20,7 +20,7 @@ _SAMPLE = 4096
 
 
 def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Return an array's values in a narrower dtype that holds each value exactly, else `bits`.
+    """Return an array in a narrower dtype that holds each value exactly, or `bits` if no such dtype exists.
 
     `bits` holds the bit patterns of the array's elements as signed integers. `dtype` is the array's
     original dtype.

@@ -110,7 +110,7 @@ def pack_loss_mask(
             0 or 1.
         form: `bits` stores the mask in L / 8 bytes. `int8` stores the mask in L bytes, which the receiving
             process reads without a copy.
-        length: the expected L, such as the response's length. A mask of another length is an error.
+        length: the expected L, such as the response's length, or None to accept any length.
 
     Raises:
         InvalidInputError: the mask has a value other than 0 and 1, is not 1-D, or has the wrong length,
@@ -164,8 +164,8 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
             out.append(_bytes(mask))
         except InvalidInputError as error:
             raise InvalidInputError(f"{name}[{i}]: {error}") from None
-    # Check all masks in one NumPy call. With one call per mask, these checks would take longer
-    # than `_bytes`.
+    # Check all masks in one NumPy call. With one call per mask, the checks would take longer than converting
+    # the masks with `_bytes`.
     if out and np.concatenate(out).max(initial=0) > 1:
         for i, values in enumerate(out):
             if (wrong := np.flatnonzero(values > 1)).size:
@@ -177,8 +177,9 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.uint8]]:
 def _bytes(mask: Any) -> NDArray[np.uint8]:
     """Return the mask as uint8 [L].
 
-    The result may contain numbers above 1, which `mask_rows` rejects. The function raises InvalidInputError
-    if the mask is not 1-D, or if a value such as 0.5 does not fit uint8.
+    The result may contain numbers above 1. `mask_rows`, the caller of this function, rejects these numbers.
+    The function raises InvalidInputError if the mask is not 1-D, or if a value such as 0.5 does not fit
+    uint8.
     """
     if isinstance(mask, PackedLossMask):
         return mask.to_numpy().view(np.uint8)

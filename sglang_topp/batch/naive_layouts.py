@@ -206,7 +206,7 @@ def _pack_scored(
 
 
 def nest(field: torch.Tensor, mask: torch.Tensor, pad: float = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return `(columns, values)` for each row of `field` [B, W, ...]: the kept columns, and the values there.
+    """Return `(columns, values)` for each row of `field` [B, W, ...]: columns to keep, and the values there.
 
     A column is kept if the mask is not 0 there, or if the row holds a value other than `pad` there.
     """

@@ -81,7 +81,7 @@ class NestedBatch:
 
     `nest_batch` creates a NestedBatch, and `unnest_batch` restores the padded batch. The batch is immutable
     and picklable. `batch[a:b]`, `take`, and `chunk` select rows. `nest_batch` does not copy tensors that it
-    does not compress. Pickle protocol 5 also transfers uncompressed tensors without a copy.
+    does not compress. Pickle protocol 5 transfers these tensors without a copy.
 
     `dense` and `outside` always describe the whole batch that `nest_batch` received, even after `take`.
 

@@ -63,13 +63,13 @@ class PackedBatch(TypedDict):
     """int64 [N]: the number of columns to compute in each row. With pipeline parallelism, each of these
     numbers is W."""
     cu_seqlens: list[torch.Tensor]
-    """int32 [samples + 1] for each row: the first column of each sample, followed by the row's length. Each
+    """For each row, int32 [samples + 1]: the first column of each sample, followed by the row's length. Each
     sequence of `cu_seqlens` includes the padding after its sample. A row without samples has one sequence,
     which consists of padding."""
     seq_lengths: list[torch.Tensor]
-    """int32 [samples] for each row: the number of tokens of each sample, without padding."""
+    """For each row, int32 [samples]: the number of tokens of each sample, without padding."""
     samples: list[torch.Tensor]
-    """int64 [samples] for each row: the indices of the row's samples, in order."""
+    """For each row, int64 [samples]: the indices of the row's samples, in order."""
     response_mask: NotRequired[torch.Tensor]
     """RL only: int64 [N, W], 1 in the columns that predict response tokens."""
     rewards: NotRequired[torch.Tensor]
@@ -109,8 +109,8 @@ class _Packing:
     def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
         """Return `(sample, first, stop)` for every sample: its range in the flattened [N, W] field.
 
-        The range `first` to `stop - 1` of sample i starts `skip[i]` columns after the sample's first column,
-        and has `lengths[i]` columns.
+        For sample i, `first` is `skip[i]` columns after the sample's first column, and the range has
+        `lengths[i]` columns.
         """
         first = self.rows * self.width + self.starts + skip[self.order]
         stop = first + lengths[self.order]
@@ -314,8 +314,8 @@ class PackedCollator:
         The caller writes the samples' tokens to the flat view.
         """
         shape, gaps = (packing.num_rows, packing.width), packing.gaps()
-        # Samples cover nearly all columns of the packed rows. To halve the memory traffic, write
-        # `pad_token_id` and 0 only to the columns that no sample covers.
+        # Samples cover nearly all columns of the packed rows. To halve the memory traffic, write the padding
+        # values only to the columns that no sample covers.
         sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
         attention_mask = np.ones(shape, np.int64)
         sequences.reshape(-1)[gaps] = self.pad_token_id

@@ -161,7 +161,7 @@ def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
 
 
 def write_row(line: NDArray[Any], row: Any, name: str, sample: int) -> None:
-    """Write `line[:] = row`. `row` must hold integers for an int64 `line`, numbers for a float32 `line`.
+    """Write `line[:] = row`. `row` must hold integers for an int64 `line`, or numbers for a float32 `line`.
 
     Args:
         line: the destination, contiguous int64 or float32 [L]. L is the row's length, already verified by

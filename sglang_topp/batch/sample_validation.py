@@ -29,7 +29,7 @@ __all__ = ["Examples", "Rollouts", "check_sets_match_responses", "read_examples"
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Validated RL samples in host memory. Row i has P_i values in `prompts`, and R_i in all other fields."""
+    """Validated RL samples in host memory. Row i has P_i values in `prompts`, and R_i in each other field."""
 
     prompts: RaggedRows
     responses: RaggedRows
@@ -45,7 +45,10 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Examples:
-    """Validated SFT samples in host memory: L_i ids, and a loss mask over the last `num_actions[i]` ids."""
+    """Validated SFT samples in host memory.
+
+    Sample i has L_i ids, and a loss mask over its last `num_actions[i]` ids.
+    """
 
     ids: RaggedRows
     loss_masks: list[NDArray[np.uint8]]

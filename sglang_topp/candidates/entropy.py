@@ -11,7 +11,8 @@ from sglang_topp.candidates.sets import CandidateSets
 
 __all__ = ["set_entropy"]
 
-# Log-probs are clamped to this value, because `0 * -inf` is NaN for a sampled token of probability 0.
+# Lower log-probs are raised to this value. A sampled token may have probability 0 and log-prob -inf, and its
+# term `0 * -inf` would be NaN.
 _LEAST_LOGPROB = -1e4
 
 

@@ -69,7 +69,7 @@ class CandidateSets:
         token_ids: int32 [n], the candidates' ids, position after position.
         logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. Only
             a sampled token of zero probability may have `-inf` (or float32's lowest value, which SGLang
-            writes instead). If `token_ids` is empty, None means an empty array of log-probs.
+            writes instead). If `token_ids` is empty, `logprobs=None` stands for an empty array.
         offsets: int64 [T + 1], `offsets[0] == 0`, never decreasing, `offsets[T] == n`.
         sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the position's
             set is empty.
@@ -161,7 +161,7 @@ class CandidateSets:
     def __getitem__(self, index: int | slice) -> tuple[Int32Array, Float32Array | None] | CandidateSets:
         """Return `(token_ids int32 [K], logprobs float32 [K])` for an index, or CandidateSets for a slice.
 
-        For an index, `logprobs` is None if the log-probs are unknown.
+        `logprobs` in the returned pair is None if the log-probs are unknown.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
@@ -228,10 +228,11 @@ class CandidateSets:
         """Check that every set keeps at least the mass that top-p sampling keeps at `p`.
 
         Top-p sampling takes tokens, most likely first, until their total probability (the mass) reaches `p`,
-        or until all tokens are taken. The engine rounds, so the mass of all tokens differs from 1 by at most
-        `error`. `error` is 2e-3 if the engine computes in float32. `error` is 1/30 if the engine computes in
-        bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can represent all log-probs
-        of a set. The check rejects a set whose mass is below `min(p, 1 - error)` or above `1 + error`.
+        or until all tokens are taken. Because of the engine's rounding errors, the mass of all tokens may
+        differ from 1 by up to `error`. `error` is 2e-3 if the engine computes in float32. `error` is 1/30 if
+        the engine computes in bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can
+        represent all log-probs of a set. The check rejects a set whose mass is below `min(p, 1 - error)` or
+        above `1 + error`.
 
         The engine and this check sum the same probabilities in float64, but in different orders, so the two
         sums may differ slightly. To allow for this, the check multiplies the lower bound by 1 - 1e-6.
@@ -334,9 +335,9 @@ class CandidateSets:
         result's `logprob_sum` is the log of the total probability of the shared candidates.
 
         Raises:
-            InvalidInputError: `self` and `other` differ in length, in sampled tokens, or in which sets are
-                empty. The error is also raised if a position's only shared candidate is a sampled token of
-                zero probability.
+            InvalidInputError: `self` and `other` differ in length or in sampled tokens, or one of them has an
+                empty set where the other has none. The error is also raised if a position's only shared
+                candidate is a sampled token of zero probability.
         """
         if len(self) != len(other):
             raise InvalidInputError(f"other: got {len(other)} positions, expected {len(self)}")
@@ -372,7 +373,7 @@ class CandidateSets:
         return [ids[span] for span in spans], None if known is None else [known[span] for span in spans]
 
     def to_torch(self, device: torch.device | str | int | None = None) -> CandidateTensors:
-        """Copy the arrays to tensors: `token_ids`, `logprobs`, `offsets`, and `sampled_ids`. Needs torch.
+        """Copy `token_ids`, `logprobs`, `offsets`, and `sampled_ids` to tensors. This method needs torch.
 
         A copy to a GPU is one asynchronous transfer from pinned memory. Kernels on the current stream can use
         the tensors immediately. The tensors have the same dtypes as the arrays. `logprobs` is None if the
@@ -389,7 +390,7 @@ class CandidateSets:
     # -- comparing, printing, and pickling ---------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all four arrays are equal.
+        """Return whether each of the four arrays equals the array of the same name in `other`.
 
         Sets with log-probs never equal sets without log-probs.
         """

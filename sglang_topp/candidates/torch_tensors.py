@@ -23,8 +23,8 @@ class CandidateTensors:
     """The arrays of `CandidateSets` as tensors on one device. `CandidateSets.to_torch` creates them.
 
     `sglang_topp.replay` scores over these tensors without copying them again. The first scoring call also
-    stores index tensors in this object, about 60 bytes per candidate. Do not write to any of the tensors
-    after the first scoring call.
+    stores index tensors in this object, about 60 bytes per candidate. After the first scoring call, do not
+    change the other tensors in place, because the index tensors depend on them.
     """
 
     token_ids: Tensor

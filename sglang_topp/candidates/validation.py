@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 NO_TOKEN = -1
-"""The `sampled_ids` value of a position without a sampled token. The position's set must be empty."""
+"""The `sampled_ids` value of a position without a sampled token. Such a position must have an empty set."""
 
 MAX_LOGPROB = 1e-3
 """The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0."""

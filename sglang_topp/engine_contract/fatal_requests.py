@@ -28,8 +28,8 @@ __all__ = ["GRAMMARS", "Model", "check_sampling_params", "check_token_ids", "ove
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
-# The largest accepted absolute value of a logit bias. Divided by the smallest temperature (1e-6), such a bias
-# stays finite in float32.
+# The largest accepted absolute value of a logit bias. SGLang divides a logit by the temperature. At the
+# smallest temperature (1e-6), the quotient of the largest bias stays finite in float32.
 _MAX_BIAS = 1e30
 # The smallest accepted repetition penalty. SGLang divides a logit by the penalty and by the temperature. With
 # this penalty and the smallest temperature, the quotient stays finite in float32.

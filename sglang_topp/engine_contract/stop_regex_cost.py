@@ -46,7 +46,7 @@ _TOKEN = re.compile(
 )
 
 
-@lru_cache(maxsize=256)  # the prompts of a batch often share one pattern
+@lru_cache(maxsize=256)  # the requests of a batch often share one stop regex
 def search_steps(pattern: str, num_chars: int) -> float:
     """Return an upper bound on the steps of one `re.search` for `pattern`.
 

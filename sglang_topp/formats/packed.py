@@ -115,6 +115,6 @@ def unpack_base64(text: str, *, field: str = "candidates") -> CandidateSets:
     """Decode text that `pack_base64` returned.
 
     Raises:
-        WireError: as for `unpack`, or `text` is not base64.
+        WireError: `text` is not base64, or `unpack` rejects the decoded buffer.
     """
     return unpack(b64bytes(field, text), field=field)

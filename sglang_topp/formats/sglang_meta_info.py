@@ -110,7 +110,8 @@ def decode_prompt_top_p(
         SGLang has no distribution for that token.
 
     Raises:
-        MissingCandidateSetsError, SampledTokenMissingError, WireError: as for `decode_top_p`.
+        MissingCandidateSetsError: the response has no sets.
+        SampledTokenMissingError, WireError: for the same reasons as in `decode_top_p`.
     """
     return _decode("input", meta_info, prompt_ids, vocab_size).to_sets()
 

@@ -89,7 +89,7 @@ def support_candidates(
     Args:
         logprobs: floats [R, V], natural log-probs of the whole vocabulary, as for `top_p_candidates`.
         weights: numbers [R, W] on the device of `logprobs`, the weights that the sampler draws with, after
-            all sampling filters. The sampler never draws a token with a weight of 0, below 0, or NaN.
+            all sampling filters. The sampler never draws a token whose weight is 0, negative, or NaN.
         token_ids: integers [R, W], the token id of each weight, without duplicates in a row. None means that
             W is V, and that column `i` of `weights` belongs to token id `i`.
         sampled_ids: integers [R], the sampled token of each row.

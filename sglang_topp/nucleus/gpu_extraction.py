@@ -131,7 +131,7 @@ def stage_top_p(
         lowest: log-probs at or below this value stand for probability 0. The default of `lowest` is the
             lowest value of the dtype of `logprobs_BV`.
         is_taken_B: bool, on the GPU, whether to extract the row's set. Otherwise, the row gets an empty set,
-            like a row with a threshold of 0. None excludes no row.
+            like a row with a threshold of 0. If `is_taken_B` is None, the function extracts all sets.
     """
     limits_B = _limits(p_B, logprobs_BV)
     if is_taken_B is not None:

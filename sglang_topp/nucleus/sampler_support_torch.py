@@ -1,4 +1,4 @@
-"""Find the tokens that a sampler could draw in each row, and their log-probs, in plain torch.
+"""In plain torch, find the tokens that a sampler could draw in each row, and their log-probs.
 
 Shape legend: R rows, V ids in the vocabulary, W sampling weights per row, n candidates over all rows. A
 sampler draws tokens in proportion to sampling weights. W is V, or less if `token_ids` gives the token of each

@@ -36,7 +36,7 @@ _BLOCK = 64
 # row of a large vocabulary.
 _ATTEMPTS = (128, 1024)
 # The maximum number of log-probs that one call of `_cut` sorts as whole rows, unless a single row is longer.
-# The values are chosen so that these log-probs fit in a CPU's cache, or in an accelerator's memory.
+# This number of log-probs fits in a CPU's cache (`_WHOLE_VALUES_CPU`), or in an accelerator's memory.
 _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25
 
@@ -90,8 +90,8 @@ def _select_requested_rows(
     """
     device = logprobs_BV.device
     rows_R = torch.from_numpy(row_numbers).to(device)
-    # With p = 1, the nucleus is the whole row. Use an infinite limit, because the rounded probabilities of
-    # only a part of the row may sum to 1.
+    # With p = 1, the nucleus is the whole row. Use an infinite limit: a limit of 1 could cut the row, because
+    # the rounded probabilities may sum to 1 before the end of the row.
     limit_R = torch.from_numpy(np.where(p_B == 1, np.inf, p_B)[row_numbers]).to(device)
     if sampled_B is None:
         return _RequestedRows(
@@ -107,11 +107,11 @@ def _select_requested_rows(
 
 
 def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
-    """Yield each row's set from a few blocks, and again from more blocks if the nucleus may need them.
+    """Yield parts that together hold the candidate sets of the requested rows.
 
-    Each attempt reads the blocks with the highest maxima. The next attempt reads only the rows whose nucleus
-    may need more blocks. If several of the yielded parts hold a set for the same row, only the set in the
-    last of these parts is correct.
+    Each attempt reads the blocks with the highest maxima. The next attempt reads more blocks, or whole rows,
+    but only of the rows whose nucleus may need more blocks. If several of the yielded parts hold a set for
+    the same row, only the set in the last of these parts is correct.
     """
     num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
@@ -194,7 +194,7 @@ def _cut(
     stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
-        # If a row's bound is `lowest`, all its tokens that are not in `values_RM` have probability 0.
+        # If a row's bound is `lowest`, all of the row's tokens outside of `values_RM` have probability 0.
         short_R &= bound_R > lowest
     stop_R = torch.minimum(stop_R, end_R)
     least_R = torch.full_like(requested.sampled_logprobs_R, torch.inf)

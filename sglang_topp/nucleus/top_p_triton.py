@@ -3,14 +3,15 @@
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
 every block. The cutoff of a nucleus is the sort key that separates its log-probs from the lower ones. The
 block maxima are some of the row's log-probs. The total probability of the maxima above a given value is
-therefore at most the total probability of all log-probs above that value. So the total of the maxima reaches
-the threshold `p` only at the row's cutoff or below it. A block is called active if its maximum is in the
-nucleus of the maxima. If a block holds a token of the row's nucleus, the block's maximum is at least this
-token's log-prob, so the block is active. The active blocks therefore contain the row's whole nucleus. The
-second kernel searches for the exact cutoff among the log-probs of the active blocks. The last kernel writes
-out the tokens of the nucleus. Most rows of a language model have a few dozen active blocks out of thousands.
-A row of normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95.
-If all tokens of a row are about equally likely, all blocks are active, and the extraction takes longer.
+therefore at most the total probability of all log-probs above that value. So if the maxima above a value sum
+to the threshold `p` or more, the row's cutoff is not below that value. A block is called active if its
+maximum is in the nucleus of the maxima. If a block holds a token of the row's nucleus, the block's maximum is
+at least this token's log-prob, so the block is active. The active blocks therefore contain the row's whole
+nucleus. The second kernel searches for the exact cutoff among the log-probs of the active blocks. The last
+kernel writes out the tokens of the nucleus. Most rows of a language model have a few dozen active blocks out
+of thousands. A row of normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374
+at p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and the extraction takes
+longer.
 
 The search for a cutoff starts with an interval of sort keys (`top_p_torch.sort_key_descending`). Each round
 compares all values with several pivot keys, and narrows the interval. The search ends when at most one value
@@ -55,7 +56,8 @@ class Cuts(NamedTuple):
 
     Attributes:
         sizes: int32 [B], the number of candidates of each row, including the sampled token.
-        error_codes: int32 [B], the error code of each row (`kernel_error_codes`), or 0 without an error.
+        error_codes: int32 [B], the error code of each row (`kernel_error_codes`), or 0 if the row has no
+            error.
         highest: float32 [B], the highest log-prob of each row, or NaN if the row holds NaN.
         keys: int32 [B], the nucleus cutoff of each row, as a sort key (`top_p_torch.sort_key_descending`). A
             token is in the nucleus if its sort key is below the row's cutoff.
@@ -143,8 +145,8 @@ def place(sizes_B: Tensor, capacity: int) -> Tensor:
     """Return int32 [B]: each set's start index in the output, or -1 if the set does not fit.
 
     The sets follow each other in the output, in the order of their rows. A set of more than `capacity`
-    candidates gets the start index -1 and takes no space. If a smaller set does not fit, that set and all
-    later sets get the start index -1.
+    candidates gets the start index -1 and takes no space. If a set of at most `capacity` candidates does not
+    fit into the remaining space, that set and all later sets get the start index -1.
     """
     starts_B = torch.empty_like(sizes_B)
     if len(sizes_B):
@@ -256,8 +258,8 @@ def _values(  # type: ignore[no-untyped-def]
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
     """Return two [P, T] tensors: the probability and the count of each value above each pivot.
 
-    If value t is above pivot p, the entries at [p, t] are the value's probability and the count 1. If the
-    value is not above the pivot, both entries are 0.
+    If value t is above pivot p, the element [p, t] of the first tensor is the value's probability, and the
+    element [p, t] of the second tensor is 1. If the value is not above the pivot, both elements are 0.
     """
     is_above_PT = keys_T[None, :] < keys_P[:, None]
     return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
@@ -284,11 +286,11 @@ def _search(  # type: ignore[no-untyped-def]
 
     After each round, the probabilities of the values with keys below `low` sum to less than `limit`, so a
     value with key `low` is in the nucleus. The probabilities of the values with keys below `high` sum to
-    `limit` or more, unless all other values have probability 0. The search ends when at most one value has a
-    key from `low` to `high - 1`, or when `high - low` is at most 1. The values that still have a key from
-    `low` to `high - 1` are in the nucleus, so the search returns `high` as the cutoff. The search loads up to
-    HELD values once, and keeps these values in registers. If the row has more values, the search loads all
-    values again in every round.
+    `limit` or more, unless every value with a key of `high` or more has probability 0. The search ends when
+    at most one value has a key from `low` to `high - 1`, or when `high - low` is at most 1. The values that
+    still have a key from `low` to `high - 1` are in the nucleus, so the search returns `high` as the cutoff.
+    The search loads up to HELD values once, and keeps these values in registers. If the row has more than
+    HELD values, the search loads all values again in every round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key

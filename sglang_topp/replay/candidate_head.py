@@ -96,10 +96,10 @@ def candidate_logprobs(
         entropy: also return the entropy over each candidate set, differentiable.
         per_candidate: also return the log-prob of every candidate, differentiable.
         kl_to: [n], another policy's log-probs of all candidates. If given, also return
-            KL(this policy || other policy), differentiable with respect to this policy. Pass
-            `Scores.candidate_logprobs` of a reference model, or `candidates.logprobs` for the rollout itself.
-            The call renormalizes the log-probs over each set, so log-probs over the whole vocabulary are
-            valid too.
+            KL(this policy || other policy), differentiable with respect to this policy. Pass a reference
+            model's `Scores.candidate_logprobs`. For the KL to the policy that generated the rollouts, pass
+            `candidates.logprobs`. The call renormalizes the log-probs over each set, so log-probs over the
+            whole vocabulary are valid too.
         tp_group: the ranks that share the vocabulary, or None. Every rank passes the same `hidden`,
             `targets`, and sets. Every rank gets the same scores and the whole gradient of `hidden`. The
             incoming gradient must be the same on every rank.
@@ -121,13 +121,13 @@ def candidate_logprobs(
               of `weight` depend on the number of candidates, not on V. In each call, pass the current
               `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is None, set `weight.grad` to
               zeros first. If the buffer is `weight.grad`, autograd gets None as the gradient of `weight`.
-              Gradient hooks on `weight` then get None or are not called. Pass a buffer only if the code that
-              reduces gradients over ranks reads the same buffer. torch's DistributedDataParallel reads
-              `weight.grad`. The forward of DistributedDataParallel may replace `weight.grad`, so read
-              `weight.grad` inside or after that forward. Megatron's DistributedDataParallel reads
-              `weight.main_grad`. For Megatron, the backward sets `weight.grad_added_to_main_grad`, and gives
-              autograd a zero gradient that takes no memory. FSDP reads neither `weight.grad` nor
-              `weight.main_grad`, so use "dense" with FSDP.
+              Each gradient hook on `weight` then either gets None, or is not called. Pass a buffer only if
+              the code that reduces gradients over ranks reads the same buffer. torch's
+              DistributedDataParallel reads `weight.grad`. The forward of DistributedDataParallel may replace
+              `weight.grad`, so read `weight.grad` inside or after that forward. Megatron's
+              DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward sets
+              `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no memory. FSDP
+              reads neither `weight.grad` nor `weight.main_grad`, so use "dense" with FSDP.
 
         backend: "torch" runs anywhere. "triton" reads the candidates' LM-head rows without copying the rows,
             and needs an NVIDIA GPU or Triton's interpreter. "auto" uses Triton if possible.
@@ -138,7 +138,7 @@ def candidate_logprobs(
     Raises:
         InvalidInputError: shapes, dtypes, or lengths do not match, a target is not in its set, or a score is
             NaN. The message names the argument or the position.
-        InvalidCandidateSetsError: a candidate id is outside the vocabulary, or on no rank or several ranks.
+        InvalidCandidateSetsError: a candidate id is outside the vocabulary, or is not on exactly one rank.
     """
     check_head(hidden, weight, bias, targets)
     check_num_sets(candidates, targets)

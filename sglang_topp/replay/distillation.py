@@ -107,9 +107,9 @@ def distillation_loss(
         hidden: [T, H], float16, bfloat16, float32, or float64, the student's hidden states that predict the
             tokens of the T positions. The state at position `s` of a sequence predicts the token at `s + 1`.
         weight: [V, H], the rows of the LM head that this rank holds.
-        teacher_sets: the teacher's sets of the T positions, with log-probs over the whole vocabulary at any
-            temperature. The loss treats a sampled token of zero probability as outside the set, and ignores
-            positions with an empty set.
+        teacher_sets: the teacher's candidate sets at the T positions. Their log-probs are normalized over the
+            whole vocabulary, not over the set. The teacher may have any temperature. The loss treats a
+            sampled token of zero probability as outside the set, and ignores positions with an empty set.
         direction, outside: the direction of the KL, and the mode for ids outside the set, as defined above.
         loss_mask: [T]. The loss ignores positions with a mask of 0.
         bias, softcap, logit_scale: as in `candidate_logprobs`.
@@ -124,10 +124,10 @@ def distillation_loss(
         The `DistillationLoss` of the T positions, on the inputs' device.
 
     Raises:
-        InvalidInputError: shapes, dtypes, or lengths do not match, the sets have no log-probs, or a KL is not
+        InvalidInputError: shapes, dtypes, or lengths do not match; the sets have no log-probs; or a KL is not
             finite. The message names the argument or the position.
-        InvalidCandidateSetsError: a candidate id is outside the vocabulary, no rank or several ranks hold a
-            candidate id, or the probabilities of a set sum to more than 1.
+        InvalidCandidateSetsError: a candidate id is outside the vocabulary; a candidate id is held by no rank
+            or by several ranks; or the probabilities of a set sum to more than 1.
     """
     check_head(hidden, weight, bias)
     _check_names(direction, outside)

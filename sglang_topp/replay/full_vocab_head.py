@@ -59,7 +59,7 @@ def head_logprobs(
         entropy: also return the entropy over the whole vocabulary, differentiable.
         chunk_rows: the number of positions that pass through the LM head at a time. By default, the logits of
             these positions take at most 256 MiB. If `chunk_rows` is T or more, the forward keeps the logits,
-            T x V x 4 bytes, for the backward. The backward then skips a second computation of the logits,
+            T x V x 4 bytes, for the backward. The backward then does not compute the logits again. This saves
             a quarter of the work of both passes.
 
     The other arguments and the errors are those of `candidate_logprobs`. On a CPU, the weight of a

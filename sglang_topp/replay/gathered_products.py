@@ -85,8 +85,8 @@ def gathered_sum(
         segments: int64 [m], ascending, below `num_segments`. Entry `e` is added to row `segments[e]` of the
             result.
         out_dtype: the dtype to which each finished sum is rounded, once.
-        chunk: the number of rows of `source` to add up at a time, unless `source`, `weights`, and the result
-            have the same dtype.
+        chunk: the number of rows of `source` to add up at a time. If `source`, `weights`, and the result have
+            the same dtype, the function adds up all rows at once and ignores `chunk`.
 
     Returns:
         [num_segments, H]. The row of a segment without entries is zero.
@@ -124,8 +124,8 @@ def gathered_add(
     Args:
         out: [S, H], of any floating dtype.
         chunk: limits the number of segments whose sums the function holds at a time. If `source` and
-            `weights` have the same dtype, the limit is `2 * chunk`. Otherwise, the function also copies rows
-            of `source`, and the limit is `chunk`.
+            `weights` have the same dtype, the function holds at most `2 * chunk` sums. Otherwise, the
+            function holds at most `chunk` sums, and also copies rows of `source`.
 
     The other arguments are those of `gathered_sum`.
     """

@@ -74,8 +74,8 @@ def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tens
     if not num_entries:
         return
     # Number the nonempty segments 0, 1, 2, and so on. Only the GPU knows how many segments are nonempty, so
-    # the host assumes the largest possible count. Some of the numbers therefore belong to no segment, and
-    # the kernels skip these numbers.
+    # the host assumes the largest possible count. Some elements of `numbers` therefore belong to no segment,
+    # and the kernels skip these elements.
     number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
     numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
     first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)

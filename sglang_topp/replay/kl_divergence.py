@@ -50,7 +50,7 @@ def divergence(
 
     Raises:
         InvalidInputError: the KL at a position is not finite.
-        InvalidCandidateSetsError: no rank or several ranks hold a candidate id.
+        InvalidCandidateSetsError: a candidate id is held by no rank, or by several ranks.
     """
     kl: Tensor = _Divergence.apply(logits, tail, support, other, other_tail, reverse, tp_group)
     return kl

@@ -31,7 +31,7 @@ WeightGrad: TypeAlias = Literal["dense", "sparse"] | Tensor
 
 
 def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
-    """Raise InvalidInputError if `weight_grad` is invalid for this `weight`, `hidden`, and sum `dtype`."""
+    """Raise InvalidInputError if `weight_grad` does not fit `weight`, `hidden`, and the `dtype` of sums."""
     if not isinstance(weight_grad, Tensor):
         if isinstance(weight_grad, str) and weight_grad in ("dense", "sparse"):
             return
@@ -171,9 +171,9 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 def _for_megatron(ctx: Any) -> Tensor | None:
     """Return the weight's gradient for autograd: zeros for Megatron, else None.
 
-    The buffer already contains the actual gradient. Megatron's data parallelism needs a `weight.grad`, and a
-    flag that tells Megatron not to add `weight.grad` to `main_grad`. The zero gradient is a sparse tensor
-    without rows, which takes no memory.
+    The buffer already contains the actual gradient. Megatron's data parallelism requires that `weight.grad`
+    exists. The flag `grad_added_to_main_grad` tells Megatron not to add `weight.grad` to `main_grad`. The
+    zero gradient is a sparse tensor without rows, which takes no memory.
     """
     weight = ctx.leaf
     if not (hasattr(weight, "grad_added_to_main_grad") and _is_main_grad(ctx.weight_grad, weight)):

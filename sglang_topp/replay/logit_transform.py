@@ -44,11 +44,11 @@ class LogitTransform:
         logit_scale: float = 1.0,
         may_wait: bool = True,
     ) -> LogitTransform:
-        """Build a transform from checked arguments, with a copy of a `temperature` tensor.
+        """Check the arguments, and build a transform, with a copy of a `temperature` tensor.
 
         If `may_wait` is False, this method does not wait for the device, and does not raise an error for
-        invalid values in a `temperature` tensor on an accelerator. In the copy of this tensor, each invalid
-        temperature is then NaN.
+        invalid values in a `temperature` tensor on an accelerator. Instead, the copy of the tensor holds NaN
+        for each invalid temperature.
 
         Raises:
             InvalidInputError: an argument is not positive and finite, `temperature` is neither one number nor

@@ -59,18 +59,18 @@ def masked_logprobs(
 
         logprobs[t] = z[t, target_t] - log(sum over i in C_t of exp(z[t, i])),   z = logits / temperature
 
-    Every returned value is differentiable in `logits`, but only once. Apart from the gradient, the memory
-    that the call needs depends on the number of candidates, not on the size of `logits`. Sums accumulate in
-    float32 (float64 for float64 inputs). A position with one candidate or an empty set scores exactly 0 and
-    has no gradient. An empty set belongs to a token that the policy did not draw.
+    Every returned value has a first derivative in `logits`, but no second derivative. Apart from the
+    gradient, the memory that the call needs depends on the number of candidates, not on the size of `logits`.
+    Sums accumulate in float32 (float64 for float64 inputs). A position with one candidate or an empty set
+    scores exactly 0 and has no gradient. An empty set belongs to a token that the policy did not draw.
 
     Args:
         logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the
             model's soft cap if it has one.
         full: also return every target's log-prob and every position's entropy over the whole vocabulary, both
-            differentiable. Even with `full`, the backward builds only one gradient tensor. With `full`, every
-            target must be a valid token id, even if its set is empty. `full` makes the host wait for the
-            device.
+            differentiable. Even with `full`, the backward builds only one gradient tensor with the shape of
+            `logits`. With `full`, every target must be a valid token id, even if its set is empty. `full`
+            makes the host wait for the device.
         chunk_rows: with `full`, the number of positions to process at a time. By default, the logits of these
             positions take at most 8 MiB.
 
@@ -264,8 +264,8 @@ class _FromLogits(torch.autograd.Function):
                 )
                 grad_TV[part, : ctx.num_ids] = ctx.transform.backward_rows_(grad_CV, None, part)
         if grad_m is not None:
-            # Each pair of elements of `positions_m` and `columns_m` occurs only once, so this indexed
-            # addition is deterministic.
+            # No pair `(positions_m[i], columns_m[i])` occurs twice, so this indexed addition is
+            # deterministic.
             grad_TV[positions_m, columns_m] = (grad_TV[positions_m, columns_m].to(dtype) + grad_m).to(
                 grad_TV.dtype
             )

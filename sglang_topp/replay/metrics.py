@@ -66,8 +66,8 @@ class ReplayMetrics:
     ) -> ReplayMetrics:
         """Return the metrics over the tokens of all ranks in `group`, on every rank.
 
-        The ranks must hold different tokens (data and context parallel). The ranks of a tensor-parallel group
-        hold the same tokens, so do not reduce over such a group. The group's backend must support `device`.
+        The ranks must hold different tokens (data and context parallel). Do not pass a tensor-parallel group,
+        because the ranks of such a group hold the same tokens. The group's backend must support `device`.
         """
         sums = torch.tensor(astuple(self), dtype=torch.float64, device=device)
         maxima = reduce_max(sums.clone(), group).tolist()

@@ -112,8 +112,8 @@ class Layout:
         Raises:
             InvalidInputError: a length is negative, or prompts and responses differ in number. The attention
                 mask is missing for bshd, or given for thd. A row of the attention mask has padding between
-                its tokens, or marks a wrong number of tokens. The loss mask is not one number per response
-                token. A padded length is too small, or context parallelism cannot split it.
+                its tokens, or marks a wrong number of tokens. The loss mask does not hold exactly one number
+                per response token. A padded length is too small, or context parallelism cannot split it.
         """
         prompts, responses = (
             _lengths("prompt_lengths", prompt_lengths),
@@ -274,8 +274,8 @@ class RowSelection:
                 f"hidden: got shape {tuple(hidden.shape)}, {len(flat)} rows; by the layout this rank holds"
                 f" {self.num_hidden_rows}"
             )
-        # Some trainers use the layout [S, B, H], with the same number of rows in another order. Reject this
-        # layout.
+        # Reject hidden states in the layout [S, B, H] of some trainers. [S, B, H] has as many rows as
+        # [B, S, H], but in another order.
         axes = [length for length in hidden.shape[:-1] if length != 1]
         if len(axes) > 1 and axes[0] != self.num_sequences:
             raise InvalidInputError(
@@ -291,7 +291,7 @@ class RowSelection:
         mask.
 
         Raises:
-            InvalidInputError: there is not one value per response position.
+            InvalidInputError: the number of values differs from the number of response positions.
         """
         self._check_length("values", len(values))
         return values.index_select(0, torch.tensor(self.positions, device=values.device))
@@ -303,7 +303,8 @@ class RowSelection:
         sample.
 
         Raises:
-            InvalidInputError: there is not one set per response position of each sample.
+            InvalidInputError: the number of samples is wrong, or the number of sets differs from the number
+                of response positions.
         """
         if not isinstance(candidates, CandidateSets):
             self._check_samples(candidates)
@@ -319,7 +320,7 @@ class RowSelection:
         on every rank, which is true if all ranks compute the same loss.
 
         Raises:
-            InvalidInputError: there is not one value per selected row.
+            InvalidInputError: the number of values differs from the number of selected rows.
         """
         if values.shape != (len(self),):
             raise InvalidInputError(f"values: got shape {tuple(values.shape)}, expected [{len(self)}]")
@@ -364,7 +365,7 @@ def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
     """Return bool [num_positions], which is True where the loss mask is neither 0 nor False.
 
     Raises:
-        InvalidInputError: the mask is not one number per position.
+        InvalidInputError: the mask does not hold exactly one number per position.
     """
     mask: NDArray[Any] = to_numpy(loss_mask)
     if mask.shape != (num_positions,):

@@ -1,7 +1,7 @@
 """Compute `Scores` from the candidates' logits: log-probs, entropy, and KL over each candidate set.
 
-`candidate_head` and `logprobs_from_logits` share this module. All tensors have one value per candidate or per
-position. No tensor has a vocabulary axis.
+`candidate_head` and `logprobs_from_logits` share this module. Each tensor has either one value per candidate
+or one value per position. No tensor has a vocabulary axis.
 
 Shape legend: T positions, n candidates in all. A is the number of positions with two or more candidates, and
 m is the number of candidates that this rank holds at these positions.

@@ -48,8 +48,8 @@ def support_and_tail(
 
         tail[a] = log(sum of exp(z_i) over all i that are not candidates of position a)
 
-    `tail[a]` covers the ids of all ranks. If every id is a candidate of position `a`, `tail[a]` is minus
-    infinity. The incoming gradient of `tail` must be the same on every rank.
+    The sum includes the ids that the other ranks of `tp_group` hold. If every id is a candidate of position
+    `a`, `tail[a]` is minus infinity. The incoming gradient of `tail` must be the same on every rank.
 
     Args:
         hidden: [A, H], the hidden states of the positions `support.rows`.
@@ -136,7 +136,7 @@ class _SupportAndTail(torch.autograd.Function):
 
 
 def _entries(support: SupportIndex, parts: list[slice]) -> list[slice]:
-    """Return one slice of the m candidates for each slice of positions in `parts`."""
+    """Return, for each slice of positions in `parts`, the slice of the candidates of these positions."""
     bounds = torch.tensor([0, *(part.stop for part in parts)], device=support.offsets.device)
     stops = support.offsets.index_select(0, bounds).tolist()
     return [slice(start, stop) for start, stop in pairwise(stops)]

@@ -55,8 +55,8 @@ class TeacherDistribution:
             sets: the teacher's sets, with log-probs over the whole vocabulary.
             counts: bool [T], True at the positions that enter the loss.
             num_ids: the size of the vocabulary, or None for a distribution without a tail.
-            smallest_tail: the smallest probability of a tail. A lower tail probability is raised to
-                `smallest_tail`, unless the set is the whole vocabulary.
+            smallest_tail: the smallest probability of a tail. If a tail's probability is lower, this method
+                raises it to `smallest_tail`. If a set is the whole vocabulary, its tail keeps probability 0.
 
         Raises:
             InvalidInputError: the sets have no log-probs.

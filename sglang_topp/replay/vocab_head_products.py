@@ -24,7 +24,7 @@ class VocabHead:
     """The matrix products of an LM head: logits, and the gradients of hidden states and weight.
 
     The products have the dtype `dtype`. On a GPU, tensor cores multiply two matrices of the same
-    half-precision dtype and sum in float32. All other matrices are first converted to `dtype`.
+    half-precision dtype and sum in float32. In all other cases, the matrices are first converted to `dtype`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HeadGradients:
         ]
 
     def add(self, part: slice, grad_CV: Tensor, slope_CV: Tensor | None) -> None:
-        """Add the gradients from one chunk.
+        """Add one chunk's gradients to the accumulated gradients.
 
         The method overwrites `grad_CV`, the loss's gradient with respect to `head.logits(part)`. `slope_CV`
         is the result of `LogitTransform.softcap_slope` at the same logits.

@@ -1,9 +1,9 @@
 """Find the candidates whose LM-head rows this rank holds, if the vocabulary is split over ranks.
 
 A position whose set has fewer than two candidates always scores 0, so `SupportIndex` leaves out such
-positions. For each position with more candidates, `SupportIndex` lists the candidates that this rank holds,
-in torch tensors. The replay functions use the index to gather the candidates' LM-head rows or logits, and to
-compute maxima and sums over the candidates of a position.
+positions. For each position with two or more candidates, `SupportIndex` lists the candidates that this rank
+holds, in torch tensors. The replay functions use the index to gather the candidates' LM-head rows or logits,
+and to compute maxima and sums over the candidates of a position.
 
 Shape legend: T positions, n candidates in all, A positions with two or more candidates, m candidates that
 this rank holds at the A positions.
@@ -58,7 +58,7 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class SupportIndex:
-    """An index of the candidates at positions with two or more candidates: replay needs only their logits.
+    """The candidates at positions with two or more candidates. Replay needs only these candidates' logits.
 
     A position with one candidate has log-prob 0 under any policy, and a position with an empty set scores 0
     too. The index therefore leaves out positions with fewer than two candidates. For a KL with a tail, pass
@@ -103,8 +103,8 @@ class SupportIndex:
     def by_id(self) -> tuple[Tensor, Tensor, Tensor]:
         """The held candidates, sorted by id: `(ids, order, positions)`, all int64 [m].
 
-        `order` is the permutation that sorts the field `ids`. `positions` lists the candidates' positions in
-        the sorted order.
+        `order` is the permutation that sorts the field `ids`. In the result, `positions[i]` is the position
+        of the candidate `ids[i]`.
         """
         ids, order = self.ids.sort(stable=True)
         return ids, order, self.positions.index_select(0, order)
@@ -142,8 +142,8 @@ class SupportIndex:
         sets = sets_on(candidates, device)
         if (index := sets._index_cache.get((shard, smallest))) is not None:
             return index, device.type == "cpu"
-        # Turn inference mode off. Later calls with gradients may reuse the cached index, and would fail on
-        # inference tensors.
+        # Turn inference mode off. A later call with gradients may use the cached index, and autograd cannot
+        # save inference tensors for the backward pass.
         with torch.inference_mode(False), torch.no_grad():
             index = sets._index_cache[shard, smallest] = _build(sets, shard, smallest)
         return index, True

@@ -1,8 +1,8 @@
 """Helpers for an LM head that is split over ranks by vocabulary: each rank's ids, and reductions over ranks.
 
 `group=None` means no tensor parallelism: this process holds the whole vocabulary, and the reductions do
-nothing. In `torch.distributed`, `group=None` means all processes instead. To reduce over all processes with
-this module, pass the group of all processes.
+nothing. In `torch.distributed`, by contrast, `group=None` means all processes. To reduce over all processes
+with this module, pass the group of all processes.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
     """Return the number of rows per chunk, which is at least 1.
 
     If the caller passes `chunk_rows`, the function returns `chunk_rows`. Otherwise, the function returns how
-    many rows of `row_bytes` bytes each fit in `chunk_bytes` bytes.
+    many rows fit in `chunk_bytes` bytes. Each row takes `row_bytes` bytes.
     """
     if chunk_rows is None:
         return max(1, chunk_bytes // max(1, row_bytes))
@@ -83,7 +83,7 @@ def local_targets(targets_T: Tensor, shard: Shard, group: dist.ProcessGroup | No
 
 @dataclass(frozen=True)
 class Softmax:
-    """The results of a softmax over the whole vocabulary at each position, all [T]."""
+    """The results of a softmax over the whole vocabulary. Each tensor [T] has one value per position."""
 
     log_total: Tensor
     """The log-sum-exp of each position's logits."""
@@ -111,7 +111,7 @@ class RowSums:
         return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
 
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
-        """Compute the softmax sums at the positions in slice `part` from their logits `logits_CV`.
+        """Compute the softmax sums of the positions in slice `part`, whose logits are `logits_CV`.
 
         The method subtracts `subtracted_T` from `logits_CV` in place. The method may then raise elements of
         `logits_CV` to `_LOWEST`, which changes no probability.

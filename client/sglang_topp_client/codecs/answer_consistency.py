@@ -23,8 +23,8 @@ def check_sets(
     """Raise WireError unless each set has the given sampled token with exactly the given log-prob.
 
     The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
-    compares the log-probs for equality. The check therefore also rejects a set from another position,
-    temperature, or request.
+    compares the log-probs for equality. The check therefore also rejects a set that belongs to another
+    position or request, or whose log-probs have another temperature.
 
     Args:
         candidates: the candidate sets, T positions.

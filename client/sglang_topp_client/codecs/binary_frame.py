@@ -8,10 +8,10 @@ numbers in the content are little-endian::
     …           the arrays, int32 or float32; the JSON states the length of each
 
 An array is cut into blocks of 65,536 numbers. The bytes of a block are transposed into four byte planes: the
-first byte of every number, then the second byte of every number, and so on. Transposed numbers compress well.
-For ids and set sizes, most byte planes hold only zeros. For log-probs, one byte plane holds mostly exponent
-bits. The bytes in all other byte planes of ids, sizes, and log-probs are nearly random, so a slow Zstandard
-level saves little more than a fast one (`benchmarks/rollout_encoding.py`).
+first byte of every number, then the second byte of every number, and so on. Byte planes compress better than
+whole numbers. For ids and set sizes, most byte planes hold only zeros. For log-probs, one byte plane holds
+mostly exponent bits. The bytes in all other byte planes of ids, sizes, and log-probs are nearly random, so a
+slow Zstandard level saves little more than a fast one (`benchmarks/rollout_encoding.py`).
 """
 
 from __future__ import annotations

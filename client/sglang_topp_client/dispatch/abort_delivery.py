@@ -12,8 +12,8 @@ __all__ = ["TIMEOUT_S", "AbortDelivery"]
 TIMEOUT_S = 3.0
 """The time limit of one abort, in seconds.
 
-The client also closes its connection. Even if the abort fails, SGLang then aborts the request, unless a proxy
-keeps its own connection to SGLang open.
+The client also closes its connection. The closed connection makes SGLang abort the request even if the abort
+fails, unless a proxy keeps its own connection to SGLang open.
 """
 
 
@@ -104,8 +104,8 @@ class AbortDelivery:
         """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
 
         When `asyncio.run` ends, it cancels the running tasks, and waits only for these tasks. A canceled
-        abort starts again in a new task, for which `asyncio.run` would not wait. `asyncio.run` does wait for
-        the task that runs `_keep`.
+        abort starts again in a new task, and `asyncio.run` does not wait for this new task. But `asyncio.run`
+        waits for the task that runs `_keep`.
         """
         task = asyncio.current_task()
         assert task is not None

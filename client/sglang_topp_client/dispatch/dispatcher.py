@@ -39,7 +39,8 @@ from sglang_topp_client.types.score import Score
 
 __all__ = ["ROLLOUTS", "SCORES", "Dispatcher", "OnFailure", "Operation", "Result", "ResultSink"]
 
-# Messages above this size are decoded in a thread, because decoding blocks the loop for milliseconds.
+# Messages above this size are decoded in a thread, because decoding takes milliseconds and would block the
+# event loop.
 _OFF_LOOP_BYTES = 1 << 18
 
 Result = TypeVar("Result", Rollout, Score)
@@ -100,13 +101,13 @@ class ResultSink(Protocol[_Taken]):
         """Take one result from the dispatcher.
 
         Returns:
-            If a partial result must be continued: a request for the rest, and the seconds to wait before the
-            dispatcher sends this request. Otherwise, None.
+            A request for the rest of a partial result, and the seconds to wait before the dispatcher sends
+            this request; None if the result is not continued.
         """
 
 
 class Dispatcher(Generic[Result]):
-    """Sends the HTTP calls that one request of the caller needs.
+    """The sender of all HTTP calls for one request of the caller.
 
     Args:
         endpoints: the servers.
@@ -119,9 +120,9 @@ class Dispatcher(Generic[Result]):
             partial samples.
         max_message_bytes: the maximum length of a message after decompression.
         repeats_aborted: whether a call that the engine aborted is sent again; see `RetryBudget`.
-        on_failure: called for each sample that failed, while the other samples continue. With a callback,
-            each prompt is sent in its own call, because a server that refuses one prompt refuses the whole
-            call. If `on_failure` is None, the first error ends the request.
+        on_failure: called for each sample that failed, while the other samples continue. If `on_failure` is
+            not None, the dispatcher sends each prompt in its own call, because a server that refuses one
+            prompt refuses the whole call. If `on_failure` is None, the first error ends the request.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Dispatcher(Generic[Result]):
     ) -> int:
         """Return the number of samples at which a call is full.
 
-        The number is low enough to spread the samples over all servers.
+        Calls are small enough to spread the samples over all servers.
         """
         if self._on_failure is not None:
             return 1

@@ -62,7 +62,7 @@ class Endpoint:
         self._kind_lock = asyncio.Lock()
 
     def issued(self, routing_key: str) -> bool:
-        """Return whether this server generated the rollout with this routing key (`Rollout.routing_key`)."""
+        """Return whether this server generated the rollout whose `Rollout.routing_key` is `routing_key`."""
         return routing_key.endswith(f"-{self._key_suffix}")
 
     def routing_key(self, earlier: str) -> str:

@@ -26,7 +26,7 @@ _FILE_WAIT_S = 0.1
 
 
 class EndpointPool:
-    """All servers of one client, as used from one event loop.
+    """All servers of one client, for the calls from one event loop.
 
     The pool must be created while its event loop runs.
 
@@ -102,8 +102,8 @@ class EndpointPool:
                     with self._balancer.pick(num_samples(), preferred, without=failed) as endpoint:
                         return await attempt(endpoint)
             except FileLimitError as error:
-                # Wait without using up a retry: other calls of this client free their file descriptors when
-                # the calls end.
+                # Wait without using up a retry, because each running call of this client frees its
+                # file descriptors when the call ends.
                 wait_s = _FILE_WAIT_S if self._balancer.num_in_flight else budget.next_delay_s(error)
                 if wait_s is None:
                     raise
@@ -136,9 +136,9 @@ class EndpointPool:
         """Send an order, such as an abort, to every server.
 
         Raises:
-            SglangToppError: a server did not carry out the order, or no server answered. If at least one
-                server answers, servers that do not answer are ignored: a dead server runs no requests, and
-                calls to a hung server time out.
+            SglangToppError: a server answered but did not carry out `order`, or no server answered. If at
+                least one server answers, servers that do not answer are ignored: a dead server runs no
+                requests, and calls to a hung server time out.
         """
         outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -181,10 +181,10 @@ class EndpointPool:
         await asyncio.gather(*(endpoint.close() for endpoint in self.all))
 
     def _none_answers(self, error: SglangToppError) -> TransportError | None:
-        """Return a TransportError that names every server if all servers failed.
+        """Return a TransportError that names every server, or None.
 
-        Return None if a server has not failed, if `error` is not a TransportError, or if there is only one
-        server.
+        Return None if at least one server has not failed, if `error` is not a TransportError, or if there is
+        only one server.
         """
         failures = self._balancer.failures
         if len(self.all) == 1 or not isinstance(error, TransportError) or len(failures) < len(self.all):

@@ -50,8 +50,8 @@ class GracefulAbort:
     ) -> None:
         """Run one call to the server, and abort the call gracefully if `self.request()` requests an abort.
 
-        `run` repeats the abort until the call ends. If the server sends nothing for `grace_s` seconds, `run`
-        cancels the call.
+        `run` repeats the abort until the call ends. If the server sends nothing for `grace_s` seconds after
+        the abort, `run` cancels the call.
 
         Args:
             call: a coroutine that makes the call, with its retries. If `self.request()` was invoked before

@@ -40,7 +40,7 @@ __all__ = ["MethodCallRunner"]
 
 _CALLER_FIRST_S = 0.02
 # After an abort, the client stops waiting for a server that sends nothing for this many seconds. The client
-# waits longer for a sidecar, because the sidecar first waits for its engine.
+# waits longer for a sidecar than for an engine, because the sidecar first waits for its engine.
 _GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 _MAX_WAITING_RESULTS = 1024
 
@@ -79,7 +79,7 @@ class _WholeResults(Generic[Result]):
 class MethodCallRunner:
     """A runner of one client's requests. The code that calls the runner checks the arguments.
 
-    A runner works on several event loops at once. A connection belongs to the loop that opened the
+    Several event loops may use one runner at the same time. A connection belongs to the loop that opened the
     connection.
 
     Args:
@@ -121,7 +121,8 @@ class MethodCallRunner:
 
         Args:
             requests: one request for each prompt.
-            existing: rollouts to continue, by prompt index. A prompt with an existing rollout has one sample.
+            existing: rollouts to continue, by prompt index. A prompt with an existing rollout yields only one
+                sample, which continues the rollout.
             on_abort: how to treat aborted samples.
             timeout_s: the time limit of the whole request, in seconds.
             progress: see `Progress`.
@@ -306,8 +307,8 @@ class MethodCallRunner:
             except TimeoutError:
                 raise too_late from None
         finally:
-            # Do not wait until the canceled task has ended, because closing hundreds of connections takes a
-            # second.
+            # Do not wait for the canceled task, because the task may close hundreds of connections, which
+            # takes a second.
             task.cancel()
 
     def _here(self) -> _LoopState:

@@ -15,7 +15,7 @@ class ResultQueue(Generic[_T]):
 
     The queue accepts the results of calls that were already sent, even beyond `max_waiting`. If the queue
     refused results, the client would stop reading answers. A sidecar drops a client that leaves an answer
-    unread for 30 s, and the engine would have to generate the samples again.
+    unread for 30 s, and the engine must then generate the answer's samples again.
 
     Args:
         max_waiting: once this many results wait for the caller, the client sends no further calls.

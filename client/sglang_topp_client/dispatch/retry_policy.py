@@ -24,12 +24,12 @@ class RetryBudget:
     """The number of retries that one call has left, and the delay before the next retry.
 
     Args:
-        max_retries: maximum number of retries of the call.
+        max_retries: the maximum number of retries of the call.
         waits_for_engine: whether the call waits without limit for an engine that refuses requests (429, 503).
-            These repeated attempts do not count as retries.
-        repeats_aborted: whether a call is sent again if the engine aborted it because of an abort request, a
-            pause, or a weight update. Such a call then waits for the engine without limit, because the engine
-            may be paused.
+            If so, a refused attempt does not use up a retry.
+        repeats_aborted: whether the client repeats a call that the engine aborted because of an abort
+            request, a pause, or a weight update. The repeated call waits for the engine without limit,
+            because the engine may be paused.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RetryBudget:
 def is_retryable(error: SglangToppError) -> bool:
     """Return whether another attempt may succeed: no complete answer arrived, or the status was 429 or 5xx.
 
-    A timeout that the caller set is not retryable.
+    The result is False for a `RequestTimeoutError`, because the caller's time limit has expired.
     """
     if isinstance(error, RequestTimeoutError):
         return False

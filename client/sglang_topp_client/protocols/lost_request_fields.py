@@ -1,4 +1,4 @@
-"""Detect lost fields: check that request fields reach a patched SGLang, and that its answer fields come back.
+"""Detect request fields and answer fields that are lost between the client and a patched SGLang.
 
 A gateway may silently drop fields that it does not know. To find lost fields, the client sends a few check
 requests for one token each. The engine's answer to a check request shows whether every field of the request
@@ -51,8 +51,8 @@ def field_check_requests() -> list[dict[str, Any]]:
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}
     asked: list[dict[str, Any]] = [
-        # The body without extra fields comes first. If a gateway drops `return_logprob`, the engine refuses
-        # the other bodies.
+        # The first body asks for no candidate sets, so the engine accepts this body even if a gateway drops
+        # `return_logprob`. Without `return_logprob`, the engine refuses the other bodies, which ask for sets.
         {},
         {"top_logprobs_p": 0.01, **base64},
         {"top_logprobs_source": SAMPLER, "sampling_params": {**params, "top_k": 1}, **base64},
@@ -68,7 +68,8 @@ def check_fields_of_answer(base_url: str, body: Mapping[str, Any], answer: Any) 
     Raises:
         MissingCandidateSetsError: the answer has no candidate sets, because the field that asks for them was
             lost.
-        WireError: any other field was lost. The error's `field` and message name the lost field.
+        WireError: another field of the request or of the answer was lost. The error's `field` and message
+            name the lost field.
     """
     meta_info = read_field(answer, "meta_info", dict) if isinstance(answer, dict) else None
     if meta_info is None:

@@ -12,8 +12,8 @@ these advantages over an unstreamed one:
   random id.
 - With `n > 1`, each sample arrives as soon as it finishes.
 
-The client sends one request for all `n` samples of a prompt. SGLang prefills the prompt once and shares the
-KV cache of the prompt through the prefix cache. With `n` simultaneous requests, SGLang would prefill the
+The client sends one request for all `n` samples of a prompt. SGLang prefills the prompt once, and the samples
+share the prompt's KV cache through the prefix cache. With `n` simultaneous requests, SGLang would prefill the
 prompt `n` times.
 """
 
@@ -201,7 +201,8 @@ class StreamedExchange(ABC, Generic[_Result]):
     def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
         """Return the prompt's token ids.
 
-        Raise WireError if `last`, the sample's last chunk, reports another number of prompt tokens.
+        Raise WireError if the number of these ids differs from the number of prompt tokens in `last`, the
+        sample's last chunk.
         """
         if isinstance(self._wanted.prompt, str):
             prompt_ids = _text_prompt_ids(last)
@@ -251,7 +252,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
             if wanted.top_logprobs_p is not None:
                 check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
             # For a request without sets, SGLang itself writes the field `weight_versions`. SGLang's boundary
-            # between two weight versions can be off by one token, so the client ignores the field.
+            # between two weight versions can be off by one token, so the client ignores SGLang's own field.
             weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
 
         return Rollout(

@@ -54,7 +54,7 @@ class SidecarExchange(ABC, Generic[_Result]):
 
     Attributes:
         path: the route, such as `"/rollouts"`. The final message has a field with the route's name, such as
-            `rollouts`. The field holds the number of results.
+            `rollouts`. The value of this field is the number of results that the sidecar sent.
         media_type: the media type of an answer that consists of binary frames.
         missing_route: the error message if the sidecar has no such route.
     """
@@ -100,14 +100,14 @@ class SidecarExchange(ABC, Generic[_Result]):
 
     @abstractmethod
     def _from_bytes(self, raw: bytes) -> _Result:
-        """Decode and check a binary record, and mark its sample as finished.
+        """Decode and check a binary record, and mark the record's sample as finished.
 
         Return the result. The result's indices refer to the caller's whole request, and not to this POST.
         """
 
     @abstractmethod
     def _from_json(self, record: dict[str, Any]) -> _Result:
-        """Decode and check a JSON record, and mark its sample as finished.
+        """Decode and check a JSON record, and mark the record's sample as finished.
 
         Return the result. The result's indices refer to the caller's whole request, and not to this POST.
         """
@@ -179,8 +179,8 @@ class RolloutsExchange(SidecarExchange[Rollout]):
             "timeout_s": self._timeout_s,
             "stream": True,
         }
-        # Older sidecars do not know `top_logprobs_source`, `on_abort`, and `resumed_tokens`. The body
-        # therefore contains one of these fields only if a prompt needs the field.
+        # A sidecar of an older version may not know `top_logprobs_source`, `on_abort`, or `resumed_tokens`.
+        # The body therefore contains each of these fields only if a prompt needs the field.
         if SAMPLER in sources:
             body["top_logprobs_source"] = SAMPLER if set(sources) == {SAMPLER} else sources
         if any(one.is_interruptible for one in self._wanted):

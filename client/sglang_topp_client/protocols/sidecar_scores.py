@@ -43,7 +43,7 @@ class ScoresExchange(SidecarExchange[Score]):
     samples_per_call = 16
     """The maximum number of sequences in one HTTP call.
 
-    The maximum is low, because a sequence may be as long as the engine's context.
+    A call holds few sequences, because a sequence may be as long as the engine's context.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ def plan(
     top_logprobs_p: TopLogprobsP = None,
     top_logprobs_source: TopLogprobsSource = None,
 ) -> list[SampleRequest]:
-    """Check a caller's arguments and split them into one request per prompt.
+    """Check a caller's arguments, and build one `SampleRequest` per prompt.
 
     Args:
         prompts: one prompt or several. A prompt is text, token ids, or chat messages. Token ids may also be
@@ -81,8 +81,8 @@ def plan(
             no threshold.
         top_logprobs_source: one value for all prompts, or one value per prompt. With `SAMPLER`, each set has
             the tokens that the sampler could draw, and a threshold is an error. With `DISTRIBUTION` or None,
-            each set has the most probable tokens whose total probability reaches the threshold. A prompt with
-            neither `SAMPLER` nor a threshold gets no sets.
+            each set has the most probable tokens, down to the token at which their total probability reaches
+            the threshold. A prompt with neither `SAMPLER` nor a threshold gets no sets.
 
     Raises:
         InvalidInputError: an argument is wrong; the error names the argument.
@@ -193,8 +193,8 @@ def one_each(name: str, values: Any, count: int, *, per: str = "prompt") -> Sequ
     """Return `values` as a list of `count` values, one for each prompt.
 
     Raises:
-        InvalidInputError: `values` is not a sequence of `count` values. The error message uses `name` as the
-            argument's name, and `per` as the word for a prompt.
+        InvalidInputError: `values` is not a sequence of `count` values. In the error message, `name` is the
+            argument's name, and `per` is the noun for one prompt.
     """
     try:
         given = None if isinstance(values, str | bytes | Mapping | Set) else len(values)

@@ -55,7 +55,7 @@ def prompts_of(name: str, prompts: Any, *, takes_messages: bool = False) -> list
 
     Args:
         name: the name of the caller's argument, for error messages.
-        prompts: the caller's prompts: one prompt or several.
+        prompts: one prompt, or several prompts.
         takes_messages: whether the prompts may be chat messages.
 
     Raises:

@@ -102,8 +102,8 @@ def plan_resume(
         rollouts: one `Rollout` or several.
         sampling_params: the parameters that generated the rollouts; one mapping for all rollouts, or one per
             rollout. `n` is ignored.
-        top_logprobs_p: one threshold for all rollouts, or one threshold per rollout. None or 0 requests no
-            sets.
+        top_logprobs_p: one threshold for all rollouts, or one threshold per rollout. None or 0 stands for
+            no threshold.
         top_logprobs_source: one value for all rollouts, or one value per rollout. `generate.plan` describes
             the values of `top_logprobs_source`.
 
@@ -114,7 +114,7 @@ def plan_resume(
         rollout's index in `rollouts`.
 
     Raises:
-        InvalidInputError: an argument is wrong, or differs from the request that generated the rollout; the
+        InvalidInputError: an argument is wrong, or contradicts the request that generated the rollout; the
             error names the argument.
     """
     if isinstance(rollouts, Rollout):

@@ -45,7 +45,7 @@ class ScoreRequest(SampleRequest):
 def plan_scores(
     sequences: Sequences, top_logprobs_p: TopLogprobsP = None, start: Start = None
 ) -> list[ScoreRequest]:
-    """Check a caller's arguments and split them into one request per sequence.
+    """Check a caller's arguments, and build one request per sequence.
 
     Args:
         sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and

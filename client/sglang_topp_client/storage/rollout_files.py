@@ -48,8 +48,9 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
             increase the row group's size beyond 64 MiB.
 
     Raises:
-        InvalidInputError: the path exists, an array does not have the dtype or the length that the docstring
-            of `Rollout` states, or a text cannot be encoded as UTF-8; the error names the field.
+        InvalidInputError: `path` already exists; an array does not have the dtype or the length that the
+            docstring of `Rollout` states; or a text cannot be encoded as UTF-8. The error names the path or
+            the field.
         OSError: the file cannot be written; the error names the file.
         ModuleNotFoundError: pyarrow is not installed.
     """
@@ -78,7 +79,7 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
     parts that existed when `load_rollouts` was called.
 
     Raises:
-        WireError: a file was altered or cut, or does not hold rollouts; the error names the file. The
+        WireError: a file was altered or truncated, or does not hold rollouts; the error names the file. The
             rollouts yielded before the error are valid.
         OSError: the path cannot be read.
         ModuleNotFoundError: pyarrow is not installed.
@@ -99,11 +100,11 @@ class RolloutWriter:
             for rollout in client.stream(prompts, sampling_params, top_logprobs_p=0.9):
                 writer.write(rollout)
 
-    Each part is a complete Parquet file, so other processes may read the directory while it is written.
+    Each part is a complete Parquet file, so other processes may read the directory while a writer adds parts.
     To read all parts, pass the directory's name to `load_rollouts`, pandas, pyarrow, or `datasets`. DuckDB
     and Polars take the pattern `rollouts/*.parquet` instead. A killed process loses only the rollouts of the
-    part that is not yet on disk, at most `part_size`. Several writers may add to one directory at once. All
-    methods block.
+    part that is not yet on disk, at most `part_size`. Several writers may add parts to one directory at the
+    same time. All methods block.
 
     Args:
         path: the directory, which the writer creates if it does not exist.
@@ -140,8 +141,8 @@ class RolloutWriter:
                 " them"
             )
         self._next_number = max(numbers, default=-1) + 1
-        # Another writer may use the same part numbers in this directory. The random suffix distinguishes the
-        # file names of the two writers.
+        # Another writer may use the same part numbers in this directory. The random suffix distinguishes
+        # the files of different writers.
         self._suffix = uuid.uuid4().hex[:8]
 
     @property

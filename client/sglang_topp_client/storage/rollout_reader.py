@@ -62,8 +62,8 @@ def load_rows(
             for number in range(parquet.num_row_groups):
                 num_rows = parquet.metadata.row_group(number).num_rows
                 rows = [row for row in range(num_rows) if wanted is None or start + row in wanted]
-                # A separate generator reads each row group, so that the memory of a row group is freed before
-                # the next one is read.
+                # Each call of `_load_group` makes a generator that reads one row group. When the generator
+                # ends, the memory of its row group is freed, before the loop reads the next one.
                 for row, rollout, scores in _load_group(path, parquet, number, rows) if rows else ():
                     yield start + row, rollout, scores
                 start += num_rows

@@ -84,8 +84,8 @@ def add_trainer_columns(
         rewards: one number for each rollout.
 
     Raises:
-        InvalidInputError: the file `target` exists, no column is given, or a column has too few or too many
-            values; the error names the column.
+        InvalidInputError: the file `target` exists; no column is given; or a column has too few, too many, or
+            invalid values. An error about a column names the column.
         WireError: the rollouts cannot be read; the error names the file.
         OSError: a file cannot be read or written; the error names the file.
         ModuleNotFoundError: pyarrow is not installed.

@@ -31,7 +31,7 @@ class TrainerScores:
     Attributes:
         logprobs: float32 [T], the trainer's log-prob of each token over the whole vocabulary; or None.
         masked_logprobs: float32 [T], the trainer's log-prob of each token over its candidate set; or None.
-        reward: the reward; or None.
+        reward: the reward that the trainer gave to the rollout; or None.
     """
 
     logprobs: NDArray[np.float32] | None = None

@@ -32,8 +32,8 @@ def as_headers(headers: Any) -> dict[str, str]:
     """Return a copy of a caller's headers with lowercase names.
 
     Raises:
-        InvalidInputError: a name or a value is invalid in HTTP, or only the client may set the header. The
-            error message hides the values, because a value may be a secret.
+        InvalidInputError: a name or a value is invalid in HTTP, or a name belongs to a header that only the
+            client may set. The error message hides the values, because a value may be a secret.
     """
     if not isinstance(headers, Mapping):
         raise InvalidInputError(

@@ -27,8 +27,8 @@ class LongMessageSlots:
 
     Args:
         max_long_messages: the number of slots. Each long message takes one slot while the client reads the
-            message. If no message that holds a slot receives bytes for 5 s, the client reads the waiting
-            messages even without a slot.
+            message. If no bytes of any long message arrive for 5 s, the client reads the waiting messages
+            even without a slot.
     """
 
     def __init__(self, max_long_messages: int) -> None:
@@ -80,8 +80,8 @@ class MessageReader:
     def note_received(self) -> None:
         """Record that a part of the answer has arrived.
 
-        While parts of long messages arrive, the client reads no other long message without a slot; see
-        `LongMessageSlots.enter`.
+        As long as parts of long messages arrive, the client reads a waiting message only after the message
+        has got a slot; see `LongMessageSlots.enter`.
         """
         if self._is_long:
             self._limit.step()

@@ -28,8 +28,8 @@ def join_parts(first: Rollout, rest: Rollout) -> Rollout:
         first,
         request_id=rest.request_id,
         output_ids=np.concatenate([first.output_ids, rest.output_ids]),
-        # The request field `resumed_tokens` tells the engine how many tokens at the prompt's end `first`
-        # generated in its last turn. `rest.text` therefore also contains the text of these tokens.
+        # The prompt of `rest` ends with the tokens that `first` generated in its last turn. The request field
+        # `resumed_tokens` gives their number, so the engine also puts their text into `rest.text`.
         text=rest.text if has_more else first.text,
         logprobs=np.concatenate([first.logprobs, rest.logprobs]),
         candidates=_joined_sets(first, rest),

@@ -56,8 +56,8 @@ class Rollout:
         latency_s: seconds from the engine's receipt of the request to the last token. For a resumed sample,
             the latencies of all its requests are summed, without the time between the requests.
         top_logprobs_source: the kind of the sets, `"distribution"` (the tokens up to a threshold p) or
-            `"sampler"` (the tokens that the sampler could draw). The kind is None for a rollout without sets,
-            and for sets that another inference engine made.
+            `"sampler"` (the tokens that the sampler could draw). This attribute is None for a rollout without
+            sets, and for a rollout whose sets come from another inference engine.
         weight_spans: pairs `(version, number of tokens)`, one for each run of tokens of the same weight
             version, in order, T tokens in total. Tokens that `extend` appended have the version "". A rollout
             has several spans if weights were pushed during a pause, or before the sample was resumed. A
@@ -65,7 +65,7 @@ class Rollout:
             be off by one token for a request without sets.
         routing_key: the value of the header `X-SMG-Routing-Key` that gateways receive with this prompt. The
             key's suffix identifies the server that generated the sample, so that `resume` can use that
-            server's prefix cache. The value is empty if unknown.
+            server's prefix cache. If the value is unknown, `routing_key` is an empty string.
         top_logprobs_p: the requested threshold p of the sets, or None if no threshold was requested.
         sampling_params: the sampling parameters that were sent, without `n`, or None if unknown. For a
             resumed sample, this attribute holds the parameters given to `resume`.

@@ -30,8 +30,9 @@ class Score:
         candidates: the L - start candidate sets of the scored positions, or None if the request did not ask
             for sets. In the set of position t, the sampled token is `token_ids[t]`.
         weight_version: the version of the weights that scored every position, as the engine reports it.
-            SGLang before 0.5.19 reports the weight version at the end of the request. If weights are pushed
-            to such an engine during an `in_place` pause, older weights may have scored earlier positions.
+            SGLang before 0.5.19 reports the version that the engine has at the end of the request. If weights
+            are pushed to such an engine during an `in_place` pause, older weights may have scored earlier
+            positions.
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """
 

@@ -143,9 +143,9 @@ def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], coun
     """Return the row numbers of up to `count` rollouts to show token by token.
 
     First come the rollouts that contain the tokens in `worst`, the page's list of the worst tokens. Other
-    samples of the same prompts take at most half of the free places, rounded up. The next places go to the
-    rollouts in `summary.ranked_rows()`, in that order. The first rollouts of the file fill the places that
-    are still free.
+    samples of these rollouts' prompts take at most half of the remaining places, rounded up. The next places
+    go to the rollouts in `summary.ranked_rows()`, in that order. If fewer than `count` rollouts were found,
+    the first rollouts of the file fill the remaining places.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [
@@ -174,14 +174,14 @@ class _Details:
         return len(self._encoded)
 
     def add(self, row: int, scored: ScoredRollout) -> None:
-        """Encode the rollout and keep the encoded tokens, but only if `order` contains `row`."""
+        """Encode and keep the rollout's tokens if `order` contains `row`."""
         if row in self._order:
             self._encoded[row] = encode_detail(scored)
 
     def chosen(self) -> list[tuple[int, bytes]]:
         """Return the row number and the encoded tokens of each rollout that fits in the page.
 
-        The result has the order of the rows in `order`.
+        The result follows the order of the rows in `order`.
         """
         chosen, num_bytes = [], 0
         for row in self._order:

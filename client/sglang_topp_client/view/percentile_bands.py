@@ -2,7 +2,7 @@
 
 To keep memory constant, this module rounds each metric value to the nearest point of a fixed grid, and stores
 only the number of values at each grid point. The error of a percentile is at most the distance between two
-neighboring grid points. This distance is too small to see in a chart.
+neighboring grid points. An error of this size is too small to see in a chart.
 """
 
 from __future__ import annotations

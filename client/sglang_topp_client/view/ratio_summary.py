@@ -32,7 +32,7 @@ class RatioSummary:
         self._counts = np.zeros(len(_EDGES) - 1, np.int64)
 
     def add(self, log_ratios: NDArray[np.float64]) -> None:
-        """Count the log-ratios of tokens in the statistics, except log-ratios that are NaN."""
+        """Add the tokens' log-ratios to the statistics, except log-ratios that are NaN."""
         log_ratios = log_ratios[~np.isnan(log_ratios)]
         if not len(log_ratios):
             return

@@ -68,7 +68,7 @@ class RunSummary:
         self._reasons[rollout.finish_reason] += 1
         for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
             # Tokens that `Rollout.extend` appended have the weight version "". Do not count this version,
-            # because it stands for no weights.
+            # because no weights generated these tokens.
             if version or not rollout.appended_spans:
                 self._versions[version] += count
         source = None if rollout.candidates is None else rollout.top_logprobs_source or "another source"
@@ -118,8 +118,8 @@ class RunSummary:
     def ranked_rows(self) -> list[int]:
         """Return the row numbers of the rollouts with the worst tokens, worst first.
 
-        For each metric, this method ranks each rollout by its worst token. The list begins with the first
-        rollout of each ranking, then the second rollout of each ranking, and so on.
+        For each metric, this method ranks each rollout by its worst token. The list holds the first rollout
+        of each ranking, then the second rollout of each ranking, and so on. No rollout occurs twice.
         """
         ranked = [[place.row for place in top.places()] for top in self._extremes.values()]
         longest = max(map(len, ranked), default=0)

@@ -50,8 +50,8 @@ class TokenMetrics:
     def log_ratio_or_mass(self) -> Float64Array:
         """float64 [T]: `log_ratio`, with an estimate for each token whose `log_ratio` is NaN.
 
-        The log of the kept mass serves as the estimate, because it is the exact log-ratio of a trainer with
-        the sampler's weights.
+        The estimate is the log of the kept mass. If the trainer has the sampler's weights, the true log-ratio
+        equals this estimate.
         """
         with np.errstate(divide="ignore"):
             return np.where(np.isnan(self.log_ratio), np.log(self.mass), self.log_ratio)

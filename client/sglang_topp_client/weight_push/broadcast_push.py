@@ -39,7 +39,7 @@ async def push_broadcasts(
     Args:
         engines: the paused engines. `EngineControl.check` must have set the `tp_size` of each engine.
         parts: the tensors of the whole model, in buckets.
-        version: the name of the weights.
+        version: the weight version of the pushed tensors.
         timeout_s: the time limit of each collective operation.
     """
     outcomes = await on_each(engines, EngineControl.begin_update)

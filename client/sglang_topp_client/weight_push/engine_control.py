@@ -1,4 +1,4 @@
-"""EngineControl: pause one SGLang engine, update its weights, flush its cache, and continue, over HTTP."""
+"""EngineControl: pause and continue one SGLang engine, update its weights, and flush its cache, over HTTP."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class EngineControl:
 
         Raises:
             BadRequestError: SGLang refused the flush, because requests still hold memory of the KV cache, or
-                because retracted requests wait. Waiting requests block a flush only in SGLang before 0.5.21
-                or with --pp-size.
+                because retracted requests wait. Waiting requests block a flush only if SGLang is older than
+                0.5.21 or runs with `--pp-size`.
         """
         # The flush request has a timeout only in the mode "abort", in which SGLang's scheduler keeps running.
         # In the mode "retract", the scheduler is paused and never checks the timeout.

@@ -41,7 +41,7 @@ async def push_to_fleet(
 
     Raises:
         WeightPushError: the push failed after `send` began. Some engines may have the new weights, and at
-            least one engine does not continue.
+            least one engine may still be paused.
         SglangToppError: the push failed before `send`: an engine failed `EngineControl.check`, or could not
             be paused or flushed. No engine has received new weights.
     """

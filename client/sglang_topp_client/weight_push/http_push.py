@@ -48,7 +48,7 @@ async def _send_to_healthy(
 
 
 def _bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
-    """Yield the JSON request bodies for each bucket of tensors.
+    """Yield one JSON request body per tensor-parallel size for each bucket of tensors.
 
     The body of a request depends on the engine's tensor-parallel size. For each bucket, this function
     therefore yields a mapping from each size in `tp_sizes` to the body for engines of this size.

@@ -175,7 +175,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.16": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         # Speculative decoding was tested on 0.5.15.post1. The patch set also serves speculative decoding on
-        # 0.5.15, because the SGLang functions that the hooks wrap are the same in both releases.
+        # 0.5.15, because the SGLang functions that the hooks wrap are the same in 0.5.15 and 0.5.15.post1.
         "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTESTED),
         "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTESTED),

@@ -87,7 +87,7 @@ def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
 
 
 def _patch_of_slime() -> str:
-    """Return a problem if slime's patch was applied to the installed SGLang, or an empty string.
+    """Return a message if slime's patch was applied to the installed SGLang, else an empty string.
 
     slime's patch of the sampler renormalizes the log-probs of some requests before the hooks read the
     log-probs. The checks of the signatures do not detect slime's patch.

@@ -1,8 +1,8 @@
 """List every SGLang function that the patch set depends on, in groups by feature and release.
 
-A seam is an SGLang function that hooks wrap or call. `seam_check` verifies at startup that each seam exists,
-and that it takes the parameters that the hooks rely on. For each SGLang release, `compat.releases` selects
-the groups whose functions the release has.
+A seam is an SGLang function that the patch set wraps or calls. `seam_check` verifies at startup that each
+seam exists, and that it takes the parameters that the hooks rely on. For each SGLang release,
+`compat.releases` selects the groups whose functions the release has.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Hook:
     Attributes:
         kind: the hook's kind in SGLang's `HookType`, which is BEFORE, AFTER, or AROUND.
         function: the hook's path in this package, as `module.function`.
-        always: whether the plugin installs the hook even in a process that serves no candidate sets. A
-            hook whose `always` is True refuses requests or reports problems.
+        always: whether the plugin installs the hook even in a process that serves no candidate sets. The
+            hooks that are always installed serve to refuse requests and to report problems.
         state: the field of `plugin.ProcessState` that the hook gets as its first argument; empty if the hook
             gets no state.
     """
@@ -368,7 +368,7 @@ HTTP_CONTRACT = (
         (_after("http.server_info.add_status", always=True, state="http"),),
     ),
 )
-"""The functions that check a request body and that answer `GET /server_info`, in SGLang 0.5.22 and later."""
+"""The functions for checking request bodies, and for `GET /server_info`, in SGLang 0.5.22 and later."""
 
 AUXILIARY_OUTPUT = (
     Seam(
@@ -577,7 +577,7 @@ SEND_WITH_STATE = (
         (_around("http.sets_in_meta_info.write_sets", state="http"),),
     ),
 )
-"""`_stream_one_response`, which sends an answer in SGLang 0.5.19 and later.
+"""`TokenizerManager._stream_one_response`, which yields an answer's chunks in SGLang 0.5.19 and later.
 
 SGLang passes its `ReqState` to `_stream_one_response`."""
 
@@ -724,7 +724,7 @@ SEND_BY_LOOKUP = (
         (_around("http.sets_in_meta_info.write_sets_of", state="http"),),
     ),
 )
-"""`_wait_one_response`, which sends an answer in SGLang before 0.5.19.
+"""`TokenizerManager._wait_one_response`, which yields an answer's chunks in SGLang before 0.5.19.
 
 `_wait_one_response` itself looks up SGLang's `ReqState`."""
 

@@ -1,8 +1,8 @@
 """Stubs of two kernel packages that SGLang before 0.5.14 imports on a CPU but never calls there.
 
 `sgl_kernel` cannot be imported without the CUDA driver. `vllm` may be missing, because SGLang does not depend
-on it. This package's CPU platform runs SGLang's plain-torch code, which calls no kernel from either package.
-Calling a stub raises an error that names the kernel.
+on it. This package's CPU platform runs SGLang's plain-torch code, which calls no kernel of `sgl_kernel` or
+`vllm`. Calling a stub raises an error that names the kernel.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """An SGLang platform that serves on a CPU, on machines without an accelerator.
 
 `SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang chooses its platform at import, before it
-parses arguments, so `--device cpu` comes too late. The platform is never chosen automatically. Without
-`SGLANG_PLATFORM`, SGLang still refuses to start on a machine whose GPU driver is broken.
+parses arguments, so `--device cpu` comes too late. The platform is never chosen automatically. So if a GPU
+driver is broken and `SGLANG_PLATFORM` is not set, SGLang refuses to start.
 
 SGLang's own CPU engine needs kernels that no package ships. This platform runs SGLang's plain-torch code,
-which needs no kernels. The plain-torch code is slow, but the scheduler, the sampler, and the HTTP server are
-the same as on other platforms.
+which needs none of these kernels. The plain-torch code is slow, but the scheduler, the sampler, and the HTTP
+server are the same as on other platforms.
 
 SGLang's platform interface changed between 0.5.12 and 0.5.23. `TorchCpuPlatform` implements every version of
 the platform interface, so no method depends on the SGLang release.
@@ -52,8 +52,8 @@ def activate() -> str | None:
             f"SGLANG_PLATFORM: got {_NAME} on a machine with an accelerator ({accelerator.type}), which parts"
             " of SGLang would use all the same; unset it, or hide the accelerator (CUDA_VISIBLE_DEVICES=)"
         )
-    # In older releases of SGLang, tensor-parallel ranks use NCCL wherever its library loads. NCCL does not
-    # work on a CPU.
+    # In older releases of SGLang, tensor-parallel ranks use NCCL on every machine where the NCCL library
+    # loads. NCCL does not work on a CPU.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
     if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # SGLang before 0.5.14
         kernel_stubs.install()
@@ -72,7 +72,7 @@ def register() -> None:
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
-    # In SGLang 0.5.12, the two methods in `pins` pin memory even on a platform that cannot pin memory. The
+    # In SGLang 0.5.12, the two methods in `pins` ask for pinned memory even on a platform that has none. The
     # method `_expand_metadata_for_logprobs` exists only in 0.5.12, so its presence identifies the release.
     pins = [f"{_LOGITS}._get_pruned_states", f"{_LOGITS}._expand_metadata_for_logprobs"]
     if PackageSource.installed().has(pins[-1]):
@@ -169,8 +169,8 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
         return torch.profiler.ProfilerActivity.CPU
 
     # SGLang up to 0.5.21 calls `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls`. Later releases of SGLang call
-    # `get_kv_pool_cls`. If `get_kv_pool_cls` returns None, SGLang selects the classes that the two older
-    # methods return here.
+    # `get_kv_pool_cls`. If `get_kv_pool_cls` returns None, SGLang selects the classes that
+    # `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls` return below.
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -24,7 +24,7 @@ from sglang_topp_patches.scheduler_messages import KEY, Entry, asking_field, cus
 
 __all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_question"]
 
-# The timeout of one HTTP request to the prefill server, which answers after 20 s at the latest.
+# The timeout of one HTTP request to the prefill server, which answers within 20 s.
 _READ_S = 40.0
 _RETRY_S = 0.5
 # `fetch_first_token` gives up after this number of seconds. The sets arrive after the KV cache, because they
@@ -66,7 +66,7 @@ def num_scored_here(server_args: Any, state: Any) -> int | None:
 
 @asynccontextmanager
 async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Task[FirstToken] | None]:
-    """Ask the prefill server for the sets of a request's first token and prompt.
+    """Ask the prefill server for the sets of a request's prompt and first generated token.
 
     Yields:
         The asyncio task that fetches the sets, or None if this server is not a decode server. When the

@@ -32,7 +32,7 @@ PATH = "/sglang_topp/first"
 KEPT_S = 120.0
 """The number of seconds for which the store keeps sets that no decode server fetches.
 
-If the decode server gets no sets, it ends the request before these seconds are over.
+A decode server that gets no sets ends its request in less than this time.
 """
 
 _FIELD = "the first token's set"
@@ -47,7 +47,7 @@ class FirstToken:
         token_id: the id of the first token.
         inputs: the request's inputs on the prefill server, from `input_comparison.first_token_inputs`.
         entry: the first token's candidate set, or the reason why the set is missing.
-        prompt: the candidate set of each prompt position with a log-prob. `prompt[0]` is None.
+        prompt: None, followed by the candidate set of each prompt position that has a log-prob; or empty.
     """
 
     token_id: int
@@ -242,8 +242,8 @@ class PrefillSets:
     def _drop(self, room: int, account: Account | None = None) -> None:
         """Free the sets of a bootstrap room.
 
-        If `account` is given, free the sets only if they have this account. Each `put` opens a new account,
-        so `_drop` then keeps the sets of a later `put`.
+        If `account` is given, free the sets only if this `Account` counts their candidates. Each `put` opens
+        a new `Account`, so the timer of one `put` never frees the sets of a later `put`.
         """
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):

@@ -25,8 +25,8 @@ from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
 __all__ = ["PrefillServer"]
 
 # If the sets are not ready within this number of seconds, the prefill server answers without sets, and the
-# decode server asks for the sets again. Without this limit, a proxy between the servers might close the idle
-# connection.
+# decode server asks for the sets again. During a longer wait, a proxy between the servers might close the
+# idle connection.
 _QUESTION_S = 20.0
 _RETRY_S = 0.5
 # A request waits at most this number of seconds until a decode server asks for the request's sets. The

@@ -78,7 +78,7 @@ class ModelLimits:
         return asdict(self.model)
 
     def check_request(self, field: Callable[[str], Any]) -> None:
-        """Check the values of a request for candidate sets against the served model.
+        """Check that a request for candidate sets has only values that fit the served model.
 
         Args:
             field: a function that returns the value of a request field by the field's name. The value is
@@ -172,8 +172,8 @@ def _session_fields() -> set[str]:
 def _check_processor(name: str, given: str) -> None:
     """Raise InvalidInputError unless a custom logit processor has SGLang's serialized form.
 
-    The scheduler fails on a custom logit processor in any other form. The code of the custom logit processor
-    is not checked.
+    The scheduler fails on a custom logit processor in any other form. This function does not check the code
+    of the custom logit processor.
     """
     try:
         bytes.fromhex(json.loads(given)["callable"])
@@ -240,8 +240,8 @@ def _holds(value: Any, kind: type) -> bool:
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
     """Return the field's values of the type `kind`, each with a name such as `text[0]` for error messages.
 
-    `value` is one value, or a list with one value per prompt. Values of other types are left out, because
-    SGLang itself refuses such values.
+    `value` is one value, or a list with one value per prompt. The returned list omits values of other types,
+    because SGLang itself refuses such values.
     """
     entries = enumerate(value) if isinstance(value, list) else ()
     given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]

@@ -33,8 +33,8 @@ class _Collector:
     """The candidate sets of one OpenAI call, collected from the engine's answers.
 
     Attributes:
-        entries: the sets of each finished sample, by the sample's index. A sample that did not ask for sets
-            has None instead of its sets.
+        entries: the sets of each finished sample, by the sample's index. The entry of a sample that
+            did not ask for sets is None.
         problem: why a finished sample has no sets, or an empty string if no sets are missing.
         status: the HTTP status of the error that ended the OpenAI call, or 0.
     """

@@ -149,8 +149,8 @@ class _RequestedSets:
         thresholds: the nucleus threshold p of the prompt's sets, or None or 0 if the prompt has no threshold.
         sampler: whether the prompt asks for the tokens that the sampler could draw.
         base64: whether the answer has the sets as packed arrays.
-        nucleus: whether the answer has the sets in slime's fields. The prompt's `top_p` is then the
-            threshold.
+        nucleus: whether the answer has the sets in slime's fields. If so, the threshold is the prompt's
+            `top_p`.
     """
 
     thresholds: Sequence[float | None]

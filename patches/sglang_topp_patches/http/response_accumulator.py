@@ -87,7 +87,7 @@ class ResponseAccumulator:
         self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
 
     def add_first_token(self, first: FirstToken) -> None:
-        """Add the candidate sets from the prefill server: those of the first token and of the prompt."""
+        """Store the candidate sets from the prefill server: the sets of the first token and of the prompt."""
         self.lacks_first = False
         if first.entry.is_refusal:
             self.refusal = first.entry
@@ -114,7 +114,7 @@ class ResponseAccumulator:
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Count the sample's present and later candidates in the HTTP call's counter.
+        """Add the sample's candidates, both received and future ones, to the HTTP call's counter.
 
         If the HTTP call is ended early, the accumulator frees the sets and calls `abort`. The callback
         `abort` stops the sample in the scheduler.
@@ -128,12 +128,15 @@ class ResponseAccumulator:
             self._count(candidates, positions)
 
     def check_call(self) -> None:
-        """Raise CallEndedError if the HTTP call was ended early. The early end has freed the call's sets."""
+        """Raise CallEndedError if the HTTP call was ended early.
+
+        An HTTP call that ends early frees its sets.
+        """
         if self._call is not None and self._call.problem:
             raise CallEndedError(f"candidate sets: {self._call.problem}")
 
     def forget(self, start: int, stop: int) -> None:
-        """Free the sets of the tokens from index `start` up to `stop`. No later chunk needs these sets."""
+        """Free the sets of the tokens from index `start` to `stop - 1`. No later chunk needs these sets."""
         gone = [span for span in self.generated[start:stop] if span]
         self.generated[start:stop] = [None] * (stop - start)
         self._count(-sum(len(span[0]) // 4 for span in gone), -len(gone))

@@ -69,7 +69,7 @@ REFUSED = frozenset(
         os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
     }
 )
-"""Routes that take text and never return sets.
+"""Routes that take text, token ids, or audio, and never return sets.
 
 `Guard` answers a request for sets on such a route with a 400."""
 
@@ -110,7 +110,7 @@ NO_PROMPT = frozenset(
 
 _ASKING = (*FIELDS, RESUMED)
 _TOO_DEEP = "a body nested too deep to be read"
-# `Guard` sends a large answer in pieces of `_PIECE_BYTES`, and disconnects a client that does not take a
+# `Guard` sends an answer with sets in pieces of `_PIECE_BYTES`, and disconnects a client that does not take a
 # piece within `_PIECE_TIMEOUT_S`.
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
@@ -290,7 +290,7 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def misplaced(body: Any) -> str | None:
-    """Return an error message, or None if the current route uses all of the patch set's fields in `body`.
+    """Return an error message if the current route ignores a field of the patch set in `body`, else None.
 
     A route ignores a field at a place that `SERVED` does not list for the route. On SGLang's Vertex route,
     `body` is the request that the route builds from the HTTP body.
@@ -317,7 +317,7 @@ def _asked_at(body: bytes) -> list[str]:
     except RecursionError:
         return [_TOO_DEEP]
     except ValueError:
-        # A body that is not JSON is a form for an audio route, or a body that the route itself refuses.
+        # A body that is not JSON is a form for an audio route, or the route itself refuses the body.
         return [field for field in _ASKING if b'name="%s"' % field.encode() in body]
 
 
@@ -378,7 +378,7 @@ def _refusal(path: str, message: str, place: str) -> Response:
 
 
 def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> Send:
-    """Return a `send` that sends a large body in pieces, and disconnects a client that stops reading.
+    """Return a `send` that sends a body with sets in pieces, and disconnects a client that stops reading.
 
     Each piece of a body is sent only after the client has taken the previous piece. After the last piece, an
     empty piece ends the body. The HTTP call's candidates therefore count against the memory budget until the

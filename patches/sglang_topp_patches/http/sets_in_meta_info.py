@@ -147,8 +147,8 @@ def write_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
 
-    If a client reads more slowly than the engine generates, SGLang skips some chunks of the answer. The
-    hook writes sets only into the chunks that SGLang sends to the client.
+    If a client reads more slowly than the engine generates, SGLang leaves out some chunks, and the next chunk
+    covers their tokens. The hook writes sets only into the chunks that SGLang sends to the client.
     """
     chunks = original(self, obj=obj, state=state, request=request)
     if not asking_field(vars(obj).get):
@@ -313,9 +313,9 @@ def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) ->
 
     If a request is aborted while it waits after a pause, SGLang may already have streamed a part of its
     answer. In this case, SGLang's last chunk has the text and the log-probs of the whole answer, but only the
-    last of its token ids. SGLang sends such a wrong last chunk before 0.5.20, and in all releases if chunks
-    are incremental. If chunks are incremental, the hook removes the text and the tokens from the last chunk.
-    If chunks are not incremental, the hook puts all tokens of the answer into the last chunk.
+    last of its token ids. If chunks are incremental, all releases send this wrong last chunk, and the hook
+    removes the text and the tokens from it. If chunks are not incremental, only releases before 0.5.20 send
+    this wrong last chunk, and the hook puts all tokens of the answer into it.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
@@ -347,7 +347,7 @@ def _list_form(self: Any, side: formats.Side, positions: Positions, with_text: b
 def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
     """Replace SGLang's lists of top-k log-probs with packed arrays.
 
-    If the request asked for SGLang's own flat arrays (`return_flat_raw_top_logprobs`), the flat arrays stay.
+    If the request asked for SGLang's own flat arrays (`return_flat_raw_top_logprobs`), the answer keeps them.
     """
     sides: tuple[tuple[formats.Side, int], ...] = (("input", 0), ("output", start))
     for side, first in sides:
@@ -362,7 +362,7 @@ def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumula
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
         # The missing set is not the reason why the request was aborted, so report SGLang's reason.
-        if reason.get("status_code") is None:  # tokens may lack sets, so append `message`
+        if reason.get("status_code") is None:  # the answer may lack sets, so also report `message`
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}
         return

@@ -25,8 +25,8 @@ from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
 
 __all__ = ["check_request", "nucleus_threshold", "write_nuclei"]
 
-# With a request field in `_OTHER_LOGPROBS`, SGLang reports log-probs over the whole vocabulary. Log-probs
-# over the whole vocabulary would not match the renormalized log-probs of the generated tokens.
+# If a request sets one of these fields, SGLang reports log-probs over the whole vocabulary. Log-probs over
+# the whole vocabulary would not match the renormalized log-probs of the generated tokens.
 _OTHER_LOGPROBS = ("top_logprobs_num", "token_ids_logprob")
 
 
@@ -52,7 +52,7 @@ def nucleus_threshold(sampling_params: Any) -> float:
 
 
 def check_request(field: Callable[[str], Any]) -> None:
-    """Refuse a request with slime's field that also asks for log-probs over the whole vocabulary.
+    """Refuse a request with slime's field if the request also asks for log-probs over the whole vocabulary.
 
     Args:
         field: a function that returns the value of a request field by the field's name. The value is the one

@@ -5,9 +5,9 @@ request that exceeds a limit ends with an error, and its sets are freed. The err
 limit. If the limit for one sample is exceeded, the error message also says how many token positions are
 within the limit.
 
-Each of SGLang's processes counts the candidates that it holds. The scheduler counts a sample's candidates
-until it has sent the candidates to the HTTP process. The HTTP process counts the candidates of an HTTP call
-until it has sent the call's answer.
+Each of SGLang's processes counts the candidates that it holds. A sample's candidates stay in the scheduler's
+count until the scheduler has sent the candidates to the HTTP process. The candidates of an HTTP call stay in
+the HTTP process's count until the HTTP process has sent the call's answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEFAULT_PER_SAMPLE = 1 << 25
 _DEFAULT_STAGED = 256
 # At the peak, four copies of a candidate exist at once: raw, joined, in base64, and in an answer's body. The
 # four copies of a candidate take about 40 bytes together. The default limit allows one candidate per 256
-# bytes of memory, so all requests in flight take at most a sixth of the memory.
+# bytes of memory, so the candidates of all requests in flight take at most a sixth of the memory.
 _BYTES_PER_CANDIDATE = 256
 
 
@@ -93,7 +93,7 @@ class Budget:
 
 @cache
 def budget() -> Budget:
-    """Return this process's memory limits. If an environment variable is invalid, every limit is 0."""
+    """Return this process's memory limits. If an environment variable holds an invalid limit, all are 0."""
     try:
         return Budget.of(os.environ, _memory_bytes())
     except InvalidInputError:
@@ -185,14 +185,14 @@ class Account:
             self._in_flight.end_largest()
 
     def end(self, reason: str) -> None:
-        """Stop counting the candidates, and end the request or HTTP call. Do nothing on a closed account."""
+        """Close this `Account`, and end its request or HTTP call. Do nothing if this `Account` is closed."""
         if not self.is_closed:
             self.close()
             if self._end is not None:
                 self._end(reason)
 
     def close(self) -> None:
-        """Stop counting the candidates. Do nothing if the account is closed."""
+        """Subtract the candidates from the process's total. Do nothing if this `Account` is closed."""
         if not self.is_closed:
             self.is_closed = True
             self._in_flight.total -= self.candidates
@@ -221,8 +221,8 @@ def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
 
     Args:
         limits: the limits of this process.
-        is_busy: whether the prompt exceeds the limit on the total of all requests in flight. If `is_busy` is
-            False, the prompt exceeds the limit for one sample.
+        is_busy: True if the prompt's sets push the total of all requests in flight above its limit, and False
+            if the prompt's sets exceed the limit for one sample.
     """
     limit, name = (
         (limits.max_candidates_in_flight, _IN_FLIGHT)

@@ -3,8 +3,8 @@
 `extract` returns each row's nucleus at a threshold p, plus the sampled token. `extract_support` returns, for
 each row, the tokens that the sampler could draw after its top_k, top_p, and min_p filters. On a GPU, the
 kernels of `extract` and `extract_support` write the sets to a buffer of fixed size, the staging area
-(`scheduler.gpu_staging`). Both functions return without waiting for the GPU. On a CPU, the sets are complete
-when `extract` or `extract_support` returns.
+(`scheduler.gpu_staging`). The two functions return without waiting for the GPU. On a CPU, the sets are
+complete when `extract` or `extract_support` returns.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def extract_support(
     `problems` of the returned object gives the reason. All other rows still get their sets.
 
     Args:
-        process: as for `extract`.
-        logprobs: float [B, V], as for `extract`.
+        process: the same as in `extract`.
+        logprobs: float [B, V], the same as in `extract`.
         rows: int64 [R], ascending: the rows of `logprobs` whose filtered probabilities the sampler returned.
         is_drawn: bool [R, W], whether each filtered probability is above 0.
         token_ids: int32 [R, W], the token in each column of `is_drawn`, most likely token first. `token_ids`
             is None if W equals V.
         sampled_ids: integer [B], the sampled tokens.
-        lowest: as for `extract`.
+        lowest: the same as in `extract`.
     """
     if gpu_staging.is_staged(logprobs):
         return gpu_staging.by_weights(process, logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)

@@ -1,4 +1,4 @@
-"""Extract the candidate sets of generated tokens, in the scheduler processes.
+"""Extract, in the scheduler processes, the candidate sets of generated tokens.
 
 The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the output of the forward pass. Inside
 `ModelRunner.sample`, SGLang computes the log-probs that it reports. The hook `compute_logprobs` wraps the
@@ -154,7 +154,7 @@ class GeneratedSets:
 
         A row's set does not match the new token in three cases: the row now belongs to another request,
         SGLang replaced the sampled token, or the scheduler step added several tokens. If the set does not
-        match, the `Entry` holds the problem instead of the set, and the request ends with an error.
+        match the token, the `Entry` holds the problem instead of the set, and the request ends with an error.
         """
         spans, problems = self._by_row()
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
@@ -195,7 +195,7 @@ def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, *
     """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
 
     From a request's list of `Entry` objects, SGLang sends only those from index `send_token_offset` on.
-    Without this hook, SGLang would keep the sets that it has already sent until it frees the request.
+    Without this hook, SGLang would hold the sent sets in memory until it frees the request.
     """
     for req in reqs:
         if req.finished_output:

@@ -5,9 +5,9 @@ together with SGLang's own results. The host learns the sizes of the sets only w
 the results, because an earlier read of the sizes would wait for the GPU. If the sets of some rows did not fit
 into the staging area, the host extracts these sets again from the log-probs, and waits for the GPU.
 
-Until the scheduler processes the results, this module keeps the log-probs of rows that ask for sets. The
-memory of the kept log-probs counts against the limits (`memory.budget`). The host can safely read the kept
-log-probs when the scheduler processes the results, for three reasons:
+Until the scheduler processes the results, this module keeps the log-probs of the rows whose requests ask for
+sets. The memory of the kept log-probs counts against the limits (`memory.budget`). The host can safely read
+the kept log-probs when the scheduler processes the results, for three reasons:
 
 1. SGLang records a CUDA event after its copies of the results, and waits for this event before the scheduler
    processes the results. By then, no unfinished GPU work of this pass reads or writes the kept log-probs.
@@ -15,8 +15,8 @@ log-probs when the scheduler processes the results, for three reasons:
 3. SGLang changes the kept log-probs in one way only: it replaces -inf with the dtype's lowest value. This
    module reads the dtype's lowest value as -inf.
 
-Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs. In
-contrast, the next replay of a CUDA graph overwrites the sampler's filtered probabilities. So
+Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs. But the
+next replay of a CUDA graph overwrites the sampler's filtered probabilities. For this reason,
 `sampler_candidates` makes a new tensor that marks the filtered probabilities above 0.
 """
 
@@ -220,8 +220,8 @@ class StagedSets:
         kept: the tensors from which the host can extract the sets again.
         rows: the ascending indices of these R rows in the pass. All other rows of the pass have empty sets.
         num_rows: the number of all rows of the pass.
-        problems: the reason why a row has no exact set, keyed by the row's index in the pass. The result of
-            `on_host` also has the problems that the GPU kernels found.
+        problems: the reason why a row has no exact set, keyed by the row's index in the pass. In its
+            result, `on_host` adds the problems that the GPU kernels found.
     """
 
     area: StagingArea
@@ -280,7 +280,7 @@ _Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int6
 
 
 def _inserted(sets: _Flat, rows: NDArray[np.intp], again: ExtractedSets) -> _Flat:
-    """Return a copy of `sets` whose empty sets at the indices `rows` are filled from `again`."""
+    """Return a copy of `sets` in which the sets of `again` replace the empty sets at the indices `rows`."""
     ids, logprobs, offsets = sets
     sizes = np.diff(offsets)
     added = again.offsets.diff().numpy()

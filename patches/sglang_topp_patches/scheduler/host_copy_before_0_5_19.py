@@ -1,8 +1,8 @@
 """Copy a forward pass's candidate sets to the host and add the sets to requests, on SGLang before 0.5.19.
 
 Since 0.5.19, SGLang itself copies auxiliary output (extra results of a forward pass) to the host and passes
-the copies to the patch set. On older releases of SGLang, the hooks in this module copy the candidate sets and
-add them to the requests, in two steps:
+the copies to the patch set. On SGLang before 0.5.19, the hooks in this module copy the candidate sets and add
+them to the requests, in two steps:
 
 1. Right before SGLang starts to copy its own results to the host, `copy_to_host` starts to copy the sets.
    SGLang then records a CUDA event, which covers SGLang's copies and the copies of the sets.
@@ -36,7 +36,7 @@ class Committed:
     """The tokens that one scheduler step adds to one request's output.
 
     Attributes:
-        output_index: the index of the first token of `token_ids` in the request's output.
+        output_index: the index, in the request's output, of the first token of `token_ids`.
         token_ids: the tokens.
     """
 
@@ -111,7 +111,7 @@ def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _step_of(batch: Any, result: Any) -> _Step | None:
-    """Return the scheduler step of a pass's result, or None if the pass has no sets.
+    """Return the scheduler step that produced `result`, or None if its forward pass has no sets.
 
     The returned `_Step` holds the host copies of the candidate sets.
     """

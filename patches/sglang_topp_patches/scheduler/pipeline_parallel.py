@@ -33,7 +33,7 @@ class PassPart(Protocol):
         """Return a copy with `copy_tensor` applied to every tensor, always in the same order."""
 
     def settled(self) -> PassPart:
-        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
+        """Return a copy of this object with every set on the device. Wait for the device if necessary."""
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Add the sets to the requests of `batch`."""
@@ -56,7 +56,7 @@ class PassSets:
         return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
 
     def settled(self) -> PassSets:
-        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
+        """Return a copy of this object with every set on the device. Wait for the device if necessary."""
         return PassSets(tuple(part.settled() for part in self.parts))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
@@ -112,7 +112,7 @@ def _indivisible(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """Pad a tensor by one element if its length is a multiple of the number of tensor-parallel ranks.
 
     SGLang makes each rank send a different part of a tensor if the tensor's length is a multiple of the
-    number of ranks. Only one rank of the last stage has the sets, so that rank must send the whole tensor.
+    number of ranks. Only one rank of the last stage has the sets. This rank must send the whole tensor.
     """
     if num_ranks == 1 or len(tensor) == 0 or len(tensor) % num_ranks:
         return tensor

@@ -15,8 +15,7 @@ request with an error if weights are pushed while its prompt is prefilled. `weig
 with which a request's prefill began.
 
 This module identifies weights by the number of weight pushes so far, because weight versions are unreliable.
-A weight push may have no version. On older releases, SGLang does not tell the scheduler the version of a
-push.
+A weight push may have no version. SGLang before 0.5.19 does not tell the scheduler the version of a push.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class PrefixCache:
             self.has_only_current_weights = True
 
     def current_weights(self) -> Weights:
-        """Return the weights with which a forward pass runs if SGLang starts the pass now."""
+        """Identify the weights with which a forward pass runs if SGLang starts the pass now."""
         return Weights(self.pushes, internals().weight_version())
 
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +119,7 @@ class PrefixCache:
 
 
 def weights_of(req: Any) -> Weights | None:
-    """Return the weights with which a scored prompt's prefill began, or None before the prefill begins."""
+    """Identify the weights with which a scored prompt's prefill began, or return None before the prefill."""
     return getattr(req, _WEIGHTS, None)
 
 

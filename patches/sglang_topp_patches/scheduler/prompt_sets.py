@@ -212,8 +212,9 @@ class PassExtraction:
         on, the host waits for the oldest chunk while the GPU computes the newest. If a pass has at most two
         chunks, `add` never waits for the GPU.
 
-        `add` counts a chunk's candidates against the limits only after the host has read the chunk. If the
-        host reads a chunk after the last call of `add`, only `PromptSets.consume` counts that chunk.
+        `add` counts a chunk's candidates against the limits only after the host has read the chunk. The host
+        may read a chunk after the last call of `add`. `PromptSets.consume` counts the candidates of such a
+        chunk.
         """
         self.chunks.append(chunk)
         while self._num_settled < len(self.chunks):
@@ -299,7 +300,7 @@ class PromptSets:
     Attributes:
         request_ids: the ids of the pass's requests.
         thresholds: each request's threshold p; 0 if the request has none.
-        counts: the number of each request's scored prompt positions in the pass.
+        counts: for each request, the number of prompt positions that the pass scores.
         chunks: the sets of all scored prompt positions, request after request, split into chunks.
         weights: the weights with which the pass ran.
         refused: the requests that get an error instead of sets, as in `PassExtraction`.
@@ -343,7 +344,7 @@ class PromptSets:
             # scored the request's prompt again after a retraction, so drop the new sets.
             if info.get(KEY):
                 continue
-            # Weights may be pushed after the prefill begins, even before the first scored position. The
+            # A trainer can push weights after the prefill begins, even before the first scored position. The
             # scored positions then attend to KV that the old weights computed, so refuse the request.
             if (began := weights_of(req)) != self.weights:
                 versions = (began and began.version, self.weights.version)

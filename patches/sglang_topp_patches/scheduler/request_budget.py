@@ -2,8 +2,8 @@
 
 The scheduler starts to count a request's candidates at the request's first set (`memory.budget.Account`). The
 scheduler stops counting when it sends the request's last output, or when it refuses the request. It also
-stops counting when it aborts a retracted request in a queue. At the latest, the scheduler stops counting when
-SGLang's `Req` object is freed.
+stops counting when it aborts a retracted request in a queue. If none of these events occurs, the scheduler
+stops counting when SGLang's `Req` object is freed.
 
 Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
 same step. So the scheduler does not end a refused request itself. Instead, the scheduler stops extracting
@@ -58,7 +58,8 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
             counting the request's candidates, because SGLang is about to send the request's sets.
         candidates: the number of candidates in the request's new sets. If the request drops sets, pass the
             number of dropped candidates as a negative number.
-        positions: the number of token positions of the new sets, or of the dropped sets as a negative number.
+        positions: the number of token positions of the new sets. If the request drops sets, pass the number
+            of their positions as a negative number.
     """
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is None:
@@ -135,8 +136,8 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
 def end_without_set(req: Any) -> None:
     """Extract no more sets for a request, and make SGLang send the request's next token at once.
 
-    The next token has no set. When the HTTP process receives a token without a set, it ends the token's
-    request with an error.
+    SGLang sends the next token without a set. When the HTTP process receives a token without a set, it ends
+    the token's request with an error.
     """
     setattr(req, _REFUSED, True)
     close_account(req)

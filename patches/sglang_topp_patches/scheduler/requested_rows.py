@@ -62,7 +62,7 @@ class ForwardPass:
     Attributes:
         process: the state of this scheduler process.
         rows: the rows of the pass.
-        prompt: the pass's prompt sets; None until the pass has scored its prompts.
+        prompt: the candidate sets of the pass's prompt positions; None until the pass has scored its prompts.
     """
 
     process: SchedulerProcess
@@ -100,7 +100,7 @@ def requested_rows(batch: Any) -> RequestedRows | None:
     drawn = tuple(row for row, req in enumerate(batch.reqs) if from_sampler(custom_params(req).get))
     if not any(thresholds) and not drawn:
         return None
-    # SGLang has replaced temperature 0 with a top_k of 1.
+    # A greedy request has a top_k of 1, because SGLang replaces temperature 0 with a top_k of 1.
     greedy = frozenset(row for row, req in enumerate(batch.reqs) if req.sampling_params.top_k == 1)
     return RequestedRows(tuple(req.rid for req in batch.reqs), thresholds, drawn, greedy, answers)
 

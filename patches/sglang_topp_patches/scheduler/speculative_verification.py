@@ -1,4 +1,4 @@
-"""Extract the candidate sets of tokens that speculative verification accepts, in the scheduler processes.
+"""Extract, in the scheduler processes, the candidate sets of tokens that speculative verification accepts.
 
 A verification draws several tokens for each request: the accepted drafts, and one more token. The drafts of a
 request form a tree. The sampling kernel draws each token from the target model's distribution at one node of
@@ -102,7 +102,7 @@ def _kernels_replaced_by(draw: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Verification:
-    """One verification of a batch in which a request asks for sets.
+    """One verification of a batch in which at least one request asks for sets.
 
     Attributes:
         rows: the requests of the batch, and the sets that each one asks for.

@@ -1,1 +1,1 @@
-"""The sidecar's HTTP routes: the FastAPI app, key checks, sample endpoints, and response encodings."""
+"""The sidecar's HTTP routes: the FastAPI app, API-key checks, sample endpoints, and response encodings."""

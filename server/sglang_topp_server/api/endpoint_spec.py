@@ -1,6 +1,7 @@
 """EndpointSpec: the body parser, request check, JSON field names, and media type of one route.
 
-`ROLLOUTS` and `SCORES` hold everything in which the routes `POST /rollouts` and `POST /scores` differ.
+`ROLLOUTS` describes `POST /rollouts`, and `SCORES` describes `POST /scores`. The two routes differ only in
+the values of these two objects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Encode samples as JSON, in chunks of bounded size.
 
-Candidate sets are large, so an answer's whole JSON text is never in memory at once. A chunk is encoded only
-when it is about to be sent. At most one encoded chunk per connection waits for the caller to read it.
+The JSON text of candidate sets is large, so the sidecar never holds an answer's whole JSON text in memory.
+The sidecar encodes a chunk only when it is about to send the chunk. At most one encoded chunk per connection
+waits for the caller to read it.
 """
 
 from __future__ import annotations

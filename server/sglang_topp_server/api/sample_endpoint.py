@@ -95,8 +95,9 @@ class SampleEndpoint(Response):
         is_admitted = False
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                # If too many requests are in flight, refuse this request before the sidecar reads its body.
-                # After the sidecar has read the body, `with self._concurrency` checks the limit again.
+                # If too many requests are in flight, refuse this request before the sidecar reads the
+                # request's body. After the sidecar has read the body, `with self._concurrency` checks the
+                # limit again.
                 self._concurrency.require_place()
                 request = await self._read(Headers(scope=scope), receive)
                 with self._concurrency:

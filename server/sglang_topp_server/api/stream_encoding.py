@@ -71,7 +71,7 @@ class Frames:
 
 
 def accepted_encoding(headers: Headers, framed: str) -> Encoding:
-    """Return `Frames` if the `Accept` header asks for frames and does not prefer JSON lines, or `JsonLines`.
+    """Return `JsonLines`, or `Frames` if the `Accept` header asks for frames and does not prefer JSON lines.
 
     Args:
         headers: the request's headers.

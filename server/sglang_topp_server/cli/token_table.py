@@ -34,7 +34,7 @@ def token_texts(path: str | None) -> TokenTexts | None:
 
 
 def server_token_texts(info: Mapping[str, Any], rollouts: Sequence[Rollout]) -> TokenTexts | None:
-    """Return the texts of the tokens of the server's model, if this machine has the model's tokenizer.
+    """Return the token texts of the server's model, if this machine has the model's tokenizer.
 
     Args:
         info: the result of `RolloutClient.server_info` for a sidecar or an engine.

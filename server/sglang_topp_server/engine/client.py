@@ -44,7 +44,7 @@ _POLL_OTHERWISE_S = 0.5
 
 @dataclass(frozen=True)
 class FailedPrompt:
-    """A prompt that failed. A failed prompt gets no further samples."""
+    """A prompt that failed. The client yields no further samples of this prompt."""
 
     prompt_index: int
     error: SglangToppError
@@ -95,8 +95,8 @@ class EngineClient:
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise an error if the engine cannot take requests.
 
-        This method raises no error if an engine that was ready before does not answer a probe: the engine may
-        be too busy to answer.
+        If an engine that was ready before does not answer a probe, this method raises no error, because the
+        engine may be too busy to answer.
 
         Raises:
             PatchError: the engine is not patched.

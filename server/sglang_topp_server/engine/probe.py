@@ -2,12 +2,12 @@
 
 A probe requests `/server_info` from the engine. In the answer, the patch set reports its state. A gateway
 does not serve `/server_info`. A gateway forwards the older `/get_server_info` to one worker, lists all
-workers at `/workers`, and answers `/health` itself. Behind a gateway, the probe therefore also requests
-`/server_info` from each listed worker directly.
+workers at `/workers`, and answers `/health` itself. If a gateway answers the probe, the probe therefore
+requests `/server_info` directly from each worker that the gateway lists.
 
 A probe ends with a test request for one token and its candidate set. Once a test request has succeeded, later
-probes omit it. After the engine was unreachable or unpatched, a test request must succeed again. The test
-request fails if a gateway silently drops sglang-topp's request fields.
+probes omit it. If a probe finds the engine unreachable or unpatched, later probes send a test request again.
+The test request fails if a gateway silently drops sglang-topp's request fields.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class ConcurrencyLimit:
         metrics: receives the current number of requests in flight.
 
     Raises:
-        OverloadedError: the number of requests in flight has reached `limit`. `__enter__` and
-            `require_place` raise this error.
+        OverloadedError: the number of requests in flight has reached `limit` when the caller enters the
+            context or calls `require_place`.
     """
 
     def __init__(self, limit: int, metrics: Metrics) -> None:

@@ -9,7 +9,7 @@ __all__ = ["MIN_BYTES_PER_S", "Limits"]
 MIN_BYTES_PER_S = 1 << 16
 """The minimum rate, in bytes per second, at which a request body must arrive.
 
-A body may arrive up to `Limits.max_stall_s` seconds later than this rate requires."""
+A request body may lag behind this rate by at most `Limits.max_stall_s` seconds."""
 
 
 @dataclass(frozen=True)

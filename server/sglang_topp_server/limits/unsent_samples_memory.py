@@ -35,7 +35,7 @@ def num_bytes_of(sample: Rollout | Score) -> int:
 
 
 class MemoryShare:
-    """Counts the memory that one request's samples take. The constructor needs a running event loop.
+    """Counter of the memory that one request's samples take. The constructor needs a running event loop.
 
     Attributes:
         num_bytes: the number of bytes that the request's samples take.

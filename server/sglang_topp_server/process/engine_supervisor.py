@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             `sys.argv[1:]`.
 
     Returns:
-        The engine's exit status, 128 + the signal's number if a signal ended the engine, or 127 if the engine
-        could not start.
+        The engine's exit status. If a signal ended the engine, the status is 128 + the signal's number. If
+        the engine could not start, the status is 127.
     """
     grace_text, *command = sys.argv[1:] if argv is None else argv
     woken, wake = os.pipe()

@@ -43,7 +43,7 @@ def parse_abort(body: bytes | bytearray) -> AbortBody:
 class AbortAnswer(BaseModel):
     """The answer to `POST /abort`, sent after the aborted requests have stopped.
 
-    If no request has the given `request_id`, the sidecar also answers `ok`.
+    The sidecar answers `ok` even if no request has the given `request_id`.
     """
 
     status: str = "ok"

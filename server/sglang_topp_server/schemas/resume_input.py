@@ -44,7 +44,8 @@ def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[Sam
 
     Raises:
         InvalidInputError: `given` has the wrong number of values, a value is not an integer of 0 or more, or
-            a value exceeds the number of its prompt's token ids. Text and chat messages have no token ids.
+            a value exceeds the number of its prompt's token ids. This number is 0 if the prompt is a
+            text or chat messages.
     """
     if given is None:
         return list(wanted)

@@ -43,7 +43,7 @@ class RolloutsBody(BaseModel):
         description="Replaces prompts: records of an earlier answer to continue. The answer's prompt_index is"
         " the index in this list.",
     )
-    # Pydantic reports only the first invalid object in a list, because the list may hold millions of objects.
+    # A list may hold millions of objects. With `fail_fast`, Pydantic stops at the first invalid object.
     sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None,
         description="SGLang's names, including `n`; one object for all prompts, or one per prompt.",
@@ -135,7 +135,10 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> RolloutsBody:
 
 
 def _num_samples(request: RolloutsBody) -> int:
-    """Return the number of requested samples: the sum of `n` over the prompts, with at least 1 for each."""
+    """Return the number of requested samples: the sum of `n` over the prompts, or the number of `rollouts`.
+
+    A missing or invalid `n` counts as 1.
+    """
     params = request.sampling_params
     if request.rollouts is not None:
         return len(request.rollouts) if isinstance(request.rollouts, list) else 1

@@ -23,7 +23,7 @@ export function figure({ title, note, label, height = 210, draw, legend = [] }) 
   return el("figure", {}, caption, holder);
 }
 
-/** Return a linear scale, a function that maps `low` to the pixel `start`, and `high` to `start + length`. */
+/** Return a linear scale: a function that maps `low` to the pixel `start`, and `high` to `start + length`. */
 export function linear(low, high, start, length) {
   return (value) => start + ((value - low) / (high - low || 1)) * length;
 }

@@ -87,7 +87,7 @@ class Internals(Protocol):
         """Compute a prompt's log-probs with the same operations as SGLang, in the same order.
 
         Args:
-            processor: SGLang's `InputLogprobProcessor`, or SGLang's `LogitsProcessor` before 0.5.16.
+            processor: SGLang's `InputLogprobProcessor`, or, before SGLang 0.5.16, its `LogitsProcessor`.
             logits: float [R, V], the logits of R rows over the V tokens of the vocabulary.
         """
 
@@ -102,7 +102,8 @@ class Internals(Protocol):
     def align(self, reqs: Sequence[Any]) -> None:
         """Add missing keys to `customized_info`, so that all requests of one message have the same keys.
 
-        If the keys differed, SGLang up to 0.5.14 would deliver one request's values to another request.
+        If two requests had different keys, SGLang up to 0.5.14 would deliver one request's values to another
+        request.
         """
 
     # -- Hooks in the HTTP process call the following methods.

@@ -1,7 +1,7 @@
 """Adapters to the internals of SGLang 0.5.12 to 0.5.15.post1.
 
-Before SGLang 0.5.16, the sampler computes the log-probs of the sampled tokens. SGLang 0.5.16 and later have
-separate log-prob processors.
+Before SGLang 0.5.16, the sampler computes the log-probs of the sampled tokens. From SGLang 0.5.16 on,
+separate log-prob processors compute these log-probs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Sglang0514(Sglang0515):
         """If a request has `KEY` or `PROMPT_KEY` in `customized_info`, add that key to all requests.
 
         SGLang sends the values of a `customized_info` key only for the requests that have the key. Then
-        SGLang looks up each request's value by the request's position in the whole batch. If a request lacked
-        the key, SGLang would find another request's value.
+        SGLang looks up each request's value by the request's position in the whole batch. If one request
+        lacked the key, SGLang would give some requests the values of other requests.
         """
         keys = {key for req in reqs for key in (req.customized_info or ()) if key in (KEY, PROMPT_KEY)}
         for req in reqs if keys else ():

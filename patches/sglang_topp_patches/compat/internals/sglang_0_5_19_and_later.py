@@ -1,6 +1,6 @@
 """Adapters to the internals of SGLang 0.5.19 and later.
 
-These releases of SGLang copy auxiliary outputs to the host. Earlier releases do not. An auxiliary output
+Unlike earlier releases, these releases of SGLang copy auxiliary outputs to the host. An auxiliary output
 holds extra results of a forward pass, such as candidate sets.
 """
 
@@ -109,9 +109,9 @@ class Sglang0523:
         """Return a `SentOnce`, which SGLang sends to the HTTP process once and as a whole.
 
         SGLang 0.5.22 and later can themselves send a list once per request
-        (`is_request_level_customized_info_key`). The patch set does not use this feature of SGLang. With the
-        feature, SGLang sends the list of an unstreamed answer only when the request finishes. A request that
-        is aborted while a pause holds it in the queue never finishes. The aborted answer still has tokens,
+        (`is_request_level_customized_info_key`). The patch set does not use this feature, because SGLang
+        would send the list of an unstreamed answer only when the request finishes. A request that is aborted
+        while a pause holds it in the queue never finishes. The answer to such a request still has tokens,
         because the scheduler sends new tokens to the HTTP process after every 50 tokens, even without
         streaming.
         """
@@ -158,8 +158,8 @@ class SentOnce(list[Any]):
             return super().__getitem__(part)
         whole = list(self)
         self.clear()
-        # `take_customized_info` unpacks the single entry `whole`. If a request has no list under the
-        # `customized_info` key, SGLang sends None for each of the request's new tokens.
+        # `take_customized_info` unpacks `whole`, the only entry of the returned list. If a request has no
+        # list under the `customized_info` key, SGLang sends None for each of the request's new tokens.
         return [whole] if whole else []
 
 
