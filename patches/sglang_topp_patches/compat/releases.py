@@ -167,12 +167,22 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.20": Release(Sglang0520(), _SGLANG_0_5_20, _BEFORE_0_5_23 | _OTHER_REJECTION),
         "0.5.19": Release(
             Sglang0519(),
-            (*_WITH_AUXILIARY_OUTPUT, *seams.FEW_STATUSES, *seams.NO_HTTP_CONTRACT, *seams.SCORED_ROWS),
-            _BEFORE_0_5_20 | _UNTESTED,
+            (
+                *_WITH_AUXILIARY_OUTPUT,
+                *seams.VERIFICATION,
+                *seams.FEW_STATUSES,
+                *seams.NO_HTTP_CONTRACT,
+                *seams.SCORED_ROWS,
+            ),
+            _BEFORE_0_5_20 | _OTHER_REJECTION,
         ),
         "0.5.18": Release(Sglang0518(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19 | _UNTESTED),
         "0.5.17": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
-        "0.5.16": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.16": Release(
+            Sglang0516(),
+            (*_WITH_PROCESSORS, *seams.VERIFICATION_IN_0_5_16),
+            _BEFORE_0_5_19 | _OTHER_REJECTION,
+        ),
         "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
         # Speculative decoding was tested on 0.5.15.post1. The patch set also serves speculative decoding on
         # 0.5.15, because the SGLang functions that the hooks wrap are the same in 0.5.15 and 0.5.15.post1.

@@ -335,6 +335,9 @@ def _verification(logprobs: str) -> tuple[Seam, ...]:
 VERIFICATION = _verification(f"{_LOGPROBS}.compute_spec_logprobs")
 """The functions that verify the tokens of speculative decoding, in SGLang 0.5.18 and later."""
 
+VERIFICATION_IN_0_5_16 = _verification(f"{_LOGPROBS}.compute_spec_v2_logprobs")
+"""The functions that verify the tokens of speculative decoding, in SGLang 0.5.16."""
+
 VERIFICATION_BEFORE_0_5_16 = _verification("sglang.srt.layers.utils.logprob.compute_spec_v2_logprobs")
 """The functions that verify the tokens of speculative decoding, in SGLang up to 0.5.15.post1."""
 
