@@ -111,7 +111,7 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
 def take_batch(batch: Any, rows: ArrayLike) -> Any:
     """Return the given rows of a batch, in the given order.
 
-    If the rows are consecutive, padded tensors and candidate sets are returned as views. The result includes
+    Padded tensors and candidate sets are returned as views if the rows are consecutive. The result includes
     the rows' candidate sets.
 
     Args:

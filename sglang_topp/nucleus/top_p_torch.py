@@ -35,7 +35,7 @@ _BLOCK = 64
 # for nearly all rows of a language model. Reading 1024 blocks takes a fraction of the time of sorting a whole
 # row of a large vocabulary.
 _ATTEMPTS = (128, 1024)
-# The maximum number of log-probs that one call of `_cut` sorts as whole rows, unless a single row is longer.
+# One call of `_cut` sorts as many whole rows as fit in this number of log-probs, and at least one row.
 # This number of log-probs fits in a CPU's cache (`_WHOLE_VALUES_CPU`), or in an accelerator's memory.
 _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25

@@ -95,7 +95,7 @@ class Layout:
         attention_mask: ArrayLike | None = None,
         loss_mask: ArrayLike | None = None,
     ) -> RowSelection:
-        """Find this rank's rows of hidden states that score response tokens, and the token that each scores.
+        """Find the rows of this rank's hidden states that predict response tokens, and each row's token.
 
         If a prompt is empty, no token precedes the first token of the response, so no row on any rank scores
         this first token. `RowSelection.scored` is False for the first token of a response whose prompt is

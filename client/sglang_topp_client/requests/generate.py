@@ -193,7 +193,7 @@ def one_each(name: str, values: Any, count: int, *, per: str = "prompt") -> Sequ
     """Return `values` as a list of `count` values, one for each prompt.
 
     Raises:
-        InvalidInputError: `values` is not a sequence of `count` values. In the error message, `name` is the
+        InvalidInputError: `values` is not a sequence of length `count`. In the error message, `name` is the
             argument's name, and `per` is the noun for one prompt.
     """
     try:
