@@ -1,1 +1,1 @@
-"""Benchmarks of sglang-topp. `python -m benchmarks NAME ...` runs some of them, and `make bench` runs all."""
+"""Benchmarks of sglang-topp. `make bench` runs all, and `python -m benchmarks NAME ...` runs those named."""

@@ -1,4 +1,4 @@
-"""Benchmark of moving loss masks and candidate sets through Ray's object store, as arrays and as lists.
+"""Benchmark that sends loss masks and candidate sets through Ray's object store, as arrays and as lists.
 
 For loss masks and candidate sets, the tables compare the pickled sizes, and the time of `ray.put` plus
 `ray.get`. For loss masks, the tables also compare the time to convert the masks to float32 tensors, and the

@@ -1,7 +1,7 @@
-"""Benchmark of distillation over a teacher's candidate sets, against distillation from full logits.
+"""Benchmark that compares distillation over a teacher's candidate sets with distillation from full logits.
 
 Each contender computes the forward KL and its gradients. On the CPU, contenders use float32 and one thread.
-On a GPU, if there is one, contenders use bfloat16 and tensors as large as a real trainer's.
+On a machine with a GPU, contenders use bfloat16, and the tensors are as large as a real trainer's.
 `benchmarks/replay.py` generates the random candidate sets.
 """
 

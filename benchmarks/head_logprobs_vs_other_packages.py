@@ -1,8 +1,8 @@
 """Benchmark of full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
 
-The benchmark times every package that is installed and runs on this machine. The last contender,
-`candidate_logprobs`, scores over candidate sets, which no other package supports. To time every contender,
-install `trl`, `cut-cross-entropy`, and `liger-kernel`.
+The benchmark measures every package that is installed and runs on this machine. The last contender,
+`candidate_logprobs`, scores over candidate sets. No other package can score over candidate sets. To measure
+every contender, install `trl`, `cut-cross-entropy`, and `liger-kernel`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Benchmark of a decode step's candidate sets on the CPU: `nucleus.top_p_candidates` against sort-and-cumsum.
+"""Benchmark of set extraction in a CPU decode step: `nucleus.top_p_candidates` against sort-and-cumsum.
 
 The benchmark runs on one thread. On a shared machine, several threads would wait for each other, and the
 measured times would include these waits. The benchmark `nucleus_gpu` covers GPUs.

@@ -1,8 +1,8 @@
 """Benchmark of the sidecar's rollout encodings: time, and size compared with the rollouts' entropy.
 
-The benchmark draws random rollouts. Each token's distribution is a softmax over the whole vocabulary, token
-frequencies follow Zipf's law, and the candidate sets are exact top-p sets. The low bits of the float32
-log-probs look random, so no encoding can compress them.
+The benchmark draws random rollouts. Each token's distribution is a softmax over the whole vocabulary. Token
+frequencies follow Zipf's law. The candidate sets are exact top-p sets. The low bits of the float32 log-probs
+look random, so no encoding can compress them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["run"]
 POSITIONS, VOCAB, AT_ONCE = 2048, 151_936, 64
 BASE64, LISTS, BINARY = "base64 in JSON", "JSON lists", "binary"
 ZSTD_LEVEL_3, ENTROPY = "binary, Zstandard level 3", "entropy"
-# Each key is an approximate mean set size. Each value holds the arguments of `_rollout` that give this mean
-# size: the sharpness and the threshold p.
+# Each key is an approximate mean set size. Each value holds the sharpness and the threshold p with which
+# `_rollout` gives this mean size.
 SHAPES = {2: (1.5, 0.9), 8: (1.135, 0.95), 64: (0.9, 0.95)}
 TARGET_SHARE = 0.6
 

@@ -79,10 +79,10 @@ def _compare(
 
 
 def _show_cost(servers: _Servers) -> None:
-    """Print the processor time of the sidecar and the client per sample and per token.
+    """Print the client's and the sidecar's processor times, each per sample and per token.
 
-    The time per sample and the time per token are computed from two runs: one with samples of `SHORT` tokens,
-    and one with samples of `LONG` tokens.
+    The time per sample and the time per token are computed from two runs. The number of tokens per sample is
+    `SHORT` in one run, and `LONG` in the other run.
     """
     cost: dict[str, float] = {}
     for label, url, clock in (
@@ -108,7 +108,10 @@ def _per_sample(work: Callable[[], object], clock: Callable[[], float]) -> float
 
 
 def _all(urls: Sequence[str], lengths: Sequence[int], in_flight: int) -> Callable[[], object]:
-    """Return a function that generates one sample per entry of `lengths`, `in_flight` samples at a time."""
+    """Return a function that generates one sample per entry of `lengths`.
+
+    `in_flight` is the maximum number of samples that run at the same time.
+    """
 
     async def go() -> None:
         is_sidecar = httpx.get(f"{urls[0]}/info").status_code == 200

@@ -112,7 +112,7 @@ def sampler(logits_VV: Tensor, mask_VV: Tensor) -> Tensor:
 
 @torch.no_grad()
 def roll_out(task: Task, policy: nn.Module, top_p: float, num: int, generator: torch.Generator) -> Rollouts:
-    """Draw `num` trajectories at `top_p`."""
+    """Sample trajectories from the policy at `top_p`."""
     logits_VV = all_logits(policy)
     probabilities_VV = sampler(logits_VV, nucleus_mask(logits_VV, top_p))
     state_N = torch.zeros(num, dtype=torch.int64)
@@ -159,12 +159,12 @@ def gradient(value: Tensor, policy: nn.Module) -> Tensor:
 def gradient_cosines(
     task: Task, policy: nn.Module, top_p: float, num: int, generator: torch.Generator
 ) -> dict[str, dict[str, float]]:
-    """Return the cosines between the gradient of each loss in `WAYS` and two exact gradients.
+    """Return the cosines between the negative gradient of each loss in `WAYS` and two exact gradients.
 
-    All four losses are computed on the same `num` trajectories. The result maps the name of each loss to two
-    cosines. `sampled` compares the loss's gradient with the gradient of the sampler's expected reward. The
-    gradient of the sampler's expected reward treats the current candidate sets as constants. `policy`
-    compares the loss's gradient with the gradient of the expected reward at top-p 1.
+    All four losses use the same trajectories, `num` in all. The result maps the name of each loss to two
+    cosines. `sampled` compares the loss's negative gradient with the gradient of the sampler's expected
+    reward. The gradient of the sampler's expected reward treats the current candidate sets as constants.
+    `policy` compares the loss's negative gradient with the gradient of the expected reward at top-p 1.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)
@@ -282,7 +282,7 @@ def main() -> int:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print statistics over the seeds: the mean cosines, and the mean and range of the final measures."""
+    """Print the cosines and measures, averaged over the seeds, with the range of each measure."""
     print("cosine of the expected gradient with the exact one: of the sampled reward | of the policy's")
     print(f"{'top-p':>6}{'step':>6}  " + "".join(f"{way:>18}" for way in WAYS))
     for top_p, step in sorted({(each["top_p"], each["step"]) for each in results["cosines"]}):

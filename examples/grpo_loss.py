@@ -58,7 +58,7 @@ def grpo_loss(
     entropy_bonus: float = 0.0,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, ReplayMetrics]:
-    """Return the clipped policy-gradient loss, averaged over tokens, and the replay metrics.
+    """Return the mean clipped policy-gradient loss over tokens, and the replay metrics.
 
     The loss of a token is `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`. `A` is
     the advantage of the token's sample, and `H` is the policy's entropy at the token.

@@ -2,8 +2,9 @@
 
 Ray places the actors and moves the rollouts. The client balances the load over the engines, and moves samples
 away from an engine that dies. The driver process keeps one result per prompt. If a node dies and a prompt's
-actor or result is lost, the driver rolls out the prompt again, and no prompt counts twice. The trainer
-receives Ray object references, and reads the candidate sets from its node's shared memory without a copy.
+actor or result is lost, the driver rolls out the prompt again, and the trainer still receives one result per
+prompt. The trainer receives Ray object references, and reads the candidate sets from its node's shared memory
+without a copy.
 
     python examples/ray_rollouts.py                                  # starts Ray and an engine here
     python examples/ray_rollouts.py --address auto --model-path MODEL --gpus-per-engine 1 -- --tp-size 1

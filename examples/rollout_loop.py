@@ -61,7 +61,8 @@ def main() -> int:
         trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         scores = [score(trainer, rollout) for rollout in rollouts]
 
-    # `masked_logprobs` holds the log-probs over the renormalized sets from which the sampler drew.
+    # `masked_logprobs` holds each generated token's log-prob, renormalized over the set that the sampler drew
+    # from.
     behavior = np.concatenate([rollout.masked_logprobs for rollout in rollouts])
     without = np.exp(np.concatenate([full for full, _ in scores]) - behavior)
     replayed = np.exp(np.concatenate([masked for _, masked in scores]) - behavior)

@@ -139,7 +139,7 @@ class ResponseError(RequestError):
 
     Attributes:
         status: the HTTP status of the error. For an error in a stream or in an answer with status 200, the
-            error's body gives the status. If that body gives no status, `status` is None.
+            error's body gives the status. If the error's body gives no status, `status` is None.
         body: the server's message, truncated to a readable length.
     """
 
@@ -161,7 +161,7 @@ class AuthenticationError(ResponseError):
 
 
 class OverloadedError(ResponseError):
-    """The server refused the request, because one of its limits is reached (429).
+    """The server refused the request, because a limit of the server is reached (429).
 
     Attributes:
         retry_after_s: the server's Retry-After header in seconds, or None.
@@ -179,7 +179,7 @@ class ServerError(ResponseError):
 
 
 class RolloutError(ResponseError):
-    """The engine aborted one sample, or finished it with an error."""
+    """The engine aborted one sample, or ended the sample with an error."""
 
 
 class AbortedError(RolloutError):

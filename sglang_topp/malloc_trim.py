@@ -48,7 +48,7 @@ class HeapTrimmer:
         self._requests = 0
 
     def trim_soon(self) -> None:
-        """Trim the heap in the background, 1, 5, and 30 seconds from now.
+        """Trim the heap three times in a background thread: 1, 5, and 30 seconds from now.
 
         If `trim_soon` is called again before the third trim, the background thread repeats all three trims
         afterwards. On systems without glibc, the thread does nothing.

@@ -33,7 +33,7 @@ class HasCandidates(Protocol):
 
     @property
     def candidates(self) -> CandidateSets | None:
-        """The candidate sets of the generated tokens, or None if they were not requested."""
+        """The candidate sets of the generated tokens, or None if the request asked for no sets."""
 
 
 def set_sizes(rollouts: Iterable[HasCandidates], ax: Axes | None = None) -> Axes:

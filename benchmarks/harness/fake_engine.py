@@ -106,7 +106,7 @@ def _row(rng: np.random.Generator, size: int) -> np.ndarray[Any, np.dtype[np.flo
 
 
 class _Pace:
-    """A queue that runs at most `max_running` samples at once, each for `token_s` seconds per token."""
+    """A queue of samples. `max_running` is how many run at once, and `token_s` is the seconds per token."""
 
     def __init__(self, token_s: float, max_running: int) -> None:
         self._token_s = token_s
@@ -114,7 +114,7 @@ class _Pace:
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
     def run(self, tokens: int, then: Callable[[], None]) -> None:
-        """Queue a sample of `tokens` tokens, and call `then` when the sample is finished."""
+        """Queue a sample of the length `tokens`, and call `then` when the sample is finished."""
         self._waiting.append((tokens, then))
         self._start()
 

@@ -25,8 +25,8 @@ def peak_bytes(prepare: Callable[..., Work], *args: object, warmup: tuple[object
             a fresh process, so `prepare` must be defined at module level. The measured function takes no
             arguments, and returns its results as a list of tensors, such as gradients.
         args: Arguments of `prepare`.
-        warmup: Arguments of `prepare` for tiny inputs. A first run on these inputs loads libraries and starts
-            their threads. The first run is not measured.
+        warmup: Arguments of `prepare` for tiny inputs. An unmeasured first run on these inputs loads the
+            libraries and starts the libraries' threads.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -50,8 +50,9 @@ def compare_peaks(
 ) -> Table:
     """Measure peak memory, and print the ratio of the first contender's peak to each contender's peak.
 
-    Each contender is a pair `(prepare, args)`, and `peak_bytes(prepare, *args)` measures its peak. Peaks
-    below 1 MiB count as 1 MiB, because the kernel's memory counters are too coarse for smaller peaks.
+    Each contender is a pair `(prepare, args)`, and `peak_bytes(prepare, *args)` measures the contender's
+    peak. Peaks below 1 MiB count as 1 MiB, because the kernel's memory counters are too coarse for smaller
+    peaks.
     """
     peaks = {
         label: max(1.0, peak_bytes(prepare, *args, warmup=warmup) / 2**20)

@@ -1,4 +1,4 @@
-"""Result files: a benchmark's tables, and the machine and the software versions of the run.
+"""Result files: the tables of a benchmark run, with the run's machine and software versions.
 
 Each benchmark has one JSON file in `benchmarks/results/`:
 
@@ -97,7 +97,7 @@ def collect_tables() -> Iterator[list[Table]]:
 
 
 def write(benchmark: str, tables: Sequence[Table], folder: Path = FOLDER) -> Path:
-    """Write a benchmark's result file, which replaces the previous run's file, and return the path."""
+    """Write a benchmark's result file over the file of the previous run, and return the path."""
     result = {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -119,8 +119,9 @@ def _machine() -> dict[str, Any]:
         "memory_gib": _gib(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         "gpu": _gpu(),
         "os": platform.freedesktop_os_release()["PRETTY_NAME"],
-        # Load average over the last minute, including the benchmark itself. A load far above the benchmark's
-        # own number of threads means that other processes competed for the cores.
+        # The machine's load average over the last minute, which includes the load of the benchmark itself. A
+        # load far above the benchmark's own number of threads means that other processes competed for the
+        # cores.
         "load": round(os.getloadavg()[0], 2),
     }
 
@@ -161,8 +162,8 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """Return the short hash of HEAD, or None outside a repository.
 
-    A `+` follows the hash if the working tree differs from HEAD, untracked files included. Changes of
-    result files do not count.
+    A `+` follows the hash if the working tree differs from HEAD, untracked files included. Changed result
+    files alone add no `+`.
     """
 
     def git(*arguments: str) -> str:

@@ -43,7 +43,7 @@ _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
 def truncate(value: object, max_chars: int) -> str:
-    """Return `value` as text for an error message, cut to `max_chars` characters.
+    """Return `value` as text for an error message. Text of more than `max_chars` characters is cut.
 
     If `value` is not a string, the text is the `repr` of `value`.
     """
@@ -138,7 +138,8 @@ def check_request_id(request_id: Any) -> None:
 def fresh_id(request_id: str) -> str:
     """Return a unique id for one call: `request_id` and a random suffix.
 
-    `request_id` is cut so that the id has at most `MAX_REQUEST_ID` characters.
+    If the unique id would exceed `MAX_REQUEST_ID` characters, the function shortens the part from
+    `request_id`.
     """
     unique = f"-{uuid.uuid4().hex}"
     return request_id[: MAX_REQUEST_ID - len(unique)] + unique

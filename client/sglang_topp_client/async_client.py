@@ -83,7 +83,7 @@ class AsyncRolloutClient:
             the statuses 429 and 5xx are retried.
         max_message_bytes: the maximum length in bytes of one message in an answer, before and after
             decompression. A message holds at most one sample. 512 MiB is enough for a sample of 32,000 tokens
-            with 1,500 candidates each.
+            with 1,500 candidates per token.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -207,8 +207,8 @@ class AsyncRolloutClient:
         waits for pending aborts.
 
         If a server sends nothing for 10 s, the client probes the server. After two failed probes of 10 s
-        each, the client moves the server's calls to other servers, or retries the calls. A server with a long
-        queue still answers probes, so the client leaves the calls on this server.
+        each, all calls to this server fail, and the client moves the calls to other servers or retries the
+        calls. A server with a long queue still answers probes, so the client leaves the calls on this server.
 
         Args:
             prompts: one prompt or several. A prompt is text, token ids, or chat messages, such as
@@ -227,12 +227,14 @@ class AsyncRolloutClient:
                 request's top_k, top_p, and min_p. `"sampler"` cannot be combined with `top_logprobs_p`. With
                 None or `"distribution"`, the sets are the top-p sets at the threshold `top_logprobs_p`.
             on_abort: how to treat a sample that the engine aborts because of `abort`, a pause, or a weight
-                update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`
-                that holds everything generated so far and can be resumed. `"resume"` continues the sample, as
-                often as needed, once the engine accepts requests again. `"resume"` requires `max_new_tokens`.
+                update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`.
+                This rollout holds everything generated so far and can be resumed. `"resume"` continues the
+                sample, as often as needed, once the engine accepts requests again. `"resume"` requires
+                `max_new_tokens`.
             timeout_s: the time limit of the whole call, including retries; None for no limit.
-            progress: whether to show a progress line, if stderr is a terminal. With None, the client shows
-                the line for batches that take over two seconds, unless the program has set up logging.
+            progress: whether to show a progress line. If stderr is not a terminal, the client never shows the
+                line. With None, the client shows the line for batches that take over two seconds, unless the
+                program has set up logging.
             request_id: the name of the request for `abort` and for the server's logs: printable text of at
                 most 512 characters. By default, the client makes up a random name.
             return_exceptions: whether the other samples continue if one sample fails. If True, the returned
@@ -281,9 +283,9 @@ class AsyncRolloutClient:
 
         The client sends no request before the caller asks for the first sample. Once 1,024 finished samples
         wait for the caller, the client sends no more prompts until the caller has taken half of these
-        samples. The engine still finishes the samples of all prompts that it has already received. Closing
-        the iterator (`aclose`, or `contextlib.aclosing` around it) aborts the remaining samples in the
-        engine. A sample is never yielded twice: after a lost connection, only unfinished samples are
+        samples. The engine still finishes all samples of the prompts that the client has already sent.
+        Closing the iterator (`aclose`, or `contextlib.aclosing` around it) aborts the remaining samples in
+        the engine. A sample is never yielded twice: after a lost connection, only unfinished samples are
         generated again.
 
         There is no time limit by default, because `timeout_s` also counts the time that the caller spends
@@ -352,8 +354,9 @@ class AsyncRolloutClient:
                 one per rollout. `max_new_tokens` is required. `max_new_tokens` and `min_new_tokens` count all
                 tokens of the turn, not only the new tokens. `n` is ignored, because each rollout is one
                 sample.
-            top_logprobs_p: as for `generate`. For rollouts with candidate sets, pass the same
-                `top_logprobs_source` and `top_logprobs_p` again. For rollouts without sets, pass None.
+            top_logprobs_p: as for `generate`. For rollouts with candidate sets, pass the
+                `top_logprobs_source` and the `top_logprobs_p` with which they were generated. For rollouts
+                without sets, pass None.
             top_logprobs_source: as for `generate`.
             on_abort: as for `generate`.
             timeout_s: as for `generate`.
@@ -375,8 +378,9 @@ class AsyncRolloutClient:
         def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
             return self._stream(requests, parts, on_abort, timeout_s, progress, request_id, on_failure)
 
-        # Two of the rollouts may have the same prompt index and sample index. A request's prompt index is
-        # therefore the rollout's position in `rollouts`. The code below restores the original indices.
+        # Two of the rollouts can have the same prompt index and the same sample index. A request's prompt
+        # index is therefore the rollout's position in `rollouts`. The code below restores the original
+        # indices.
         resumed = await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
         return [
             replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
@@ -443,8 +447,8 @@ class AsyncRolloutClient:
                 be scored, because no token precedes it. If `start` is the sequence's length, no position is
                 scored.
             on_abort: how to treat a sequence that the engine aborts because of `abort_all`, a pause, or a
-                weight update. `"raise"` raises an error. `"resume"` repeats the score as soon as the engine
-                accepts requests again.
+                weight update. `"raise"` raises an error. `"resume"` sends the sequence again as soon as the
+                engine accepts requests.
             timeout_s: as for `generate`.
             progress: as for `generate`.
             request_id: as for `generate`.
@@ -541,12 +545,12 @@ class AsyncRolloutClient:
             via: the transport of the weights. `"disk"`: every engine loads the folder. The client saves a
                 model to a temporary folder, which only engines on this machine can read. For engines on other
                 machines, save the model to a shared folder, and pass the folder's path as `weights`.
-                `"tensor"`: HTTP requests carry the values to engines on any machine, 128 MiB at a time, and
-                once for each tensor-parallel rank. `"distributed"`: this process broadcasts the values over a
-                new torch process group, which it forms with all engines for this push. The push does not use
-                existing process groups. CUDA tensors use NCCL, and other tensors use gloo. If one engine
-                fails, the client does not know which weights the engines have. Engines with `--dp-size` or
-                `--pp-size` above 1 accept only `"disk"`.
+                `"tensor"`: HTTP requests carry the values, 128 MiB at a time, to engines on any machine. Each
+                request carries its values once for each tensor-parallel rank. `"distributed"`: this process
+                broadcasts the values over a new torch process group, which it forms with all engines for this
+                push. The push does not use existing process groups. CUDA tensors use NCCL, and other tensors
+                use gloo. If one engine fails, the client does not know which weights the engines have.
+                Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
                 the engine recomputes their KV cache. If requests are in flight, `"retract"` fails on SGLang
                 before 0.5.21, and on any release with `--pp-size` above 1. `"abort"`: the engine aborts the
@@ -558,7 +562,7 @@ class AsyncRolloutClient:
         Raises:
             InvalidInputError: an argument is wrong, or a URL does not belong to an engine. Nothing was sent.
             WeightPushError: the push failed after the client had begun to send weights. The error's
-                `weight_versions` and message name the weights of each engine.
+                `weight_versions` and message say which weights each engine has, as far as the client knows.
             SglangToppError: an engine could not be paused, or its cache could not be flushed; no weights were
                 sent.
         """
@@ -604,11 +608,12 @@ class AsyncRolloutClient:
         The client therefore sends each engine or gateway four requests for one token each. The answers show
         whether every request field arrived and every answer field came back. A field that the engine's
         release refuses also passes the check, because the refusal shows that the field arrived. A gateway may
-        send the client's requests to only some of its engines, and then only those engines are checked. A
-        sidecar checks its own engine, so the client asks a sidecar only whether the sidecar is ready.
+        send the client's requests to only some of its engines, and the client then checks only these engines.
+        A sidecar checks its own engine, so the client asks a sidecar only whether the sidecar is ready.
 
         Raises:
-            WireError: a field was lost on the way; the error's `field` and message name the field.
+            WireError: a field was lost between the client and the engine; the error's `field` and message
+                name the lost field.
             ServerError: a sidecar is not ready; the message states the reason.
             SglangToppError: a server does not answer, or refuses the request.
         """
@@ -695,7 +700,7 @@ def _server_urls(name: str, urls: Any) -> list[str]:
 
 
 def _check_call(timeout_s: Any, progress: Any, request_id: Any) -> float | None:
-    """Check the arguments that rollouts and scores share, and return `timeout_s` as a float."""
+    """Check the arguments that the methods for rollouts and scores share. Return `timeout_s` as a float."""
     if progress is not None and not isinstance(progress, bool):
         raise InvalidInputError(f"progress: got {describe(progress)}, expected True, False, or None")
     if request_id is not None:

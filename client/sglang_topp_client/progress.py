@@ -14,14 +14,14 @@ _EVERY_S = 0.2
 
 
 class Progress:
-    """A counter of finished samples that shows one progress line on stderr, if stderr is a terminal.
+    """A progress line with the number of finished samples, shown if stderr is a terminal.
 
     Args:
         total: the number of samples in the batch.
         show: whether to show the line. If `show` is None and the program has not set up logging, the line
             appears once the batch has taken two seconds. If `show` is None and the program has set up
             logging, no line appears, because the line would mix with the log messages.
-        of: the word for the samples in the line, a plural noun such as "rollouts".
+        of: the plural noun that names the samples in the line, such as "rollouts".
     """
 
     def __init__(self, total: int, show: bool | None, *, of: str = "rollouts") -> None:

@@ -288,7 +288,7 @@ class RolloutClient:
     ) -> Iterator[Score]:
         """Yield each score as it arrives; see `AsyncRolloutClient.stream_scores`.
 
-        Leaving the `for` loop early aborts the remaining scores.
+        Leaving the `for` loop early aborts the unfinished requests.
         """
         return self._iterate(
             self._client.stream_scores(
@@ -346,7 +346,7 @@ class RolloutClient:
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:
-        """Check that no server or gateway drops a request or answer field that the client needs.
+        """Check that servers and gateways keep all request fields and answer fields that the client needs.
 
         `AsyncRolloutClient.check_servers` describes which requests this method sends.
         """

@@ -131,7 +131,7 @@ class SGLangRollouts:
     def generate(self, prompt_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[Rollout]:
         """Return one rollout per prompt, in order, with candidate sets. Override this method to call tools.
 
-        An override may append tokens with `Rollout.extend`, and pass `sampling_params` to `client.resume`.
+        Your method may append tokens with `Rollout.extend`, and pass `sampling_params` to `client.resume`.
         """
         groups = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids)]
         return self.client.generate(
@@ -169,7 +169,9 @@ _Next: Any = object
 
 
 class ReplayMixin(_Next):  # type: ignore[misc]
-    """Mixin for `trl.GRPOTrainer` that scores over candidate sets. List the mixin before `GRPOTrainer`.
+    """Mixin for `trl.GRPOTrainer` that scores over candidate sets.
+
+    Put the mixin before `GRPOTrainer` in the list of base classes.
 
     - The policy's and the reference's log-probs, the entropy, and the KL are computed over the rollout's
       candidate sets.
@@ -247,8 +249,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]
         Return (log-probs [B, C], entropies [B, C] or None, None).
         """
         if model is self.model and not compute_entropy:
-            # Replay refuses PEFT adapters. TRL therefore makes this call, with `self.model` and no entropy,
-            # only to compute the old log-probs. The rollout already supplies the old log-probs.
+            # Without PEFT adapters, which replay refuses, TRL scores `self.model` without entropies only to
+            # compute the old log-probs. The rollout already supplies the old log-probs.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []
@@ -296,7 +298,7 @@ class _ScoredRows:
         # `replayed_old_logprobs` raises an error if the set at a position does not belong to the position's
         # target token.
         self.old_logprobs = replayed_old_logprobs(self.sets, output_ids=self.targets)
-        """float32 [T] on the CPU: the rollout's log-probs for the targets, over their candidate sets."""
+        """float32 [T] on the CPU: the targets' log-probs at rollout, over the targets' candidate sets."""
         self.tensors = self.sets.to_torch(completion_ids.device)
 
 
@@ -385,7 +387,7 @@ def _checked_sets(
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise InvalidInputError for an argument of `GRPOTrainer` that replay does not support."""
+    """Raise InvalidInputError if replay does not support one of the `arguments` of `GRPOTrainer`."""
     if trl.__version__ not in SUPPORTED_TRL:
         raise InvalidInputError(
             f"trl: got release {trl.__version__}, expected {' or '.join(SUPPORTED_TRL)}; ReplayMixin"
@@ -420,7 +422,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise InvalidInputError for a model or a dataset that replay does not support."""
+    """Raise InvalidInputError if replay does not support the trainer's model or dataset."""
     for name, is_enabled in (("deepspeed", trainer.is_deepspeed_enabled), ("fsdp", trainer.is_fsdp_enabled)):
         if is_enabled:
             raise InvalidInputError(f"{name}: got a sharded model, expected one process or DDP: not tested")

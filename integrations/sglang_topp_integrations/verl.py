@@ -50,14 +50,14 @@ from sglang_topp.replay import masked_logprobs, replayed_old_logprobs
 __all__ = ["FIELD", "SUPPORTED_VERL", "ReplayEngine", "ReplayHttpServer", "packed_sets"]
 
 SUPPORTED_VERL = ("0.9.1",)
-"""The verl releases that the tests cover. The adapter wraps internal functions of verl, which may change
-between releases."""
+"""The verl releases that the tests cover. The adapter wraps verl's internal functions, and these functions
+may change between releases."""
 
 FIELD = "candidate_sets"
 """The key of the candidate sets in `TokenOutput.extra_fields` and in TransferQueue.
 
 The sets are stored as the bytes that `sglang_topp.formats.pack` returns. If a trajectory has no sets,
-TransferQueue carries the reason as text instead.
+TransferQueue carries a text that says why the sets are absent.
 """
 
 _MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -85,7 +85,7 @@ _Next: Any = object
 
 
 class ReplayHttpServer(_Next):  # type: ignore[misc]
-    """A mixin for verl's `SGLangHttpServer` that returns sets if a request samples as configured."""
+    """A mixin for verl's `SGLangHttpServer`: requests with the config's sampling parameters get sets."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Launch SGLang, and send one request to check that SGLang returns sets.
@@ -152,11 +152,11 @@ class _AnswerRecorder:
 
 
 class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
-    """verl's FSDP engine for policy and reference, with log-probs and entropies over the sets.
+    """verl's FSDP engine for policy and reference; it computes log-probs and entropies over the sets.
 
     Raises:
         InvalidInputError: replay does not support an option of the engine or the model. The error message
-            says why.
+            gives the reason.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -343,7 +343,7 @@ def _check_engines(worker: Any) -> None:
 
 
 def _is_loaded(worker: Any) -> bool:
-    """Return True. A process that runs this function has imported this module, which installs the adapter."""
+    """Return True: this module's import installs the adapter before anything can call this function."""
     return True
 
 

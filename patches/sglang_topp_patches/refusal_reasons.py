@@ -44,8 +44,8 @@ def server_problems(server_args: Any) -> tuple[str, ...]:
 def request_problem(temperature: Any) -> str:
     """Return why this server has no exact sets for a request at this temperature, or an empty string.
 
-    With `SGLANG_RETURN_ORIGINAL_LOGPROB`, SGLang reports log-probs of the logits before the division by the
-    temperature. Without `SGLANG_RETURN_ORIGINAL_LOGPROB`, the server accepts every temperature.
+    With `SGLANG_RETURN_ORIGINAL_LOGPROB`, SGLang computes the log-probs from logits that it has not divided
+    by the temperature. Without `SGLANG_RETURN_ORIGINAL_LOGPROB`, the server accepts every temperature.
     """
     if temperature not in (None, 0, 1) and _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return f"temperature: got {temperature!r}, expected 1: {_ORIGINAL_LOGPROB}"
@@ -112,8 +112,8 @@ def environment_problems() -> tuple[str, ...]:
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
     # If `SGLANG_ENABLE_GRAPH_POOL_BORROW` is on, the next CUDA graph may overwrite logits before the hooks
-    # extract sets from these logits. In SGLang 0.5.21 to 0.5.23, the next graph may overwrite the logits of
-    # prompts. In SGLang 0.5.19, the next graph may overwrite the logits in `eagle_sample`.
+    # extract sets from these logits. The endangered logits are those of prompts in SGLang 0.5.21 to 0.5.23,
+    # and those in `eagle_sample` in SGLang 0.5.19.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),
@@ -156,7 +156,7 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
 
 
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the possible reasons to refuse speculative decoding.
+    """Return the possible reasons to refuse candidate sets because of speculative decoding.
 
     The keys of the returned mapping are the reasons. The value of a key is true if the reason applies.
     """
@@ -220,7 +220,7 @@ def verification_problem(server_args: Any, top_k: int) -> str:
 
 
 def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the possible reasons to refuse a disaggregated server.
+    """Return the possible reasons to refuse candidate sets because of disaggregated prefill and decode.
 
     The keys of the returned mapping are the reasons. The value of a key is true if the reason applies.
     """

@@ -116,7 +116,7 @@ class Entry:
 
     Attributes:
         candidates: the token's set; None if the set is missing. In the `Entry` that begins the list of prompt
-            sets (`PROMPT_KEY`), `candidates` is None too.
+            sets (`PROMPT_KEY`), `candidates` is also None.
         problem: why the set is missing.
         status: the HTTP status of the error that a missing set causes. If `status` is not 500, the scheduler
             refused the request, and extracts no more sets for this request.

@@ -156,7 +156,7 @@ class BatchCandidateSets:
             into: integers [B]. Row `i` of this batch goes to row `into[i]` of the tensor.
             starts: integers [B]. Row `i` of this batch starts in column `starts[i]` of the tensor. In the
                 flattened tensor, row `i + 1` of this batch must start after the end of row `i`. If the rows
-                of this batch are in another order, reorder them with `take` before `place`.
+                of this batch are in another order, call `take` to reorder them before you call `place`.
             shape: the tensor's shape (N, W).
 
         Raises:

@@ -44,8 +44,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def entries_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `batch` as a dict that maps names to values.
 
-    If a `NonTensorData` of a TensorDict wraps a BatchCandidateSets, the entry is the BatchCandidateSets. All
-    other values stay as they are.
+    A TensorDict can hold a BatchCandidateSets in a `NonTensorData`. In this case, the dict maps the name to
+    the BatchCandidateSets itself. All other values stay as they are.
     """
     if not is_tensordict(batch):
         return dict(batch)
@@ -77,7 +77,7 @@ def count_rows(entries: Mapping[str, Any]) -> int:
 
 
 def _rows_come_second(entries: Mapping[str, Any], name: str, num_rows: int) -> str:
-    """Return a hint that dimension 1 of tensor `name` may hold the rows, for an error message.
+    """Return a hint for an error message: dimension 1 of the tensor `name` may hold the rows.
 
     The hint is for tensors such as `position_ids` [3, B, W]. If the size of dimension 1 is not `num_rows`,
     the hint is empty.
@@ -151,8 +151,8 @@ def take_rows(value: Any, rows: NDArray[np.int64]) -> Any:
 
 def _take_jagged(value: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
     """Copy the given rows of a jagged tensor to a new tensor, whose pickle holds only these rows."""
-    # Tell torch which dimension is ragged. If all rows had the same length, torch would choose another
-    # dimension.
+    # Tell torch which dimension is ragged. Otherwise, if all rows had the same length, torch would mark
+    # another dimension as ragged.
     ragged = next(dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt))
     held = value.unbind()
     parts = [held[i] for i in rows.tolist()]

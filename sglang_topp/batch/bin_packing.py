@@ -94,7 +94,7 @@ def _load(members: list[int], sizes: list[int]) -> int:
 
 
 def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[int]]:
-    """Put each sample of `members`, from the largest to the smallest, into the emptiest of `count` bins."""
+    """Put each sample of `members`, from the largest to the smallest, into the emptiest bin."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, at) for at in range(count)]
     for i in sorted(members, key=lambda i: (-sizes[i], i)):
@@ -105,11 +105,10 @@ def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[i
 
 
 def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Split the fullest bin with two samples or more into two bins, until there are `count` bins.
+    """Split the fullest bin with two samples or more into two bins, until the number of bins is `count`.
 
-    A bin with two samples or more always exists, because `deal_bins` calls this function only for more than
-    `count` samples. For at most `count` samples, `_spread` gives each sample its own bin, and no bin is
-    overfilled.
+    A bin with two samples or more always exists, because `deal_bins` calls this function only if the samples
+    outnumber the `count` bins. Otherwise `_spread` gives each sample its own bin, and no bin is overfilled.
     """
     out = list(bins)
     fullest = [(-_load(members, sizes), at) for at, members in enumerate(out) if len(members) > 1]

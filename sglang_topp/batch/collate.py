@@ -105,9 +105,9 @@ def collate_rl(
         loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
         logprobs: B rows of R_i numbers, rounded to float32, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
-        fields: further fields by name, such as another model's log-probs. Each field has B rows of R_i
-            values. If all rows of a field are integer arrays or integer tensors, the field becomes int64.
-            All other fields become float32, even if their rows are lists of integers.
+        fields: further fields by name, such as another model's log-probs. A field has B rows; row i has R_i
+            values. If all rows of a field are integer arrays or integer tensors, the field becomes int64. All
+            other fields become float32, even if their rows are lists of integers.
         pad_token_id: fills `sequences` before the prompt.
         max_seq_len: the length in tokens above which a sample causes a warning. Nothing is truncated.
 
@@ -139,10 +139,10 @@ def collate_rollouts(
 ) -> RLBatch:
     """Collate a client's `Rollout` objects into a batch like that of `collate_rl`.
 
-    The batch's `logprobs` are the log-probs under the policy that drew the tokens. They belong in the
-    denominator of importance ratios. For rollouts with candidate sets, each token's log-prob is normalized
-    over the token's set in the rollout. For rollouts without sets, each token's log-prob is normalized over
-    the whole vocabulary. Tokens that `Rollout.extend` appended have a loss mask of 0.
+    The batch's `logprobs` are the log-probs under the policy that drew the tokens. These log-probs belong in
+    the denominator of importance ratios. For rollouts with candidate sets, each token's log-prob is
+    normalized over the token's set in the rollout. For rollouts without sets, each token's log-prob is
+    normalized over the whole vocabulary. Tokens that `Rollout.extend` appended have a loss mask of 0.
 
     Args:
         rollouts: B rollouts, for example from `RolloutClient.generate` or `load_rollouts`. Either all
@@ -251,7 +251,7 @@ def collate_sft(
 def _padding(lengths: NDArray[np.int64], width: int, pad_token_id: int) -> NDArray[np.int64]:
     """Return int64 [B, width], with `pad_token_id` in all but the last `lengths[i]` columns of row i.
 
-    The caller must write the last `lengths[i]` columns.
+    The caller must write the last `lengths[i]` columns of each row i.
     """
     pad_token_id = as_integer("pad_token_id", pad_token_id)
     if pad_token_id == 0:

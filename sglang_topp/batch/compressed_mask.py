@@ -1,7 +1,7 @@
 """`CompressedMask`: store a [B, W] mask as runs or bits, and gather or scatter a field's elements with it.
 
-`gather` returns the elements of a [B, W, *rest] batch field at which the mask is true. `scatter` writes given
-elements to the places of a batch field at which the mask is true.
+A batch field has the shape [B, W, *rest]. `gather` returns the field's elements where the mask is true.
+`scatter` writes given elements to the field where the mask is true.
 
 Shape legend: B rows, W columns, n kept elements in all, and `rest` for a field's further dimensions.
 """
@@ -95,8 +95,8 @@ class CompressedMask:
     ) -> NDArray[Any]:
         """Return [n, *rest]: the kept elements of `field` [B, W, *rest], row after row.
 
-        The function passes each block of rows to `on_block` just before gathering the block. Through
-        `on_block`, the caller can inspect the whole field without a second read from memory.
+        The function passes each block of rows to `on_block` just before gathering the block. `on_block` can
+        thus inspect all of `field`, and the CPU reads each block from memory only once.
         """
         values = np.empty((self.offsets[-1], *field.shape[2:]), field.dtype)
         flat = field.reshape(len(self) * self.width, *field.shape[2:])
@@ -135,9 +135,9 @@ class CompressedMask:
         return CompressedMask(self.width, offsets, cut(self.runs, self.run_offsets, rows), run_offsets, None)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """Yield every run as `(first, stop)`, two indices into the flattened [B * W] field.
+        """Yield every run of kept elements as `(first, stop)`, two indices into the flattened [B * W] field.
 
-        There is at most one run per 64 elements, because `CompressedMask.of` stores a mask with more runs
+        There is at most one run per 64 elements. If a mask has more runs, `CompressedMask.of` stores the mask
         as bits.
         """
         assert self.runs is not None

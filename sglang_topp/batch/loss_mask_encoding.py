@@ -1,8 +1,8 @@
 """Encode loss masks for transfers between processes, with one bit or one byte per token.
 
-A pickled list of ints costs two bytes per token, and one pointer per token in the receiving process. A mask
-of bits costs one bit per token. An int8 mask costs one byte per token, and the receiver reads it without a
-copy.
+A pickled list of ints costs two bytes per token. In the receiving process, the unpickled list costs one
+pointer per token. A mask of bits costs one bit per token. An int8 mask costs one byte per token, and the
+receiver reads it without a copy.
 
 Shape legend: L tokens of one sample.
 """
@@ -35,8 +35,8 @@ class PackedLossMask:
             int8 [L], with one byte per token.
         length: the number of tokens L.
 
-    `len` and iteration behave as for a list of ints, so Python's built-in `sum` is correct. On an int8 array
-    of NumPy 2, the built-in `sum` overflows above 127.
+    `len` and iteration behave as for a list of ints, so Python's built-in `sum` counts the ones correctly. On
+    an int8 array of NumPy 2, the built-in `sum` overflows above 127.
     """
 
     data: NDArray[np.uint8] | NDArray[np.int8]
@@ -83,7 +83,7 @@ class PackedLossMask:
     def to_numpy(self) -> NDArray[np.int8]:
         """Return the mask as int8 [L] of zeros and ones.
 
-        The array is a view if `data` is int8. To count the ones, call `self.sum`.
+        If `data` is int8, the array is a view of `data`. To count the ones, call `self.sum`.
         """
         if self.data.dtype == np.int8:
             return self.data.view(np.int8)
@@ -108,13 +108,13 @@ def pack_loss_mask(
     Args:
         mask: a list of L ints or bools, an array [L], or a tensor [L] on any device. Each value in `mask` is
             0 or 1.
-        form: `bits` stores the mask in L / 8 bytes. `int8` stores the mask in L bytes, which the receiving
-            process reads without a copy.
+        form: `bits` stores the mask in ceil(L / 8) bytes. `int8` stores the mask in L bytes, which the
+            receiving process reads without a copy.
         length: the expected L, such as the response's length, or None to accept any length.
 
     Raises:
-        InvalidInputError: the mask has a value other than 0 and 1, is not 1-D, or has the wrong length,
-            or `form` is neither `bits` nor `int8`.
+        InvalidInputError: `mask` has a value other than 0 and 1, has the wrong length, or is not 1-D; or
+            `form` is neither `bits` nor `int8`.
     """
     (values,) = mask_rows("loss mask", [mask])
     if length is not None and len(values) != length:

@@ -1,6 +1,6 @@
 """Split a batch over ranks into micro-batches within a token budget, and join the micro-batches' results.
 
-Shape legend: B rows of a batch.
+Shape legend: B is the number of rows of a batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MicroBatches:
         return len(self.rows[0])
 
     def of(self, batch: Any, rank: int) -> Iterator[Any]:
-        """Yield the micro-batches of `rank`, in order, from the whole batch.
+        """Take the micro-batches of `rank` out of the whole batch, and yield them in order.
 
         Args:
             batch: a batch of B rows: a NestedBatch, a TensorDict, or a dict of tensors, lists, and
@@ -111,7 +111,7 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
 def take_batch(batch: Any, rows: ArrayLike) -> Any:
     """Return the given rows of a batch, in the given order.
 
-    Padded tensors and candidate sets are returned as views if the rows are consecutive. The result includes
+    Candidate sets and padded tensors are returned as views if the rows are consecutive. The result includes
     the rows' candidate sets.
 
     Args:

@@ -115,7 +115,8 @@ def pack_sft(
 ) -> dict[str, torch.Tensor]:
     """Pack supervised examples: row k of the result holds the samples of `bins[k]`.
 
-    The loss mask of a token is in the column of the token before it. The loss masks of the batch sum to 1.
+    The loss mask of each token is one column to the left of the token, in the column of the preceding token.
+    The loss masks of the batch sum to 1.
     """
     full_masks = [
         [0] * (len(ids) - count) + mask
@@ -142,7 +143,8 @@ def pack_rl(
 ) -> dict[str, torch.Tensor]:
     """Pack rollouts: row k of the result holds the samples of `bins[k]`.
 
-    The loss mask, response mask, reward, and log-prob of a token are in the column of the token before it.
+    The loss mask, response mask, reward, and log-prob of each token are one column to the left of the token,
+    in the column of the preceding token.
     """
     ids = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     batch = _pack(bins, ids, pad_token_id, sequence_multiple, row_multiple)
@@ -194,7 +196,7 @@ def _pack_scored(
 ) -> torch.Tensor:
     """Return `values`, one per token, as float32 [bins, width].
 
-    The value of a token is in the column of the token before it.
+    The value of each token is one column to the left of the token, in the column of the preceding token.
     """
     rows = []
     for members in bins:
@@ -206,9 +208,10 @@ def _pack_scored(
 
 
 def nest(field: torch.Tensor, mask: torch.Tensor, pad: float = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return `(columns, values)` for each row of `field` [B, W, ...]: columns to keep, and the values there.
+    """Return, for each row of `field` [B, W, ...], the columns to keep and the row's values in these columns.
 
-    A column is kept if the mask is not 0 there, or if the row holds a value other than `pad` there.
+    The function keeps a column of a row if the mask is not 0 in that column, or if the row holds a value
+    other than `pad` in that column.
     """
     rows = []
     for row, kept in zip(field, mask, strict=True):

@@ -47,8 +47,8 @@ class NestedFieldSpec:
     Args:
         mask: the name of the [B, W] field whose non-zero elements mark the columns to keep.
         pad: the field's value in columns that are not kept.
-        droppable: whether to set all elements to `pad` where the mask is 0. If true, these elements are never
-            sent.
+        droppable: whether to set all elements to `pad` where the mask is 0. If true, elements where the mask
+            is 0 are never sent.
         columns: the index of the dimension that matches the mask's columns. For example, pass 2 for
             `position_ids` [B, 3, W], which hold three position ids per token.
     """
@@ -67,7 +67,7 @@ class _Field:
     dtype: torch.dtype
     layout: int | None
     """The index of the field's CompressedMask in `NestedBatch._layouts`. None if the tensor is not
-    compressed. An uncompressed tensor's `values` are [B, *rest]."""
+    compressed. The `values` of an uncompressed tensor have the shape [B, *rest]."""
     pad: int = 0
     """The pad value's bit pattern."""
     columns: int = 1
@@ -90,9 +90,9 @@ class NestedBatch:
         dense: the uncompressed tensors with two or more dimensions. Each tensor's name maps to a text with
             the tensor's shape, dtype, and size in bytes. The tensor `b` in an inner TensorDict `a`
             has the name `a.b`.
-        outside: the fields that have values other than `pad` where the mask is 0. Each field's name maps to
-            the number of columns with such values, over all rows. To drop these values, set the field's
-            `droppable`.
+        outside: the fields that have stray values: values other than `pad` where the mask is 0. Each field's
+            name maps to the number of columns that have stray values, over all rows. To drop the stray
+            values, set the field's `droppable`.
     """
 
     num_rows: int
@@ -128,7 +128,7 @@ class NestedBatch:
         return self.take(np.arange(self.num_rows)[rows])
 
     def chunk(self, parts: int) -> list[NestedBatch]:
-        """Split the batch into `parts` parts of consecutive rows. Part sizes differ by at most one row."""
+        """Split the rows into `parts` consecutive groups. The groups' sizes differ by at most one row."""
         if parts < 1:
             raise InvalidInputError(f"parts: got {parts}, expected 1 or more")
         return [self.take(rows) for rows in np.array_split(np.arange(self.num_rows), parts)]
@@ -179,12 +179,12 @@ class NestedBatch:
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
-        """Pad `values` with 0, so that each value is in the column of the matching value of the field `like`.
+        """Pad the compressed `values` as the field `like` is padded, with 0 as the pad value.
 
         Args:
             values: one new value for each value of `jagged(like)`, on any device: a jagged tensor
                 `[B, ragged, *rest]`, or a flat tensor `[n, *rest]`.
-            like: the name of a compressed field.
+            like: the name of the compressed field whose columns the new values take.
 
         Returns:
             `[B, W, *rest]` on the device of `values`, and differentiable in `values`. W is the width of the
@@ -244,14 +244,15 @@ def nest_batch(
             BatchCandidateSets.
         fields: the padded CPU tensors `[B, W, *rest]` to compress. Each name maps to a `NestedFieldSpec`, or
             to the name of the field's mask. Entries that are not in `fields` are not changed.
-        narrow: send integers and floats in a narrower dtype if it holds every value exactly.
+        narrow: send integers and floats in a narrower dtype if the narrower dtype holds every value exactly.
         strict: raise an error if a tensor with two or more dimensions is not in `fields`.
 
     Raises:
         InvalidInputError: a field or its mask is missing, is not a padded CPU tensor, or has the wrong shape.
             `nest_batch` also raises InvalidInputError if a pad value is not valid in its field's dtype, or if
             tensors differ in their number of rows. With `strict`, a tensor with two or more dimensions that
-            is not in `fields` is an error. The message gives the shape, dtype, and size of each such tensor.
+            is not in `fields` is an error. The message gives the shape, dtype, and size of each of these
+            tensors.
     """
     specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
     entries = entries_of(batch)
@@ -265,8 +266,8 @@ def nest_batch(
         bits = bits_of(entries, name, layouts[index], spec.columns)
         dtype = entries[name].dtype
         pad = pad_bits(name, dtype, spec.pad)
-        # A field may be its own mask. An integer field that is its own mask is 0 wherever the mask is 0. With
-        # a pad value of 0, such a field therefore equals the pad value wherever the mask is 0.
+        # A field may be its own mask. An integer field that is its own mask is 0 wherever the mask is 0. If
+        # the pad value is also 0, the mask hides only elements that hold the pad value.
         hides_zeros = name == spec.mask and pad == 0 and not dtype.is_floating_point
         if spec.droppable or hides_zeros:
             values = layouts[index].gather(bits)

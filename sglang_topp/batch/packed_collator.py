@@ -52,7 +52,7 @@ class PackedBatch(TypedDict):
     sequences: torch.Tensor
     """int64 [N, W], `pad_token_id` on padding."""
     attention_mask: torch.Tensor
-    """int64 [N, W], 1 on tokens."""
+    """int64 [N, W], 1 on tokens. A row without samples has a 1 in its first column."""
     position_ids: torch.Tensor
     """int64 [N, W], each token's position in its sample, counted from 0. Padding has position 0."""
     loss_mask: torch.Tensor
@@ -67,7 +67,8 @@ class PackedBatch(TypedDict):
     sequence of `cu_seqlens` includes the padding after its sample. A row without samples has one sequence,
     which consists of padding."""
     seq_lengths: list[torch.Tensor]
-    """For each row, int32 [samples]: the number of tokens of each sample, without padding."""
+    """For each row, int32 [samples]: the number of tokens of each sample, without padding. For a row without
+    samples, int32 [1]: the number 1."""
     samples: list[torch.Tensor]
     """For each row, int64 [samples]: the indices of the row's samples, in order."""
     response_mask: NotRequired[torch.Tensor]

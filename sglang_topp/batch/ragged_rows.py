@@ -194,7 +194,7 @@ def right_align(
 
 
 def right_ones(lengths: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """Return int64 [B, width]: 1 in the last `lengths[i]` columns of row i, and 0 before."""
+    """Return int64 [B, width]: row i is 1 from column `width - lengths[i]` on, and 0 before."""
     out = np.zeros((len(lengths), width), np.int64)
     for line, start in zip(out, (width - lengths).tolist(), strict=True):
         line[start:] = 1

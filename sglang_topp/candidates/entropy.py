@@ -11,8 +11,8 @@ from sglang_topp.candidates.sets import CandidateSets
 
 __all__ = ["set_entropy"]
 
-# Lower log-probs are raised to this value. A sampled token may have probability 0 and log-prob -inf, and its
-# term `0 * -inf` would be NaN.
+# A log-prob below this value is raised to this value. A sampled token may have probability 0 and log-prob
+# -inf, and its term `0 * -inf` would be NaN.
 _LEAST_LOGPROB = -1e4
 
 

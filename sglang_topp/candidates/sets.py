@@ -45,8 +45,8 @@ __all__ = ["NO_TOKEN", "CandidateSets"]
 
 Float32Array: TypeAlias = NDArray[np.float32]
 
-# A generous bound on the relative difference between two float64 sums of the same numbers in different
-# orders.
+# Two float64 sums of the same numbers may differ if the sums add the numbers in different orders. This value
+# is a generous bound on the relative difference.
 _SUM_ERROR = 1e-6
 
 
@@ -62,20 +62,20 @@ class CandidateSets:
 
     Sets that were decoded from a sampling mask of SGLang may have no log-probs. For sets without log-probs,
     `has_logprobs` is False, and the candidates of a position are ordered by token id. `logprobs` of such sets
-    raises InvalidInputError, as does every value that is computed from `logprobs`. Methods that need no
+    raises InvalidInputError, as does every property or method that needs log-probs. Methods that need no
     log-probs work for sets without log-probs too.
 
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
-        logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. Only
-            a sampled token of zero probability may have `-inf` (or float32's lowest value, which SGLang
-            writes instead). If `token_ids` is empty, `logprobs=None` stands for an empty array.
+        logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. The
+            log-prob `-inf` (or float32's lowest value, which SGLang writes instead) is allowed only for a
+            sampled token. If `token_ids` is empty, `logprobs=None` stands for an empty array.
         offsets: int64 [T + 1], `offsets[0] == 0`, never decreasing, `offsets[T] == n`.
         sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the position's
             set is empty.
 
-    Arrays that already have these dtypes are not copied: `CandidateSets` keeps read-only views. The caller
-    must not modify arrays that `CandidateSets` keeps views of.
+    Arrays that already have these dtypes are not copied: `CandidateSets` keeps read-only views of the arrays.
+    The caller must not modify these arrays.
 
     Raises:
         InvalidCandidateSetsError: the arrays break a rule of this docstring. The message names the array and
@@ -136,7 +136,7 @@ class CandidateSets:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the candidates' log-probs are known. True if there are no candidates."""
+        """Whether the candidates' log-probs are known. If there are no candidates, `has_logprobs` is True."""
         return self._logprobs is not None
 
     @property
@@ -225,7 +225,7 @@ class CandidateSets:
         return _read_only(out)
 
     def check_kept_mass(self, p: float) -> None:
-        """Check that every set keeps at least the mass that top-p sampling keeps at `p`.
+        """Check for every set that top-p sampling at `p` can produce a set with the same mass.
 
         Top-p sampling takes tokens, most likely first, until their total probability (the mass) reaches `p`,
         or until all tokens are taken. Because of the engine's rounding errors, the mass of all tokens may
@@ -272,8 +272,8 @@ class CandidateSets:
 
         Raises:
             InvalidInputError: some parts with candidates have log-probs, and other parts with candidates have
-                none. To concatenate parts with and without log-probs, first call `without_logprobs` on the
-                parts with log-probs.
+                no log-probs. To concatenate parts with and without log-probs, first call `without_logprobs`
+                on the parts with log-probs.
         """
         if not parts:
             return cls.empty(0)
@@ -307,7 +307,7 @@ class CandidateSets:
         return CandidateSets.unchecked(token_ids, None, self.offsets, self.sampled_ids)
 
     def take(self, positions: ArrayLike) -> CandidateSets:
-        """Return the sets at `positions`, in that order. A position may occur more than once.
+        """Return the sets at `positions`, in the order of `positions`. A position may occur more than once.
 
         Args:
             positions: integers [R], from 0 to T - 1.
@@ -329,15 +329,15 @@ class CandidateSets:
         return self._of_entries(entries, offsets, self.sampled_ids[index])
 
     def intersect(self, other: CandidateSets) -> CandidateSets:
-        """Return the candidates that `self` and `other` share, with the log-probs of `self` if it has any.
+        """Return the candidates that `self` and `other` share. The log-probs of `self` are kept, if any.
 
         `self` and `other` must have the same sampled tokens, so the result contains all sampled tokens. The
         result's `logprob_sum` is the log of the total probability of the shared candidates.
 
         Raises:
-            InvalidInputError: `self` and `other` differ in length or in sampled tokens, or one of them has an
-                empty set where the other has none. The error is also raised if a position's only shared
-                candidate is a sampled token of zero probability.
+            InvalidInputError: `self` and `other` differ in length, in sampled tokens, or in the positions of
+                empty sets. The error is also raised if a position's only shared candidate is a sampled token
+                of zero probability.
         """
         if len(self) != len(other):
             raise InvalidInputError(f"other: got {len(other)} positions, expected {len(self)}")
@@ -375,10 +375,10 @@ class CandidateSets:
     def to_torch(self, device: torch.device | str | int | None = None) -> CandidateTensors:
         """Copy `token_ids`, `logprobs`, `offsets`, and `sampled_ids` to tensors. This method needs torch.
 
-        A copy to a GPU is one asynchronous transfer from pinned memory. Kernels on the current stream can use
-        the tensors immediately. The tensors have the same dtypes as the arrays. `logprobs` is None if the
-        log-probs are unknown. To score over the same sets several times, pass the returned
-        tensors to `sglang_topp.replay` instead of the CandidateSets.
+        If `device` is a GPU, one asynchronous transfer from pinned memory copies all arrays. Kernels on the
+        current stream can use the tensors immediately. The tensors have the same dtypes as the arrays.
+        `logprobs` is None if the log-probs are unknown. To score over the same sets several times, pass the
+        returned tensors to `sglang_topp.replay` instead of the CandidateSets.
 
         Args:
             device: the tensors' device, or None for torch's default device.

@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 NO_TOKEN = -1
-"""The `sampled_ids` value of a position without a sampled token. Such a position must have an empty set."""
+"""The `sampled_ids` value of a position without a sampled token. The position must have an empty set."""
 
 MAX_LOGPROB = 1e-3
 """The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0."""
 
 MASS_ERROR = 2e-3
-"""The largest difference between 1 and the sum of a row's probabilities, for log-probs of a float32 softmax.
+"""The largest valid difference between 1 and a row's sum of probabilities, for a float32 softmax.
 
 The difference comes mostly from rounding in the sum that the softmax divides by. On a CPU, each of 8 SIMD
 lanes adds V / 8 numbers, where V is the vocabulary size. The sum's relative error is at most V / 8 * 2^-24.
@@ -50,7 +50,7 @@ the bound is 2e-3.
 """
 
 BFLOAT16_MASS_ERROR = 1 / 30
-"""The largest difference between 1 and the sum of a row's probabilities, for log-probs in bfloat16.
+"""The largest valid difference between 1 and a row's sum of probabilities, for log-probs in bfloat16.
 
 Rounding to bfloat16 changes log-probs between -16 and -8 by up to 1/32. Rounding changes log-probs below -16
 by more than 1/32, but tokens with such log-probs hold at most 2 % of a row's total probability.
@@ -125,7 +125,7 @@ def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
 
 
 def _check_order_by_id(ids: Int32Array, rows: Int32Array, offsets: Int64Array, first: int) -> None:
-    """Check that the token ids of each candidate set ascend, which also excludes duplicates."""
+    """Check that the token ids of each candidate set ascend strictly, so that no id occurs twice."""
     if (e := _first_disorder(ids[1:] > ids[:-1], offsets)) is not None:
         raise InvalidCandidateSetsError(
             "token_ids",

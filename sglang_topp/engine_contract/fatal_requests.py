@@ -28,8 +28,8 @@ __all__ = ["GRAMMARS", "Model", "check_sampling_params", "check_token_ids", "ove
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
-# The largest accepted absolute value of a logit bias. SGLang divides a logit by the temperature. At the
-# smallest temperature (1e-6), the quotient of the largest bias stays finite in float32.
+# The largest accepted absolute value of a logit bias. SGLang divides a logit by the temperature. The largest
+# bias divided by the smallest temperature (1e-6) is still finite in float32.
 _MAX_BIAS = 1e30
 # The smallest accepted repetition penalty. SGLang divides a logit by the penalty and by the temperature. With
 # this penalty and the smallest temperature, the quotient stays finite in float32.
@@ -55,8 +55,8 @@ class Model:
     """The sizes of the engine's model, which limit requests.
 
     Attributes:
-        vocab_size: the number of rows in the embedding and the LM head (`vocab_size` in the model's
-            configuration). `vocab_size` may count ids that the tokenizer does not use.
+        vocab_size: the number of rows that the embedding and the LM head each have (`vocab_size` in the
+            model's configuration). `vocab_size` may count ids that the tokenizer does not use.
         context_length: the most tokens that a prompt and its answer may have together.
         max_token_chars: the number of characters in the tokenizer's longest token.
     """
@@ -168,16 +168,16 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
 
 def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     for key, value in params.items():
-        # Without this check, msgpack may fail to encode a large integer, or the scheduler may fail to decode
-        # the integer and exit.
+        # Without this check, msgpack may fail to encode a large integer. If msgpack encodes it, the scheduler
+        # may fail to decode it, and exit.
         if _is_int(value) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
             yield f"{key}: got {describe(value)}, expected an integer of 64 bits"
     # SGLang stores top_k in an int32 tensor.
     top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
     if _is_int(top_k) and top_k > _MAX_INT32:
         yield f"top_k: got {top_k}, expected at most {_MAX_INT32}; -1 is no limit"
-    # With a repetition penalty below `_MIN_REPETITION_PENALTY`, logits become infinite and probabilities NaN,
-    # and the sampler raises an error.
+    # A repetition penalty below `_MIN_REPETITION_PENALTY` makes logits infinite, and therefore makes
+    # probabilities NaN. The sampler then raises an error.
     if _is_number(penalty) and 0 < penalty < _MIN_REPETITION_PENALTY:
         yield f"repetition_penalty: got {penalty}, expected {_MIN_REPETITION_PENALTY} to 2"
     # SGLang pickles custom_params. Pickle fails beyond a few hundred levels of nesting. If pickle fails,
@@ -255,7 +255,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _nests_beyond(value: Any, depth: int) -> bool:
-    """Return whether lists and objects nest more than `depth` levels deep."""
+    """Return whether the nesting depth of lists and objects exceeds `depth`."""
     level = [value]
     for _ in range(depth + 1):
         containers = [one for one in level if isinstance(one, list | dict)]

@@ -1,11 +1,11 @@
-"""Decide which sampling parameters allow a request to resume an earlier request's answer exactly.
+"""Decide with which sampling parameters a request can exactly resume an earlier request's answer.
 
 A resuming request sends the earlier tokens as part of its prompt. Parameters that depend only on the logits
-of one position, or on the tokens themselves, work as if the answer had not been interrupted. Some parameters,
-such as penalties and grammars, keep state over the answer's tokens. A resuming request would lose this state,
-so it must not use these parameters. Every field of SGLang's `SamplingParams` is in `RESUMABLE_PARAMS`,
-`NON_RESUMABLE_PARAMS`, or `INTERNAL_PARAMS`. A test compares these three constants with the installed SGLang
-release.
+of one position, or on the tokens themselves, have the same effect as in an uninterrupted answer. Some
+parameters, such as penalties and grammars, keep state over the answer's tokens. A resuming request would lose
+this state. So a resuming request must not use these parameters. Every field of SGLang's `SamplingParams` is
+in `RESUMABLE_PARAMS`, `NON_RESUMABLE_PARAMS`, or `INTERNAL_PARAMS`. A test compares these three constants
+with the installed SGLang release.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ RESUMABLE_PARAMS = frozenset(
         # The sampler's random noise depends on the seed and on the token's position. Positions are counted
         # from the prompt's first token.
         "sampling_seed",
-        # Parameters that end an answer because of its last tokens, whichever request generated these tokens.
+        # Parameters that end an answer. They read only the answer's last tokens, which may be from an earlier
+        # request.
         "stop",
         "stop_token_ids",
         "stop_regex",
@@ -65,7 +66,7 @@ NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {
     "watermark": (None, "it follows the answer from its first token"),
     "beam_width": (1, "a beam's other branches are gone at the cut"),
 }
-"""The fields of `SamplingParams` that would lose their state in a resuming request.
+"""The fields of `SamplingParams` whose state would be lost if another request continues the answer.
 
 Each parameter's name maps to the value that has no effect, and to the reason why other values are refused.
 """
@@ -80,11 +81,11 @@ INTERNAL_PARAMS = frozenset(
         "ebnf_full_assistant",
     }
 )
-"""The fields of `SamplingParams` that SGLang sets by itself, and that callers do not pass."""
+"""The fields of `SamplingParams` that SGLang itself sets. Callers do not pass these fields."""
 
 
 def find_resume_problem(params: Mapping[str, Any]) -> str | None:
-    """Return why an answer with these sampling parameters cannot be resumed exactly, or None if it can.
+    """Return why these sampling parameters prevent an exact resume of an answer, or None if they allow it.
 
     The returned message begins with the parameter's name.
     """

@@ -43,7 +43,7 @@ INT32 = np.dtype("<i4")
 class Decoded(NamedTuple):
     """The arguments for `CandidateSets(...)`, decoded from an inference engine's answer.
 
-    `fields` maps the name of each argument to the name of the answer's field that held the argument's values.
+    `fields` maps each argument's name to the name of the answer's field from which the argument was decoded.
     """
 
     token_ids: NDArray[np.integer[Any]]
@@ -75,7 +75,7 @@ def renaming_errors(fields: Mapping[str, str]) -> Iterator[None]:
 
 
 def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
-    """Parse each position's list of `[logprob, token_id, text]` entries to three arrays.
+    """Parse each position's list of `[logprob, token_id, text]` entries into three arrays.
 
     Return `(token_ids [n], logprobs [n], lengths [T])`.
 
@@ -117,7 +117,7 @@ def integers(field: str, values: Any) -> NDArray[np.int32]:
     """Parse a JSON list of 32-bit integers.
 
     `struct` converts the values, and raises an error for any value other than an integer or a boolean.
-    `struct` also converts integers twice as fast as NumPy does.
+    `struct` converts integers twice as fast as NumPy.
     """
     if not isinstance(values, list):
         raise WireError(field, f"got {type(values).__name__}, expected a list of integers")
@@ -126,7 +126,7 @@ def integers(field: str, values: Any) -> NDArray[np.int32]:
     except struct.error:
         wrong = next(v for v in values if not isinstance(v, int) or not -(1 << 31) <= v < 1 << 31)
         raise WireError(field, f"got {describe(wrong)}, expected a list of integers of 32 bits") from None
-    # `struct` packs a boolean as 0 or 1, so only values of 0 and 1 need a type check.
+    # `struct` packs a boolean as 0 or 1, so the code checks the types only of values that became 0 or 1.
     if bool in set(map(type, compress(values, ((array | 1) == 1).tobytes()))):
         raise WireError(field, "got a boolean, expected a list of integers")
     return array
@@ -161,8 +161,8 @@ def check_vocab(field: str, token_ids: NDArray[np.integer[Any]], vocab_size: int
 def check_count(field: str, count: int, num_tokens: int) -> None:
     """Raise WireError unless the field has as many positions as the answer has tokens.
 
-    For an answer without tokens, the field may have one position, because SGLang reports one position if
-    `max_new_tokens` is 0.
+    If `max_new_tokens` is 0, SGLang reports one position. The field of an answer without tokens may therefore
+    have one position.
     """
     if count != num_tokens and (count, num_tokens) != (1, 0):
         raise WireError(field, f"got {count} positions for {num_tokens} tokens")
@@ -184,7 +184,7 @@ def b64bytes(field: str, text: Any) -> bytes:
 
 
 def b64array(field: str, text: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Decode base64 text to a 1-D array of `dtype`."""
+    """Decode base64 text into a 1-D array of `dtype`."""
     raw = b64bytes(field, text)
     if len(raw) % dtype.itemsize:
         raise WireError(

@@ -174,7 +174,7 @@ def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32],
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Return each token's log-prob over its mask, float32 [n], or None if the answer lacks these log-probs.
+    """Return the mask tokens' log-probs over their masks, float32 [n], or None if the answer lacks them.
 
     SGLang reports the log-probs of all tokens in a mask only if `sampling_logprobs_mode` is "support".
     """

@@ -28,7 +28,7 @@ def sampled_logprobs(
     if meta_info.get(FIELD) is None:
         raise WireError(FIELD, "missing; it holds the sampled tokens' log-probs (`return_logprob`)")
     # `output_token_logprobs` is a list with one entry [logprob, token_id, text] per token. `entry_rows`
-    # expects a list of such lists, so put the field into a list of length 1.
+    # expects a list of lists of entries, so put the field into a list of length 1.
     token_ids, given, _ = entry_rows(FIELD, [meta_info[FIELD]])
     check_count(FIELD, len(given), len(sampled_ids))
     with renaming_errors({"logprobs": FIELD}):

@@ -89,8 +89,8 @@ def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates")
             field, f"got {size} bytes, expected {expected} for {positions} positions, {candidates} candidates"
         )
     if version == _WITHOUT_LOGPROBS and not candidates:
-        # `pack` always writes format version 1 for sets without any candidate. Reject version 2 for such
-        # sets, so that equal sets have only one encoding.
+        # `pack` always writes format version 1 for sets without any candidate. Reject version 2 for sets
+        # without any candidate, so that equal sets have only one encoding.
         raise WireError(field, f"got version {version} without a candidate, expected {_WITH_LOGPROBS}")
 
     def part(dtype: np.dtype[Any], count: int, start: int) -> NDArray[Any]:

@@ -96,7 +96,7 @@ def decode_top_p(
 def decode_prompt_top_p(
     meta_info: Mapping[str, Any], prompt_ids: ArrayLike, *, vocab_size: int | None = None
 ) -> CandidateSets:
-    """Decode the sets of the prompt tokens in a `/generate` response, starting at `logprob_start_len`.
+    """Decode a `/generate` response's sets for the prompt tokens from `logprob_start_len` on.
 
     Args:
         meta_info: the response's `meta_info`.

@@ -15,7 +15,7 @@ position without a distribution, such as the prompt's first token, has no row in
 `null_prefix` is the number of leading positions without a row. The patch set's field `none_positions` lists
 the positions without a row.
 
-Shape legend: T positions, R positions with a distribution, n tokens listed for all positions together.
+Shape legend: T positions, R positions with a distribution, n listed tokens over all positions.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def encode_top_k(
     `{side}_top_logprobs_none_positions` lists the positions without a row, in ascending order.
 
     Args:
-        logprobs: a list of k log-probs for each of T positions, or None or an empty list for a position
-            without a distribution.
-        token_ids: a list of k token ids for each of T positions, in the order of `logprobs`.
+        logprobs: one list for each of T positions. The list holds k log-probs. A position without a
+            distribution has None or an empty list.
+        token_ids: one list for each of T positions. The list holds k token ids in the order of `logprobs`.
     """
     name = f"{side}_top_logprobs"
     there = [t for t, row in enumerate(logprobs) if row and token_ids[t]]
@@ -165,7 +165,7 @@ def _cut(
     reported: NDArray[np.float32],
     fields: Mapping[str, str],
 ) -> Decoded:
-    """Keep the k most likely tokens of each position, all ties with the k-th, and the sampled token."""
+    """At each position, keep the sampled token and all listed tokens at least as likely as the k-th."""
     rows = rows_of(offsets)
     ids, logprobs = sorted_by_logprob(rows, ids, logprobs)
     kth, lowest = logprobs[offsets[:-1] + (k - 1)], logprobs[offsets[1:] - 1]
@@ -198,7 +198,7 @@ _Rows: TypeAlias = tuple[NDArray[np.int32], NDArray[np.floating[Any]], NDArray[n
 
 
 def _read(meta_info: Mapping[str, Any], num_tokens: int) -> _Rows:
-    """Parse the top log-probs to `(token_ids [n], logprobs [n], lengths [T], fields)`.
+    """Parse the top log-probs into `(token_ids [n], logprobs [n], lengths [T], fields)`.
 
     `meta_info` may hold any of the four forms that this module's docstring lists. A position without a
     distribution gets length -1. For each argument of `CandidateSets`, `fields` names the `meta_info` field
@@ -254,7 +254,7 @@ def _lengths(shape: Any, nowhere: str, none: Any, num_tokens: int) -> NDArray[np
         raise WireError(_SHAPE, f"got {str(sizes)[:80]}, expected [rows, k]")
     absent = integers(nowhere, none if nowhere == _NONE else [none])
     prefix = len(absent) if nowhere == _NONE else int(absent[0])
-    # Check the number of positions before allocating, because a malformed shape may ask for a huge array.
+    # Check the number of positions before `lengths` is allocated, because a malformed shape may be huge.
     check_count(_SHAPE, sizes[0] + prefix, num_tokens)
     num_positions = sizes[0] + prefix
     if nowhere == _PREFIX:

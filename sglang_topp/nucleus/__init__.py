@@ -2,7 +2,7 @@
 
 `top_p_candidates` computes each row's nucleus for a threshold `p`. `support_candidates` returns the tokens
 that a sampler could draw in each row, after all of the sampler's filters. The module `reference` defines
-candidate sets: it implements both functions with plain loops. The modules `top_p_torch` and
+candidate sets by implementing both functions with plain loops. The modules `top_p_torch` and
 `sampler_support_torch` run on any device. The modules `top_p_triton` and `sampler_support_triton` hold the
 Triton kernels for GPUs. The module `gpu_extraction` launches the Triton kernels, with or without waiting for
 the GPU.
@@ -32,11 +32,11 @@ def top_p_candidates(
         { i : q[i] > 0  and  sum of q[j] over all j with q[j] > q[i]  <  p[b] }  ∪  { sampled_ids[b] }
 
     The set keeps all tokens tied at the cutoff. With `p = 1`, the set keeps every token of non-zero
-    probability. A row with `p = 0` has no candidates. The function reads neither the log-probs nor the
-    sampled id of such a row. A token has zero probability if its log-prob is `-inf` or the dtype's lowest
-    value, which SGLang writes in place of `-inf`. Probabilities are summed in float64. If the total
-    probability of all tokens more likely than token `i` is within 1e-6 of `p`, rounding may decide whether
-    token `i` is kept. Both results are correct.
+    probability. A row with `p = 0` has no candidates, and the function reads neither the row's log-probs nor
+    the row's sampled id. A token has zero probability if its log-prob is `-inf` or the dtype's lowest value,
+    which SGLang writes in place of `-inf`. Probabilities are summed in float64. If the total probability of
+    all tokens more likely than token `i` is within 1e-6 of `p`, rounding may decide whether token `i` is
+    kept. Both results are correct.
 
     Args:
         logprobs: floats [B, V] on any device, natural log-probs in float16, bfloat16, float32, or float64.
@@ -88,8 +88,8 @@ def support_candidates(
 
     Args:
         logprobs: floats [R, V], natural log-probs of the whole vocabulary, as for `top_p_candidates`.
-        weights: numbers [R, W] on the device of `logprobs`, the weights that the sampler draws with, after
-            all sampling filters. The sampler never draws a token whose weight is 0, negative, or NaN.
+        weights: numbers [R, W] on the device of `logprobs`. The sampler draws with these weights, after all
+            its filters. The sampler never draws a token whose weight is 0, negative, or NaN.
         token_ids: integers [R, W], the token id of each weight, without duplicates in a row. None means that
             W is V, and that column `i` of `weights` belongs to token id `i`.
         sampled_ids: integers [R], the sampled token of each row.

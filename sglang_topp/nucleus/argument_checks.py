@@ -40,8 +40,8 @@ def check_support_arguments(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Check the arguments of `support_candidates`.
 
-    The function also checks the values of `token_ids`, because the torch and Triton implementations use these
-    ids as indices into the rows of `logprobs`.
+    The torch and Triton implementations use `token_ids` as indices into the rows of `logprobs`. The function
+    therefore also checks the values of `token_ids`.
 
     Returns:
         `(logprobs, weights, token_ids, sampled_ids)`. `logprobs` is [R, V], with float64 converted to

@@ -73,7 +73,7 @@ class StagingArea:
 
 @dataclass(frozen=True)
 class StagedRows:
-    """The candidate sets of a `StagingArea` on the host, as NumPy arrays.
+    """The contents of a `StagingArea` after the copy to the host, as NumPy arrays.
 
     Attributes:
         entries: int32 [2, C], as in `StagingArea`.
@@ -155,7 +155,7 @@ def stage_support(
     capacity: int,
     lowest: float | None = None,
 ) -> StagingArea:
-    """Fill a staging area with the tokens that a sampler could draw, without waiting for the GPU.
+    """Without waiting for the GPU, fill a staging area with the tokens that a sampler could draw.
 
     The sizes of all tensors that the function allocates depend only on `capacity` and the arguments' shapes.
 
@@ -181,7 +181,7 @@ def stage_support(
 def top_p_candidates(
     logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, *, lowest: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.top_p_candidates` on a GPU. The caller must check the arguments first.
+    """Compute `sglang_topp.nucleus.top_p_candidates` on a GPU. The caller must have checked the arguments.
 
     The host waits for the GPU once, to read the set sizes. `lowest` is as in `stage_top_p`.
     """
@@ -203,7 +203,7 @@ def support_candidates(
     *,
     lowest: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sglang_topp.nucleus.support_candidates` on a GPU. The caller must check the arguments first.
+    """Compute `sglang_topp.nucleus.support_candidates` on a GPU. The caller must have checked the arguments.
 
     The host waits for the GPU once, to read the set sizes. `lowest` is as in `stage_top_p`.
     """
@@ -246,8 +246,9 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
     """Return float64 [B] on the GPU: the total probability at which each row's nucleus ends."""
-    # With p = 1, the nucleus is the whole row. A limit of 1 could cut the row, because the rounded
-    # probabilities of a part of the row may already sum to 1. For p = 1, the limit is therefore infinite.
+    # With p = 1, the nucleus is the whole row. With a limit of 1, the nucleus could lack a part of the row,
+    # because the rounded probabilities of the other part can sum to 1. For p = 1, the limit is therefore
+    # infinite.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels that find the tokens that a sampler could draw in each row, and their log-probs.
+"""Triton kernels that find, for each row, the ids and log-probs of the tokens that a sampler could draw.
 
 A sampler draws the token of a row in proportion to the row's sampling weights.
 
@@ -85,7 +85,7 @@ def compact(
     starts_R: Tensor,
     entries_2C: Tensor,
 ) -> None:
-    """Write each row's candidate set to `entries_2C`, in the order of the row's columns in `is_drawn_RW`.
+    """Write each row's candidate set to `entries_2C`, with the candidates in the order of the row's columns.
 
     A sampled token without a positive weight comes last in its set.
 

@@ -47,8 +47,8 @@ class _RequestedRows(NamedTuple):
     rows_R: Tensor  # int64, the row's index in the batch
     limit_R: Tensor  # float64, the total probability at which the row's nucleus ends
     sampled_R: Tensor  # int64, the row's sampled token id
-    # float32, the sampled token's log-prob. If it is NaN, the row's set gets no sampled token, because
-    # `NaN < x` is false.
+    # float32, the sampled token's log-prob. If the log-prob is NaN, the row's set gets no sampled token,
+    # because `NaN < x` is false.
     sampled_logprobs_R: Tensor
 
     def take(self, which: Tensor) -> _RequestedRows:
@@ -86,7 +86,7 @@ def _select_requested_rows(
 ) -> _RequestedRows:
     """Return the rows with `p > 0`.
 
-    Raise InvalidInputError if the sampled id of such a row is outside the vocabulary.
+    Raise InvalidInputError if the sampled id of a row with `p > 0` is outside the vocabulary.
     """
     device = logprobs_BV.device
     rows_R = torch.from_numpy(row_numbers).to(device)
@@ -109,9 +109,9 @@ def _select_requested_rows(
 def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
     """Yield parts that together hold the candidate sets of the requested rows.
 
-    Each attempt reads the blocks with the highest maxima. The next attempt reads more blocks, or whole rows,
-    but only of the rows whose nucleus may need more blocks. If several of the yielded parts hold a set for
-    the same row, only the set in the last of these parts is correct.
+    Each attempt reads the blocks with the highest maxima. If the nucleus of a row may need more blocks, the
+    next attempt reads more blocks of this row, or the whole row. If several of the yielded parts hold a set
+    for the same row, only the set in the last of these parts is correct.
     """
     num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
@@ -186,7 +186,7 @@ def _cut(
     entry_n, logprobs_n = entry_n[order_n], logprobs_n[order_n]
 
     # On an accelerator, rounding may make the cumulative sum `mass_before` decrease from one element to the
-    # next, but by far less than 1e-6.
+    # next. The decrease is far smaller than 1e-6.
     mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
     torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
     stop_R = torch.searchsorted(mass_before, mass_before[start_R] + requested.limit_R)

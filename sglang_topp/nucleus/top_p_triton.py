@@ -1,25 +1,25 @@
 """Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
-every block. The cutoff of a nucleus is the sort key that separates its log-probs from the lower ones. The
-block maxima are some of the row's log-probs. The total probability of the maxima above a given value is
-therefore at most the total probability of all log-probs above that value. So if the maxima above a value sum
-to the threshold `p` or more, the row's cutoff is not below that value. A block is called active if its
-maximum is in the nucleus of the maxima. If a block holds a token of the row's nucleus, the block's maximum is
-at least this token's log-prob, so the block is active. The active blocks therefore contain the row's whole
-nucleus. The second kernel searches for the exact cutoff among the log-probs of the active blocks. The last
-kernel writes out the tokens of the nucleus. Most rows of a language model have a few dozen active blocks out
-of thousands. A row of normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374
-at p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and the extraction takes
-longer.
+every block. The cutoff of a nucleus is the sort key that separates the nucleus's log-probs from lower
+log-probs. The block maxima are some of the row's log-probs. The total probability of the maxima above a given
+value is therefore at most the total probability of all log-probs above that value. So if the probabilities of
+the maxima above a value sum to the threshold `p` or more, the row's whole nucleus lies above that value. A
+block is called active if its maximum is in the nucleus of the maxima. If a block holds a token of the row's
+nucleus, the block's maximum is at least this token's log-prob, so the block is active. The active blocks
+therefore contain the row's whole nucleus. The second kernel searches for the exact cutoff among the log-probs
+of the active blocks. The last kernel writes out the tokens of the nucleus. Most rows of a language model have
+a few dozen active blocks out of thousands. A row of normally distributed logits with standard deviation 6 has
+85 active blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are
+active, and the extraction takes longer.
 
 The search for a cutoff starts with an interval of sort keys (`top_p_torch.sort_key_descending`). Each round
-compares all values with several pivot keys, and narrows the interval. The search ends when at most one value
-has its key in the interval, or when the interval is a single key. The search takes about ten rounds, and
-every round needs all values, so the kernel keeps the values in registers if they fit. One Triton program sums
-the probabilities of a row in float64 and in a fixed order, so results are bitwise reproducible. The kernels
-are not specialized on arguments that change between decode steps, so Triton does not recompile a kernel at a
-later step.
+compares all values' sort keys with several pivot keys, and narrows the interval of sort keys. The search ends
+when at most one value has its key in the interval, or when the interval is a single key. The search takes
+about ten rounds, and every round needs all values, so the kernel keeps the values in registers if they fit.
+One Triton program sums the probabilities of a row in float64 and in a fixed order, so results are bitwise
+reproducible. The kernels are not specialized on arguments that change between decode steps, so Triton does
+not recompile a kernel at a later step.
 
 Shape legend: B rows, V ids in the vocabulary, N blocks of S tokens, C candidates that the output has room
 for.
@@ -52,7 +52,7 @@ _SAMPLED_OUT_OF_RANGE, _NOT_LOGPROBS = tl.constexpr(SAMPLED_OUT_OF_RANGE), tl.co
 
 
 class Cuts(NamedTuple):
-    """The cutoffs and sizes of the nuclei of B rows, on the device of the rows' log-probs.
+    """Each row's nucleus cutoff and nucleus size, on the device of the rows' log-probs.
 
     Attributes:
         sizes: int32 [B], the number of candidates of each row, including the sampled token.
@@ -256,7 +256,7 @@ def _values(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
-    """Return two [P, T] tensors: the probability and the count of each value above each pivot.
+    """Return two [P, T] tensors, one of probabilities and one of ones, for the values above each pivot.
 
     If value t is above pivot p, the element [p, t] of the first tensor is the value's probability, and the
     element [p, t] of the second tensor is 1. If the value is not above the pivot, both elements are 0.
@@ -289,8 +289,8 @@ def _search(  # type: ignore[no-untyped-def]
     `limit` or more, unless every value with a key of `high` or more has probability 0. The search ends when
     at most one value has a key from `low` to `high - 1`, or when `high - low` is at most 1. The values that
     still have a key from `low` to `high - 1` are in the nucleus, so the search returns `high` as the cutoff.
-    The search loads up to HELD values once, and keeps these values in registers. If the row has more than
-    HELD values, the search loads all values again in every round.
+    The search loads up to HELD values once, and keeps these values in registers. With more than HELD values,
+    the search loads all values again in every round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key

@@ -1,9 +1,9 @@
-"""Compute targets' scores over candidate sets from hidden states and the candidates' LM-head rows.
+"""Compute scores over candidate sets from the candidates' logits alone, not from all logits.
 
 A score over a candidate set depends only on the logits of the candidates. Computing only the candidates'
 logits, instead of all logits, reduces the work from T * V * H to n * H, and the memory from T * V to n.
-Neither the forward nor the backward builds a [T, V] tensor. A position with fewer than two candidates always
-scores 0, so the functions do not read the hidden state of that position.
+Neither the forward nor the backward pass builds a [T, V] tensor. A position with fewer than two candidates
+always scores 0, so the functions do not read the hidden state of that position.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all, A positions with two
 or more candidates, m candidates that this rank holds at the A positions.
@@ -79,8 +79,8 @@ def candidate_logprobs(
         hidden: [T, H], float16, bfloat16, float32, or float64, the hidden states that predict the targets.
             `RowSelection.select` selects these hidden states.
         weight: [V, H], the rows of the LM head that this rank holds.
-        targets: integers [T] on the same device. Each target must be in its candidate set. The target of a
-            position with an empty set is ignored.
+        targets: integers [T] on the device of `hidden`. Each target must be in its candidate set. The target
+            of a position with an empty set is ignored.
         candidates: the sets of the T positions. To score over the same sets again (policy, reference, PPO
             epochs), call `tensors = sets.to_torch(device)` once, and pass `tensors` in each call. The first
             call with `tensors` checks the sets, and stores an index of the candidates in `tensors`. On a GPU,
@@ -91,13 +91,13 @@ def candidate_logprobs(
         bias: [V], the LM head's bias, or None.
         temperature: above 0, one number or [T]. The temperature has no gradient.
         softcap: the soft cap of the logits, above 0, or None.
-        logit_scale: above 0, a factor for the logits. Pass Cohere's `logit_scale`, Falcon-H1's
-            `lm_head_multiplier`, or 1 over Granite's `logits_scaling`.
-        entropy: also return the entropy over each candidate set, differentiable.
-        per_candidate: also return the log-prob of every candidate, differentiable.
+        logit_scale: a positive factor for the logits. Pass Cohere's `logit_scale`, Falcon-H1's
+            `lm_head_multiplier`, or the inverse of Granite's `logits_scaling`.
+        entropy: also return the entropy over each candidate set.
+        per_candidate: also return the log-prob of every candidate.
         kl_to: [n], another policy's log-probs of all candidates. If given, also return
-            KL(this policy || other policy), differentiable with respect to this policy. Pass a reference
-            model's `Scores.candidate_logprobs`. For the KL to the policy that generated the rollouts, pass
+            KL(this policy || other policy). Its gradient flows to this policy only. Pass a reference model's
+            `Scores.candidate_logprobs`. For the KL to the policy that generated the rollouts, pass
             `candidates.logprobs`. The call renormalizes the log-probs over each set, so log-probs over the
             whole vocabulary are valid too.
         tp_group: the ranks that share the vocabulary, or None. Every rank passes the same `hidden`,
@@ -112,20 +112,20 @@ def candidate_logprobs(
 
             - "dense": autograd receives a dense gradient [V, H].
             - "sparse": autograd receives a coalesced `torch.sparse_coo` tensor with one row per distinct
-              candidate id, for `SGD` and `SparseAdam`. `weight` must be a leaf tensor. If `weight.grad` is
-              dense, autograd adds the sparse rows to `weight.grad` in place. The backward waits for the
-              device once.
-            - a buffer [V, H]: each backward adds one gradient row per distinct candidate id to the buffer, in
-              place. The buffer has the dtype of `weight`, or float32 (float64 for float64 inputs). The
-              backward rounds each updated row of the buffer once. The time and the memory for such a gradient
-              of `weight` depend on the number of candidates, not on V. In each call, pass the current
-              `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is None, set `weight.grad` to
-              zeros first. If the buffer is `weight.grad`, autograd gets None as the gradient of `weight`.
-              Each gradient hook on `weight` then either gets None, or is not called. Pass a buffer only if
-              the code that reduces gradients over ranks reads the same buffer. torch's
-              DistributedDataParallel reads `weight.grad`. The forward of DistributedDataParallel may replace
-              `weight.grad`, so read `weight.grad` inside or after that forward. Megatron's
-              DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward sets
+              candidate id. The optimizers `SGD` and `SparseAdam` accept this tensor. `weight` must be a leaf
+              tensor. If `weight.grad` is dense, autograd adds the sparse rows to `weight.grad` in place. The
+              backward pass waits for the device once.
+            - a buffer [V, H]: each backward pass adds one gradient row per distinct candidate id to the
+              buffer, in place. The buffer has the dtype of `weight`, or float32 (float64 for float64 inputs).
+              The backward pass rounds each updated row of the buffer once. The time and the memory for the
+              gradient of `weight` then depend on the number of candidates, not on V. In each call, pass the
+              current `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is None, set
+              `weight.grad` to zeros first. If the buffer is `weight.grad`, autograd gets None as the gradient
+              of `weight`. Each gradient hook on `weight` then either gets None, or is not called. Pass a
+              buffer only if the code that reduces gradients over ranks reads the same buffer. torch's
+              DistributedDataParallel reads `weight.grad`. The forward pass of DistributedDataParallel may
+              replace `weight.grad`, so read `weight.grad` during or after that forward pass. Megatron's
+              DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward pass sets
               `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no memory. FSDP
               reads neither `weight.grad` nor `weight.main_grad`, so use "dense" with FSDP.
 
@@ -182,7 +182,7 @@ def support_logits(
     weight_grad: WeightGrad,
     backend: str,
 ) -> Tensor:
-    """Return the logits [m] of the candidates that this rank holds, differentiable.
+    """Return the differentiable logits [m] of the candidates that this rank holds.
 
     The docstring of `candidate_logprobs` defines the logits `z` and the arguments.
     """
@@ -217,7 +217,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
 class _ByPosition(torch.autograd.Function):
     """Dot products of `hidden[position]` and `weight[id]` for this rank's candidates, [m].
 
-    The backward computes the gradient of `hidden` only.
+    The backward pass computes the gradient of `hidden` only.
     """
 
     @staticmethod
@@ -269,7 +269,7 @@ def _implementation(
         raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
     if backend not in ("auto", "torch", "triton"):
         raise InvalidInputError(f"backend: got {backend!r}, expected 'auto', 'torch' or 'triton'")
-    # The Triton kernels sum in float32 only. Only tests pass float64 inputs.
+    # The Triton kernels compute sums in float32 only. Only tests pass float64 inputs.
     suits = hidden.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None
     if backend == "triton" or (backend == "auto" and suits):
         if dtype != torch.float32:

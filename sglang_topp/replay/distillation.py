@@ -1,4 +1,4 @@
-"""Distillation loss: the KL divergence between a student and a teacher, from the teacher's candidate sets.
+"""Distillation loss: the KL between a student and a teacher, computed over the teacher's candidate sets.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all.
 """
@@ -67,7 +67,7 @@ def distillation_loss(
     weight_grad: WeightGrad = "dense",
     backend: Literal["auto", "torch", "triton"] = "auto",
 ) -> DistillationLoss:
-    """Compute the KL between a student and a teacher, from the teacher's candidate sets `C_t`.
+    """Compute the KL between a student and a teacher over the teacher's candidate sets `C_t`.
 
     Let `p = softmax(head(hidden[t]))` be the student's distribution and `q` the teacher's, both over the
     whole vocabulary::

@@ -51,16 +51,16 @@ def head_logprobs(
         entropy[t]  = -sum over all i of p_i log p_i,   z as in `candidate_logprobs`
 
     Every returned value is differentiable once, in `hidden`, `weight`, and `bias`. In addition to the
-    gradients, the call needs one buffer of `chunk_rows` x V in float32 (float64 for float64 inputs), or two
-    buffers with a soft cap. For half-precision inputs, the backward also holds the gradients in float32, and
-    rounds each gradient once, at the end.
+    gradients, the call needs one buffer of `chunk_rows` x V in float32 (float64 for float64 inputs). If the
+    policy has a soft cap, the call needs two of these buffers. For half-precision inputs, the backward also
+    holds the gradients in float32, and rounds each gradient once, at the end.
 
     Args:
-        entropy: also return the entropy over the whole vocabulary, differentiable.
+        entropy: also return the differentiable entropy over the whole vocabulary.
         chunk_rows: the number of positions that pass through the LM head at a time. By default, the logits of
             these positions take at most 256 MiB. If `chunk_rows` is T or more, the forward keeps the logits,
-            T x V x 4 bytes, for the backward. The backward then does not compute the logits again. This saves
-            a quarter of the work of both passes.
+            T x V x 4 bytes, for the backward. The backward then does not compute the logits again, and a
+            quarter of the work of forward and backward is saved.
 
     The other arguments and the errors are those of `candidate_logprobs`. On a CPU, the weight of a
     half-precision head is converted to float32 during the call.

@@ -85,8 +85,8 @@ def gathered_sum(
         segments: int64 [m], ascending, below `num_segments`. Entry `e` is added to row `segments[e]` of the
             result.
         out_dtype: the dtype to which each finished sum is rounded, once.
-        chunk: the number of rows of `source` to add up at a time. If `source`, `weights`, and the result have
-            the same dtype, the function adds up all rows at once and ignores `chunk`.
+        chunk: the number of entries to add up at a time. If `source`, `weights`, and the result have the same
+            dtype, the function adds up all entries at once and ignores `chunk`.
 
     Returns:
         [num_segments, H]. The row of a segment without entries is zero.
@@ -104,8 +104,8 @@ def gathered_sum(
             rows = torch.arange(len(rows), device=source.device)
         present, counts = torch.unique_consecutive(segments[part], return_counts=True)
         sums = _bags(table, rows, weights[part], F.pad(counts.cumsum(0), (1, 0)))
-        # The last segment of a chunk may continue in the next chunk. Carry the unrounded sum of that segment
-        # over to the next chunk, which then writes the whole sum, rounded once to `out_dtype`.
+        # The last segment of a chunk may continue in the next chunk. Keep the segment's unrounded sum, and
+        # add it to the segment's sum in the next chunk, so that the whole sum is rounded only once.
         if int(present[0]) == carried:
             sums[0] += carried_H
         carried, carried_H = int(present[-1]), sums[-1]
@@ -180,9 +180,10 @@ def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows:
 
 @functools.cache
 def _suppress_sparse_csr_warning() -> None:
-    """Trigger and suppress torch's warning about sparse CSR tensors, which torch gives once per process.
+    """Trigger and suppress torch's warning about sparse CSR tensors.
 
-    `catch_warnings` is not thread-safe, so this function is cached and runs only once.
+    Torch gives the warning once per process. `catch_warnings` is not thread-safe, so this function is cached
+    and runs only once.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""The KL divergence between two policies over candidate sets, with or without a tail for all other ids.
+"""The KL divergence between two policies on candidate sets, with or without a tail for all other ids.
 
 Shape legend: T positions, A positions with two or more candidates (`SupportIndex.rows`), m candidates that
 this rank holds at the A positions.
@@ -39,8 +39,9 @@ def divergence(
 
     Args:
         logits: [m], the policy's logits of the candidates that this rank holds.
-        tail: [A], the log-sum-exp of the policy's logits for the ids outside the candidate set. The sum
-            includes the ids of all ranks. If `tail` is None, the policy is the softmax over the candidates.
+        tail: [A], the log-sum-exp of the policy's logits for the ids outside the candidate set. The
+            log-sum-exp covers the ids of all ranks. If `tail` is None, the policy is the softmax over the
+            candidates.
         other: [m], the other policy's log-probs of the same candidates. At each position, the probabilities
             of all ranks' candidates and of the tail must sum to 1.
         other_tail: [A], the other policy's log-prob of the tail, or None without a tail. An element of

@@ -31,7 +31,10 @@ WeightGrad: TypeAlias = Literal["dense", "sparse"] | Tensor
 
 
 def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
-    """Raise InvalidInputError if `weight_grad` does not fit `weight`, `hidden`, and the `dtype` of sums."""
+    """Raise InvalidInputError unless `weight_grad` is "dense", "sparse", or a valid buffer for the gradient.
+
+    `dtype` is the dtype of the gradient's sums.
+    """
     if not isinstance(weight_grad, Tensor):
         if isinstance(weight_grad, str) and weight_grad in ("dense", "sparse"):
             return
@@ -159,7 +162,7 @@ def _stretch(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlaps_itself(matrix: Tensor) -> bool:
-    """Return whether two elements of the matrix may share memory, judging by the strides."""
+    """Return whether the strides allow two elements of the matrix to share memory."""
     (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
     if rows <= 1 or columns <= 1:
         return (rows > 1 and row_stride == 0) or (columns > 1 and column_stride == 0)

@@ -21,7 +21,7 @@ __all__ = ["LogitTransform"]
 
 @dataclass(frozen=True, eq=False)
 class LogitTransform:
-    """The conversion from the raw output of an LM head to the policy's logits `z`.
+    """The conversion of an LM head's raw output into the policy's logits `z`.
 
     ::
 
@@ -44,11 +44,11 @@ class LogitTransform:
         logit_scale: float = 1.0,
         may_wait: bool = True,
     ) -> LogitTransform:
-        """Check the arguments, and build a transform, with a copy of a `temperature` tensor.
+        """Check the arguments, copy a `temperature` tensor, and build a transform.
 
-        If `may_wait` is False, this method does not wait for the device, and does not raise an error for
-        invalid values in a `temperature` tensor on an accelerator. Instead, the copy of the tensor holds NaN
-        for each invalid temperature.
+        If `may_wait` is False, this method does not wait for the device, and so cannot check the values of a
+        `temperature` tensor on an accelerator. The copy of such a tensor holds NaN for each invalid
+        temperature.
 
         Raises:
             InvalidInputError: an argument is not positive and finite, `temperature` is neither one number nor
@@ -78,7 +78,7 @@ class LogitTransform:
     def of_rows_(self, raw_CV: Tensor, part: slice) -> Tensor:
         """Overwrite the raw outputs `raw_CV` with logits.
 
-        `part` is the slice of the C positions among all T positions.
+        `part` is the slice that selects the C positions from all T positions.
         """
         if self.softcap is None:
             return self._divide_(raw_CV, part, self.logit_scale)
@@ -106,7 +106,7 @@ class LogitTransform:
         return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
     def take(self, positions: Tensor) -> LogitTransform:
-        """Return the transform for a subset of positions. `positions`, 1-D int64, holds their indices."""
+        """Return the transform for a subset of positions, whose indices are in `positions` (1-D int64)."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature.to(positions.device).index_select(0, positions))

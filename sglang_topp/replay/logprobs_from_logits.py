@@ -65,8 +65,8 @@ def masked_logprobs(
     scores exactly 0 and has no gradient. An empty set belongs to a token that the policy did not draw.
 
     Args:
-        logits: [T, V], float16, bfloat16, float32, or float64, the columns that this rank holds, after the
-            model's soft cap if it has one.
+        logits: [T, V] in float16, bfloat16, float32, or float64: this rank's columns of the logits, after the
+            soft cap if the model has one.
         full: also return every target's log-prob and every position's entropy over the whole vocabulary, both
             differentiable. Even with `full`, the backward builds only one gradient tensor with the shape of
             `logits`. With `full`, every target must be a valid token id, even if its set is empty. `full`
@@ -159,8 +159,9 @@ def dense_mask(
 ) -> Tensor:
     """Return bool [T, vocab_local], which is True where `vocab_start + column` is a candidate.
 
-    A row with an empty set is all True, because softmax over a row without a True would be NaN. The mask
-    takes T * vocab_local bytes, and is built without a loop and without waiting for the device.
+    If a row's set is empty, every element of the row is True, because softmax over a row without a True would
+    be NaN. The mask takes T * vocab_local bytes, and is built without a loop and without waiting for the
+    device.
     """
     sets = sets_on(candidates, device)
     token_ids, sizes = sets.token_ids.long(), sets.offsets.diff()
@@ -207,7 +208,7 @@ def _check_logits(logits: Tensor, targets: Tensor) -> None:
 
 
 class _FromLogits(torch.autograd.Function):
-    """The candidates' logits [m] and, with targets, log-probs and entropies [T] over the whole vocabulary.
+    """The candidates' logits [m]; if targets are given, also whole-vocabulary log-probs and entropies [T].
 
     The backward builds a single gradient tensor for the logits, and adds the contributions of all three
     outputs to this tensor.

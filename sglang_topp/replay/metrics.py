@@ -64,7 +64,7 @@ class ReplayMetrics:
     def all_reduce(
         self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> ReplayMetrics:
-        """Return the metrics over the tokens of all ranks in `group`, on every rank.
+        """Return the same metrics on every rank: those over the tokens of all ranks in `group`.
 
         The ranks must hold different tokens (data and context parallel). Do not pass a tensor-parallel group,
         because the ranks of such a group hold the same tokens. The group's backend must support `device`.

@@ -1,4 +1,4 @@
-"""Select the rows of this rank's hidden states that score the response tokens.
+"""Select each row of this rank's hidden states that scores a response token.
 
 Hidden states, candidate sets, targets, old log-probs, and loss masks all go through one `RowSelection`, so
 they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`. The token at
@@ -33,7 +33,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """The arrangement of a micro-batch of sequences in one context-parallel rank's hidden states.
+    """The layout of a micro-batch's tokens in the hidden states of one context-parallel rank.
 
     ::
 
@@ -56,10 +56,10 @@ class Layout:
         cp_size, cp_rank: the size of the context-parallel group, and this rank's index in it.
         sequence_multiple: thd only. Each sequence is padded to a multiple of `sequence_multiple`. The zigzag
             split also pads each sequence to a multiple of `2 * cp_size`.
-        padded_length: thd only. The number of tokens in the whole packed stream before the split, including
-            padding after the last sequence. With the zigzag split, `padded_length` is `cp_size` times the
-            number of tokens on one rank. The default of `padded_length` is the smallest multiple of `cp_size`
-            that holds all padded sequences.
+        padded_length: thd only. The number of tokens that the whole packed stream has before the split,
+            including padding after the last sequence. `padded_length` is `cp_size` times the number of tokens
+            on one rank, padding included. The default of `padded_length` is the smallest multiple of
+            `cp_size` that holds all padded sequences.
     """
 
     format: Literal["thd", "bshd"] = "thd"
@@ -95,7 +95,7 @@ class Layout:
         attention_mask: ArrayLike | None = None,
         loss_mask: ArrayLike | None = None,
     ) -> RowSelection:
-        """Find the rows of this rank's hidden states that predict response tokens, and each row's token.
+        """Find this rank's rows that predict response tokens, and the token that each row predicts.
 
         If a prompt is empty, no token precedes the first token of the response, so no row on any rank scores
         this first token. `RowSelection.scored` is False for the first token of a response whose prompt is
@@ -200,7 +200,7 @@ class Layout:
 
         Args:
             padded: [B], each sequence's number of columns before the split.
-            sample, column: the sequence and the column of each token.
+            sample, column: each token's sequence, and its column in this sequence.
         """
         total, first = int(padded.sum()), np.cumsum(padded) - padded
         if self.format == "thd":
@@ -220,7 +220,7 @@ class Layout:
         return owner, row, num_rows
 
     def _total(self, needed: int) -> int:
-        """Return the number of tokens of the packed stream before the split, including all padding."""
+        """Return the number of tokens that the packed stream has before the split, including all padding."""
         if self.padded_length is None:
             return -(-needed // self.cp_size) * self.cp_size
         if self.padded_length < needed or self.padded_length % self.cp_size:
@@ -236,7 +236,7 @@ class RowSelection:
     """R rows of this rank's hidden states, and the response position that each row scores.
 
     Attributes:
-        hidden_rows: int64 [R], indices into the rank's hidden states, viewed as `[num_hidden_rows, H]`.
+        hidden_rows: int64 [R], row indices of the hidden states reshaped to `[num_hidden_rows, H]`.
         positions: int64 [R], the response position that each row scores, ascending.
         num_hidden_rows: the number of rows that this rank holds according to the layout.
         num_sequences: the length of the hidden states' batch axis: B for bshd, and 1 for thd.
@@ -288,7 +288,7 @@ class RowSelection:
         """Select the elements of `values` at the response positions that this rank scores.
 
         `values` has one element per response position of the micro-batch, such as an id, an advantage, or a
-        mask.
+        mask value.
 
         Raises:
             InvalidInputError: the number of values differs from the number of response positions.
@@ -317,7 +317,7 @@ class RowSelection:
 
         The result is differentiable. The backward pass needs no communication, because each rank reads the
         gradients of its own rows from its incoming gradient. The incoming gradient must therefore be the same
-        on every rank, which is true if all ranks compute the same loss.
+        on every rank. This condition holds if all ranks compute the same loss.
 
         Raises:
             InvalidInputError: the number of values differs from the number of selected rows.

@@ -1,7 +1,7 @@
-"""Compute `Scores` from the candidates' logits: log-probs, entropy, and KL over each candidate set.
+"""Compute `Scores` (log-probs, entropy, and KL over each candidate set) from the candidates' logits.
 
-`candidate_head` and `logprobs_from_logits` share this module. Each tensor has either one value per candidate
-or one value per position. No tensor has a vocabulary axis.
+The modules `candidate_head` and `logprobs_from_logits` call this module. Each tensor has either one value per
+candidate or one value per position. No tensor has a vocabulary axis.
 
 Shape legend: T positions, n candidates in all. A is the number of positions with two or more candidates, and
 m is the number of candidates that this rank holds at these positions.
@@ -90,9 +90,9 @@ def score_support(
     then gets NaN scores, and the call raises no error.
 
     Raises:
-        InvalidInputError: a score is NaN (the logits hold NaN or +inf, or only -inf), or `kl_to` has the
-            wrong shape, requires a gradient, or makes the KL infinite.
-        InvalidCandidateSetsError: no rank or several ranks hold a candidate id.
+        InvalidInputError: a score is NaN, or `kl_to` has the wrong shape, requires a gradient, or makes the
+            KL infinite. A score is NaN if a position's logits hold NaN or +inf, or only -inf.
+        InvalidCandidateSetsError: a candidate id is not held by exactly one rank.
     """
     if kl_to is not None:
         if kl_to.shape != (support.num_candidates,):
@@ -157,8 +157,8 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            # `is_scored_A` has no entries for positions with one candidate. To mark such positions too, set
-            # NaN at every position whose set lacks the target.
+            # `is_scored_A` has no entries for positions with one candidate, so such a position has score 0
+            # even if its set lacks the target. Set NaN at every position whose set lacks the target.
             logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
@@ -203,7 +203,7 @@ class _SupportSoftmax(torch.autograd.Function):
         if grad_logprobs_T is not None:
             grad_m += (ctx.is_target.to(grad_m) - probability_m) * per_entry(grad_logprobs_T[rows])
         # Gradient of each candidate's log-prob: d log pi(j) / dz_i = [i = j] - pi_i. The code sums this
-        # gradient over all candidates j of the position, including those that other ranks hold.
+        # gradient over all candidates j of the position. Other ranks may hold some of these candidates.
         if grad_by_candidate_n is not None:
             span_sum_T = torch.segment_reduce(grad_by_candidate_n, "sum", offsets=support.span_offsets)
             grad_m += grad_by_candidate_n[support.entries] - probability_m * per_entry(span_sum_T[rows])
@@ -235,8 +235,8 @@ def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
 def check_held(held_A: Tensor, support: SupportIndex) -> None:
     """Raise InvalidCandidateSetsError unless exactly one rank holds each candidate.
 
-    `held_A[a]` counts the candidates of position `a` that the ranks hold. A candidate on k ranks counts k
-    times.
+    `held_A[a]` is the sum over the ranks of how many candidates of position `a` the rank holds. A candidate
+    on k ranks counts k times.
     """
     index = first_true(held_A != support.sizes)
     if index is not None:

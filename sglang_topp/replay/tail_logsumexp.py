@@ -1,4 +1,4 @@
-"""Compute the candidates' logits, and the log-sum-exp of the tail: all ids outside the candidate set.
+"""Compute the candidates' logits, and the log-sum-exp of the tail (all ids outside the candidate set).
 
 The code sums over the tail's ids directly, instead of subtracting the candidates' sum from the sum over all
 ids. The log-sum-exp is therefore accurate for a tail with hardly any probability, and for a tail with nearly
@@ -40,7 +40,7 @@ def support_and_tail(
     tp_group: dist.ProcessGroup | None,
     chunk_rows: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the candidates' logits [m], and the log-sum-exp [A] of the tail of each position.
+    """Return the candidates' logits, float [m], and each position's tail log-sum-exp, float [A].
 
     Both tensors are differentiable once, in `hidden`, `weight`, and `bias`.
 

@@ -1,4 +1,4 @@
-"""A teacher's distribution for distillation, over the candidates and an optional tail for all other ids.
+"""A teacher's distribution over the candidates and an optional tail for all other ids, for distillation.
 
 The host computes the distribution in float64, because the tail's mass is the small difference between 1 and
 the mass of the candidates.
@@ -55,8 +55,9 @@ class TeacherDistribution:
             sets: the teacher's sets, with log-probs over the whole vocabulary.
             counts: bool [T], True at the positions that enter the loss.
             num_ids: the size of the vocabulary, or None for a distribution without a tail.
-            smallest_tail: the smallest probability of a tail. If a tail's probability is lower, this method
-                raises it to `smallest_tail`. If a set is the whole vocabulary, its tail keeps probability 0.
+            smallest_tail: the lower limit for a tail's probability. If a tail's probability is lower, this
+                method raises it to `smallest_tail`. If a set is the whole vocabulary, its tail keeps
+                probability 0.
 
         Raises:
             InvalidInputError: the sets have no log-probs.
@@ -86,7 +87,7 @@ class TeacherDistribution:
 
 
 def _only(sets: CandidateSets, kept: BoolArray) -> CandidateSets:
-    """Return the sets with only the candidates where `kept` is True.
+    """Return the sets without the candidates where `kept` is False.
 
     The first candidate of each set becomes the sampled token of the set.
     """

@@ -1,6 +1,6 @@
 """Compute an LM head's logits and gradients over the whole vocabulary, one chunk of positions at a time.
 
-Shape legend: T positions, H hidden size, V ids held by this rank without padding, C positions of one chunk.
+Shape legend: T positions, H hidden size, V ids of this rank (padding excluded), C positions per chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from sglang_topp.replay.vocab_softmax import row_parts
 
 __all__ = ["CHUNK_BYTES", "HeadGradients", "VocabHead"]
 
-# The largest size in bytes of the logits of one chunk of positions, unless the caller passes `chunk_rows`.
+# The default limit, in bytes, on the logits of one chunk of positions. The argument `chunk_rows` replaces
+# this limit.
 CHUNK_BYTES = 1 << 28
 _WEIGHT_ROWS = 1 << 13
 
@@ -24,7 +25,8 @@ class VocabHead:
     """The matrix products of an LM head: logits, and the gradients of hidden states and weight.
 
     The products have the dtype `dtype`. On a GPU, tensor cores multiply two matrices of the same
-    half-precision dtype and sum in float32. In all other cases, the matrices are first converted to `dtype`.
+    half-precision dtype, and sum the products in float32. In all other cases, the matrices are first
+    converted to `dtype`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Find the candidates whose LM-head rows this rank holds, if the vocabulary is split over ranks.
 
 A position whose set has fewer than two candidates always scores 0, so `SupportIndex` leaves out such
-positions. For each position with two or more candidates, `SupportIndex` lists the candidates that this rank
-holds, in torch tensors. The replay functions use the index to gather the candidates' LM-head rows or logits,
-and to compute maxima and sums over the candidates of a position.
+positions. For each position with two or more candidates, the tensors of `SupportIndex` list the candidates
+that this rank holds. With the index, the replay functions gather the candidates' LM-head rows or logits. The
+functions also use the index for the maximum and the sum over each position's candidates.
 
 Shape legend: T positions, n candidates in all, A positions with two or more candidates, m candidates that
 this rank holds at the A positions.
@@ -29,8 +29,8 @@ __all__ = ["Shard", "SupportIndex", "TargetMatch", "check_num_sets", "check_targ
 class Shard:
     """The ids `start <= id < stop` that this rank holds, out of a vocabulary of `vocab_size` ids.
 
-    `vocab_size` is None if other ranks hold a part of the vocabulary and the caller did not pass the size.
-    The last shard may contain padding, so `num_ids` counts only the ids below `vocab_size`.
+    `vocab_size` is None if this rank holds only a part of the vocabulary, and the caller did not pass the
+    size. The last shard may contain padding, so `num_ids` counts only the ids below `vocab_size`.
     """
 
     start: int
@@ -61,7 +61,7 @@ class SupportIndex:
     """The candidates at positions with two or more candidates. Replay needs only these candidates' logits.
 
     A position with one candidate has log-prob 0 under any policy, and a position with an empty set scores 0
-    too. The index therefore leaves out positions with fewer than two candidates. For a KL with a tail, pass
+    too. The index therefore leaves out all positions with zero or one candidate. For a KL with a tail, pass
     `smallest=1` to `SupportIndex.of`. The tail is one outcome that stands for all ids outside the set, so a
     position with one candidate has two outcomes.
 
@@ -110,7 +110,7 @@ class SupportIndex:
         return ids, order, self.positions.index_select(0, order)
 
     def per_entry(self, values_A: Tensor) -> Tensor:
-        """Return [m]: for each held candidate, the element of `values_A` that belongs to its position.
+        """Return [m]: for each held candidate, the value in `values_A` of the candidate's position.
 
         The method uses `index_select`, because `values_A[...]` would start all of torch's CPU threads.
         Starting the CPU threads takes longer than copying thousands of numbers.
@@ -126,7 +126,7 @@ class SupportIndex:
         *,
         smallest: int = 2,
     ) -> tuple[SupportIndex, bool]:
-        """Return the index of `candidates`, and whether value checks are allowed to wait for the device.
+        """Return the index of `candidates`, and whether the caller's value checks may wait for the device.
 
         The first call with `CandidateTensors` and a shard stores the index in the `CandidateTensors`. Later
         calls return the stored index, without work on the host and without waiting for the device.
@@ -154,14 +154,14 @@ class TargetMatch:
     """The result of comparing each position's target with the position's candidates."""
 
     is_target: Tensor
-    """bool [m]: whether each candidate that this rank holds is the target of its position."""
+    """bool [m]: for each candidate on this rank, whether the candidate is the target of its position."""
     is_absent: Tensor | None
-    """bool [T]: whether each position's set lacks the position's target, or None if the host has checked that
-    no set lacks its target. A position whose set lacks the target must get NaN scores."""
+    """bool [T]: whether each position's set lacks the position's target. None if the host has checked that no
+    set lacks its target. A position whose set lacks the target must get NaN scores."""
 
     @classmethod
     def of(cls, support: SupportIndex, targets: Tensor, *, may_wait: bool) -> TargetMatch:
-        """Compare the integers `targets` [T] with the candidate sets, except for positions with an empty set.
+        """Compare the integers `targets` [T] with the candidate sets. Positions with empty sets are skipped.
 
         Raises:
             InvalidInputError: a target is not in its set, and `may_wait` is True.

@@ -27,7 +27,7 @@ __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk",
 # `_LOWEST` to `_LOWEST`, because 0 times `_LOWEST` is 0, but 0 times -inf is NaN. Raising these values
 # changes no result, because `exp(_LOWEST)` is 0 in float32 and float64.
 _LOWEST = -1.0e4
-# `some_rows` returns slices of rows whose exponentials take at most this many bytes. On a CPU, the
+# The size limit, in bytes, of the exponentials of one slice that `some_rows` returns. On a CPU, the
 # exponentials of one slice then fit in the cache. On a GPU, one slice is enough work to amortize the kernel
 # launches.
 _EXP_BYTES_CPU = 1 << 21
@@ -40,7 +40,7 @@ def row_parts(num_rows: int, chunk_rows: int) -> list[slice]:
 
 
 def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> int:
-    """Return the number of rows per chunk, which is at least 1.
+    """Return the number of rows per chunk, at least 1.
 
     If the caller passes `chunk_rows`, the function returns `chunk_rows`. Otherwise, the function returns how
     many rows fit in `chunk_bytes` bytes. Each row takes `row_bytes` bytes.
@@ -111,10 +111,10 @@ class RowSums:
         return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
 
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
-        """Compute the softmax sums of the positions in slice `part`, whose logits are `logits_CV`.
+        """Compute the softmax sums of the positions in slice `part` from these positions' logits `logits_CV`.
 
         The method subtracts `subtracted_T` from `logits_CV` in place. The method may then raise elements of
-        `logits_CV` to `_LOWEST`, which changes no probability.
+        `logits_CV` to `_LOWEST`. No probability changes thereby.
         """
         if logits_CV.shape[1] == 0:
             return
@@ -166,7 +166,7 @@ def to_gradient(
     grad_logprobs_T: Tensor | None,
     grad_entropy_T: Tensor | None,
 ) -> Tensor:
-    """Overwrite `logits_CV`, the logits of the positions in slice `part`, with their gradient.
+    """Overwrite `logits_CV`, the logits of the positions in slice `part`, with the gradient of these logits.
 
     ::
 

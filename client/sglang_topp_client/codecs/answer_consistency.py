@@ -1,4 +1,4 @@
-"""Check that an answer's candidate sets match its tokens, their log-probs, and the requested top-p."""
+"""Check that an answer's candidate sets match the answer's tokens and log-probs, and the requested top-p."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_sets(
     field: str,
     may_be_extended: bool = False,
 ) -> None:
-    """Raise WireError unless each set has the given sampled token with exactly the given log-prob.
+    """Raise WireError unless each set holds its sampled token, with exactly the reported log-prob.
 
     The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
     compares the log-probs for equality. The check therefore also rejects a set that belongs to another
@@ -56,7 +56,7 @@ def check_sets(
 
 
 def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
-    """Raise WireError if `CandidateSets.check_kept_mass` finds a set that keeps too little mass for `p`.
+    """Raise WireError if `CandidateSets.check_kept_mass` finds a set whose mass is impossible for `p`.
 
     Args:
         candidates: the candidate sets, T positions.

@@ -10,8 +10,8 @@ numbers in the content are little-endian::
 An array is cut into blocks of 65,536 numbers. The bytes of a block are transposed into four byte planes: the
 first byte of every number, then the second byte of every number, and so on. Byte planes compress better than
 whole numbers. For ids and set sizes, most byte planes hold only zeros. For log-probs, one byte plane holds
-mostly exponent bits. The bytes in all other byte planes of ids, sizes, and log-probs are nearly random, so a
-slow Zstandard level saves little more than a fast one (`benchmarks/rollout_encoding.py`).
+mostly exponent bits. All other byte planes of ids, sizes, and log-probs are nearly random. A slow Zstandard
+level therefore saves little more than a fast one (`benchmarks/rollout_encoding.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def encode_frame(
     """Encode one record as a frame.
 
     Args:
-        record: a JSON-serializable object. The frame's JSON also gets the field `num_candidates`.
+        record: a JSON-serializable object. The frame's JSON is this object with the field `num_candidates`.
         arrays: 1-D, int32 or float32.
         sets: the candidate sets, with log-probs. In the frame, the sizes, ids, and log-probs of the sets
             follow the arrays.
@@ -75,7 +75,7 @@ def is_frame(raw: bytes) -> bool:
 
 
 class FrameReader:
-    """A reader of one frame. Call the methods in the frame's order: those for arrays, then `sets`.
+    """A reader of one frame. Call first the methods that read arrays, in the frame's order, and then `sets`.
 
     Args:
         raw: the bytes of the whole frame.

@@ -29,7 +29,7 @@ def error_to_json(error: SglangToppError) -> dict[str, Any]:
 
 
 def error_from_json(body: Any) -> SglangToppError:
-    """Return the exception that `error_to_json` encoded. An unknown type becomes a `ServerError`.
+    """Return the exception that `error_to_json` encoded, or a `ServerError` if `type` names no known class.
 
     Args:
         body: the object under `error`.

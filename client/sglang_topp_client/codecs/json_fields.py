@@ -83,7 +83,7 @@ def parse_token_ids(name: str, values: list[Any]) -> NDArray[np.int32]:
 
 
 def read_float32(record: Mapping[str, Any], name: str) -> NDArray[np.float32]:
-    """Decode `record[name]`, base64 of little-endian float32, and return float32 [T]."""
+    """Decode the little-endian float32 values in `record[name]` from base64, and return float32 [T]."""
     text = read_field(record, name, str)
     try:
         raw = pybase64.b64decode(text, validate=True)

@@ -109,14 +109,14 @@ def build_rollout(
     *,
     may_be_extended: bool = False,
 ) -> Rollout:
-    """Build a rollout from the JSON fields and the decoded arrays of a record.
+    """Build a rollout from a record's JSON fields and decoded arrays.
 
     Args:
         record: the JSON fields other than the arrays. Unknown fields are ignored.
         prompt_ids: int32 [P].
         output_ids: int32 [T].
         logprobs: float32 [T].
-        candidates: the candidate sets, T positions; None without sets.
+        candidates: the candidate sets of the T positions, or None if the record has no sets.
         may_be_extended: whether to accept tokens that `Rollout.extend` appended. Appended tokens have empty
             candidate sets.
 

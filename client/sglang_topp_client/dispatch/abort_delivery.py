@@ -12,8 +12,8 @@ __all__ = ["TIMEOUT_S", "AbortDelivery"]
 TIMEOUT_S = 3.0
 """The time limit of one abort, in seconds.
 
-The client also closes its connection. The closed connection makes SGLang abort the request even if the abort
-fails, unless a proxy keeps its own connection to SGLang open.
+The client also closes the aborted request's connection. SGLang then aborts the request even if the abort call
+fails, unless a proxy keeps the proxy's own connection to SGLang open.
 """
 
 

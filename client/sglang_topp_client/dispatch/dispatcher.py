@@ -102,7 +102,7 @@ class ResultSink(Protocol[_Taken]):
 
         Returns:
             A request for the rest of a partial result, and the seconds to wait before the dispatcher sends
-            this request; None if the result is not continued.
+            this request; None if the sink requests no continuation.
         """
 
 
@@ -356,7 +356,7 @@ def _batches(
 ) -> Iterator[list[SampleRequest]]:
     """Split each group into batches of consecutive requests, one batch for each HTTP call.
 
-    A batch is complete once its requests ask for at least `samples_per_call` samples.
+    A batch is complete once it requests `samples_per_call` samples or more.
     """
     for group in groups:
         batch: list[SampleRequest] = []

@@ -169,8 +169,8 @@ class Endpoint:
         """Ask the server to abort a request.
 
         Args:
-            request_id: the request's id on this server. On an engine, it is the id that the engine gave the
-                request. On a sidecar, it is the `request_id` that the sidecar received.
+            request_id: the request's id on this server. An engine has given the request this id. A sidecar
+                has received this id as the `request_id` of the request.
         """
         if await self.kind() == "sglang":
             await self._abort_engine_request(request_id)

@@ -78,8 +78,8 @@ class EndpointPool:
     ) -> _T:
         """Run `attempt` on an endpoint, with retries, and return the result of `attempt`.
 
-        After a failed attempt, the call moves to another endpoint at once. A retry begins only once the call
-        has failed on every ready endpoint.
+        After a retryable error, the call moves to another ready endpoint at once. A retry begins only once
+        the call has failed on every ready endpoint.
 
         Args:
             attempt: makes one attempt on the given endpoint.
@@ -102,8 +102,8 @@ class EndpointPool:
                     with self._balancer.pick(num_samples(), preferred, without=failed) as endpoint:
                         return await attempt(endpoint)
             except FileLimitError as error:
-                # Wait without using up a retry, because each running call of this client frees its
-                # file descriptors when the call ends.
+                # If calls of this client are running, wait without using up a retry. Each of these calls
+                # frees its file descriptors when it ends.
                 wait_s = _FILE_WAIT_S if self._balancer.num_in_flight else budget.next_delay_s(error)
                 if wait_s is None:
                     raise
@@ -137,8 +137,8 @@ class EndpointPool:
 
         Raises:
             SglangToppError: a server answered but did not carry out `order`, or no server answered. If at
-                least one server answers, servers that do not answer are ignored: a dead server runs no
-                requests, and calls to a hung server time out.
+                least one server answers, `order_all` ignores the servers that do not answer. A dead server
+                runs no requests, and calls to a hung server time out.
         """
         outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -162,11 +162,11 @@ class EndpointPool:
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:
-        """Return the server whose rollout `request` continues, or None if that server is unknown."""
+        """Return the server that generated the rollout which `request` continues, or None if unknown."""
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests by the server whose rollouts they continue.
+        """Group requests by the server that generated the rollout to continue.
 
         Requests that continue no rollout and requests whose server is unknown form one further group.
         """
@@ -181,7 +181,7 @@ class EndpointPool:
         await asyncio.gather(*(endpoint.close() for endpoint in self.all))
 
     def _none_answers(self, error: SglangToppError) -> TransportError | None:
-        """Return a TransportError that names every server, or None.
+        """Return None, or a TransportError that names every server.
 
         Return None if at least one server has not failed, if `error` is not a TransportError, or if there is
         only one server.

@@ -17,7 +17,7 @@ _REPEAT_ORDER_S = 0.25
 
 
 class GracefulAbort:
-    """The graceful abort of one request of the caller, within one event loop.
+    """The graceful abort of one request that the caller made. All methods run in the same event loop.
 
     Args:
         grace_s: the idle timeout after an abort, in seconds. The client stops waiting for a server that sends
@@ -48,7 +48,7 @@ class GracefulAbort:
         call: Coroutine[Any, Any, None],
         open_orders: Callable[[], Mapping[str, Callable[[], Awaitable[object]]] | None],
     ) -> None:
-        """Run one call to the server, and abort the call gracefully if `self.request()` requests an abort.
+        """Run one call to the server. If `self.request()` is invoked, abort the call gracefully.
 
         `run` repeats the abort until the call ends. If the server sends nothing for `grace_s` seconds after
         the abort, `run` cancels the call.
@@ -56,10 +56,10 @@ class GracefulAbort:
         Args:
             call: a coroutine that makes the call, with its retries. If `self.request()` was invoked before
                 `run`, the coroutine is not started.
-            open_orders: a function that returns a mapping with one abort function for each open HTTP request.
-                The abort function asks the server to abort the request. The key is the request's id on the
-                server. The mapping leaves out requests whose id is unknown. If no request is open,
-                `open_orders` returns None, and `run` cancels the call.
+            open_orders: a function that returns a mapping. The mapping has one abort function for each open
+                HTTP request. The abort function asks the server to abort the request. The key is the
+                request's id on the server. The mapping leaves out requests whose id is unknown. If no request
+                is open, `open_orders` returns None, and `run` cancels the call.
 
         Raises:
             Exception: the error that `call` raised.

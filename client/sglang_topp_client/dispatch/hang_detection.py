@@ -11,19 +11,18 @@ from sglang_topp.errors import TransportError
 __all__ = ["HealthCheck"]
 
 _SILENCE_S = 10.0
-# One failed probe is not enough: if the client's event loop is blocked, a probe can time out although its
-# answer has arrived.
+# One failed probe does not prove that a server hangs. If the client's event loop is blocked, a probe can time
+# out although its answer has arrived.
 _MAX_FAILED_PROBES = 2
 
 
 class HealthCheck:
     """The health check of one server, within one event loop.
 
-    A generation may wait in the engine's queue for an hour before its first byte arrives. With only a timeout
-    of the call, the client could not tell a busy server from a server that hangs. `HealthCheck` therefore
-    sends a probe to a server that has sent nothing for 10 s. The probe has its own connection. After two
-    failed probes in a row, all calls to the server fail, and the client moves the calls to other servers or
-    retries the calls.
+    A generation may wait in the engine's queue for an hour before its first byte arrives. A timeout of the
+    call alone could not tell a busy server from a server that hangs. `HealthCheck` therefore sends a probe to
+    a server that has sent nothing for 10 s. The probe has its own connection. After two failed probes in a
+    row, all calls to the server fail, and the client moves the calls to other servers or retries the calls.
 
     Args:
         probe: sends a request that a healthy server answers immediately, and returns whether the server

@@ -47,12 +47,12 @@ class LoadBalancer(Generic[_T]):
 
     @property
     def num_in_flight(self) -> int:
-        """The number of requested samples that have not arrived."""
+        """The number of samples that the calls in flight request."""
         return sum(state.num_in_flight for state in self._states)
 
     @property
     def failures(self) -> dict[_T, SglangToppError]:
-        """The last error of each endpoint whose last call failed."""
+        """The last retryable error of each endpoint that has completed no call since this error."""
         return {state.endpoint: state.error for state in self._states if state.error is not None}
 
     def has_ready(self, *, without: Collection[_T]) -> bool:

@@ -56,7 +56,7 @@ class _Request:
 
 @dataclass
 class _LoopState:
-    """One event loop's connections to the servers, and its running requests."""
+    """The connections and the running requests of one event loop."""
 
     endpoints: EndpointPool
     running: dict[asyncio.Task[None], _Request] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class MethodCallRunner:
     connection.
 
     Args:
-        configs: the connection settings of one or several servers, all of the same kind.
+        configs: the connection settings of one or several servers. All servers are of the same kind.
         kind: the servers' kind, or None to ask the servers.
         max_retries: how often a failed call is retried.
         max_long_messages: how many long messages the client reads at once; see `LongMessageSlots`. The
@@ -130,8 +130,8 @@ class MethodCallRunner:
             on_failure: see `Dispatcher`.
 
         Raises:
-            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. The method raises
-                this error when it is called, and not when the generator is iterated.
+            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. A call of the method
+                raises this error at once, before the caller iterates over the generator.
         """
         requests = mark_interruptible(requests, on_abort)
 
@@ -255,7 +255,7 @@ class MethodCallRunner:
         returns_partial: bool = False,
         repeats_aborted: bool = False,
     ) -> AsyncGenerator[Result, None]:
-        """Yield the `count` results of one request."""
+        """Yield the results of one request as they arrive. The progress bar expects `count` results."""
         here, name = self._here(), request_id or uuid.uuid4().hex
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         too_late = RequestTimeoutError(
@@ -312,7 +312,7 @@ class MethodCallRunner:
             task.cancel()
 
     def _here(self) -> _LoopState:
-        """Return the current event loop's connections to the servers, and its running requests."""
+        """Return the connections and the running requests of the current event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             # Iterate over a copy, because other threads may add their event loops to `_loops`.

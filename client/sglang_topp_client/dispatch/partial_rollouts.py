@@ -1,4 +1,4 @@
-"""PartialRollouts: join the parts of interrupted samples, and request the rest if `on_abort` is "resume"."""
+"""PartialRollouts: join the parts of interrupted samples, and request missing parts (`on_abort="resume"`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class PartialRollouts:
     """The undelivered samples of one caller's request.
 
     Args:
-        requests: one request for each prompt, as if nothing had been generated yet.
-        on_abort: if `"resume"`, aborted samples are continued.
-        deliver: called with each sample that is finished, or aborted and not continued.
+        requests: one request for each prompt. Each request asks for whole samples, even if its prompt has an
+            existing rollout.
+        on_abort: `"resume"` to continue aborted samples.
+        deliver: a function that takes each finished sample, and each aborted sample that is not continued.
         existing: rollouts to continue, by prompt index. A prompt with an existing rollout has one sample,
             which continues the rollout. The delivered sample has the prompt index from `existing` and the
             sample index 0. The indices stored in the existing rollout are ignored.
@@ -74,8 +75,8 @@ class PartialRollouts:
             self._deliver(replace(joined, sampling_params=params, top_logprobs_p=p))
             return None
         self._parts[place] = joined
-        # If the engine aborted this part before the first token, wait before the next request, because the
-        # engine would probably abort an immediate request as well.
+        # An engine that aborted this part before the first token would probably abort an immediate request
+        # too. So the client waits before the next request.
         before_s = self._waits_s.get(place, 0.0)
         wait_s = 0.0 if len(rollout.output_ids) else min(max(2 * before_s, _FIRST_WAIT_S), _MAX_WAIT_S)
         self._waits_s[place] = wait_s

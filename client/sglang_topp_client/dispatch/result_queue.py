@@ -13,9 +13,9 @@ _T = TypeVar("_T")
 class ResultQueue(Generic[_T]):
     """A queue with backpressure: while too many results wait for the caller, the client sends no more calls.
 
-    The queue accepts the results of calls that were already sent, even beyond `max_waiting`. If the queue
-    refused results, the client would stop reading answers. A sidecar drops a client that leaves an answer
-    unread for 30 s, and the engine must then generate the answer's samples again.
+    After the client has sent a call, the queue accepts the call's results, even beyond `max_waiting`. If the
+    queue refused results, the client would stop reading answers. A sidecar drops a client that leaves an
+    answer unread for 30 s, and the engine must then generate the answer's samples again.
 
     Args:
         max_waiting: once this many results wait for the caller, the client sends no further calls.
@@ -41,7 +41,7 @@ class ResultQueue(Generic[_T]):
         """Wait for the next result and return it; return None after the last one."""
         result = await self._results.get()
         # The tasks in `wait_for_room` continue only after the caller has taken half of the results.
-        # Otherwise, every taken result would wake these tasks.
+        # Otherwise, every result that the caller takes would wake these tasks.
         if self._results.qsize() <= self._max_waiting // 2:
             self._has_room.set()
         return result
@@ -53,7 +53,7 @@ class ResultQueue(Generic[_T]):
     def lift_limit(self) -> None:
         """Remove the limit `max_waiting`.
 
-        Without this limit, an aborted request ends even if its caller takes no more results.
+        Without this limit, an aborted request can end even if the caller takes no more results.
         """
         self._max_waiting = 1 << 60
         self._has_room.set()

@@ -66,9 +66,10 @@ def is_retryable(error: SglangToppError) -> bool:
 def delay_s(retry: int, error: SglangToppError) -> float:
     """Return the seconds to wait before retry number `retry`, counted from 1.
 
-    If a 429 answer has a Retry-After header, the delay is the header's time, at most a minute, plus up to 25
-    percent. The added part is random, so that many clients do not send their requests at the same time. In
-    all other cases, the delay is 0.5, 1, 2, 4, 8, 8, … seconds, minus a random part of up to 50 percent.
+    If a 429 answer has a Retry-After header, the delay is the header's time plus up to 25 percent. A header's
+    time above one minute counts as one minute. The added part is random, so that many clients do not send
+    their requests at the same time. In all other cases, the delay is 0.5, 1, 2, 4, 8, 8, … seconds, minus a
+    random part of up to 50 percent.
     """
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return min(error.retry_after_s, _MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)

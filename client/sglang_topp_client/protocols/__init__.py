@@ -1,1 +1,1 @@
-"""The HTTP protocols of SGLang and the sidecar: write requests, and read rollouts and scores from answers."""
+"""SGLang's and the sidecar's HTTP protocols: write requests, and read rollouts and scores from answers."""

@@ -156,7 +156,7 @@ class StreamedExchange(ABC, Generic[_Result]):
             self.complete = True
             return []
         try:
-            # Decode the JSON text without a copy of its bytes, because a line may have hundreds of MB.
+            # Decode the JSON text without a copy of its bytes, because a line may be hundreds of MB long.
             chunk = json.loads(str(memoryview(line)[start:], "utf-8"))
         except (ValueError, RecursionError) as error:
             raise WireError("stream", f"got {line[:200]!r}: {error}") from None
@@ -279,7 +279,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
 def _is_order(reason: Any) -> bool:
     """Return whether an abort request, a pause, or a weight update ended the sample.
 
-    If the engine refused the sample, the finish reason also has the type `"abort"`, and has a status code.
+    If the engine refused the sample, the finish reason has the same type, `"abort"`, but has a status code.
     """
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 
@@ -330,8 +330,8 @@ def _check_finish(reason: Any, prompts_field: str) -> None:
             body=truncate(reason, MAX_BODY_CHARS),
         )
     message = f"{field}the engine gave up on a sample: {describe(kind)}, {words}"
-    # A finish reason `"abort"` with an HTTP status means that the engine refused the sample: the engine's
-    # queue is full, or the prompt is too long.
+    # A finish reason `"abort"` with an HTTP status means that the engine refused the sample, for example
+    # because the engine's queue is full or the prompt is too long.
     raise _engine_error(message, reason.get("status_code"), RolloutError, reason)
 
 
@@ -355,7 +355,7 @@ def _field_at_fault(words: str, prompts_field: str) -> str:
 def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
     """Return an error whose type matches the HTTP status that the engine reports.
 
-    The parameter `otherwise` is the error's type if `status` is not an HTTP error status.
+    If `status` is not an HTTP error status, the error has the type `otherwise`.
     """
     kind = otherwise
     if status == 429:

@@ -56,7 +56,7 @@ class SidecarExchange(ABC, Generic[_Result]):
         path: the route, such as `"/rollouts"`. The final message has a field with the route's name, such as
             `rollouts`. The value of this field is the number of results that the sidecar sent.
         media_type: the media type of an answer that consists of binary frames.
-        missing_route: the error message if the sidecar has no such route.
+        missing_route: the error message if the sidecar does not have the route `path`.
     """
 
     path: str
@@ -81,7 +81,7 @@ class SidecarExchange(ABC, Generic[_Result]):
 
         Args:
             wanted: the prompts, each with the indices of the samples to generate.
-            request_id: the caller's id of the request. The client appends a random suffix to `request_id`
+            request_id: the caller's name for the request. The client appends a random suffix to `request_id`
                 before it sends the request.
             timeout_s: the time limit that the sidecar enforces, or None for no time limit.
             max_bytes: the maximum size of a sample after decompression, in bytes.

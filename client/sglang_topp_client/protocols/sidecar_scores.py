@@ -1,4 +1,4 @@
-"""Protocol of the sidecar's `POST /scores`: write the request for several sequences, and read the answer.
+"""Protocol of the sidecar's `POST /scores`: write a request with several sequences, and read the answer.
 
 Request::
 
@@ -77,7 +77,7 @@ class ScoresExchange(SidecarExchange[Score]):
         return self._place(score_from_json(record))
 
     def _place(self, score: Score) -> Score:
-        """Check a score, and replace its index within this POST by its index in the caller's request."""
+        """Check a score. Replace the score's index in this POST with its index in the caller's request."""
         at = score.sequence_index
         if at >= len(self._sequences) or (at, 0) in self._finished:
             raise WireError(

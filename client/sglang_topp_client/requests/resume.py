@@ -5,8 +5,8 @@ The prompt of a resume request consists of the original prompt's ids and the ids
 With `resumed_tokens`, the engine matches stop strings and returns text as for an uninterrupted sample.
 
 Some sampling parameters, such as penalties, would act differently on a resumed sample than on an
-uninterrupted sample. The client refuses to resume samples with such parameters (`NON_RESUMABLE_PARAMS` in
-`sglang_topp.engine_contract.resumable_sampling_params`).
+uninterrupted sample. The client refuses to resume samples with the parameters in `NON_RESUMABLE_PARAMS`,
+which `sglang_topp.engine_contract.resumable_sampling_params` defines.
 """
 
 from __future__ import annotations

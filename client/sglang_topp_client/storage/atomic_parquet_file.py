@@ -31,7 +31,7 @@ _STATISTICS = ["prompt_index", "sample_index", "finish_reason", "weight_version"
 
 
 class AtomicParquetFile:
-    """A context manager that writes a Parquet file under a hidden name, and renames it once it is complete.
+    """A context manager that writes a Parquet file under a hidden name, and then renames the complete file.
 
     After an error, the context manager removes the hidden file.
 

@@ -37,7 +37,7 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
     """Write rollouts to one new Parquet file.
 
     The file appears under the name `path` only once all rollouts are in the file. If iterating over
-    `rollouts` raises, no file is written. To keep the rollouts that came before the error, use
+    `rollouts` raises an error, no file is written. To keep the rollouts that came before the error, use
     `RolloutWriter`.
 
     Args:
@@ -101,15 +101,15 @@ class RolloutWriter:
                 writer.write(rollout)
 
     Each part is a complete Parquet file, so other processes may read the directory while a writer adds parts.
-    To read all parts, pass the directory's name to `load_rollouts`, pandas, pyarrow, or `datasets`. DuckDB
-    and Polars take the pattern `rollouts/*.parquet` instead. A killed process loses only the rollouts of the
-    part that is not yet on disk, at most `part_size`. Several writers may add parts to one directory at the
-    same time. All methods block.
+    To read all parts, pass the directory's name to `load_rollouts`, pandas, pyarrow, or `datasets`. To read
+    all parts with DuckDB or Polars, pass the pattern `rollouts/*.parquet`. A killed process loses only the
+    rollouts of the part that is not yet on disk, at most `part_size`. Several writers may add parts to one
+    directory at the same time. All methods block.
 
     Args:
         path: the directory, which the writer creates if it does not exist.
         append: whether to add parts to a directory that already has parts. If False, the writer raises
-            InvalidInputError for such a directory, so that two runs are not mixed by accident.
+            InvalidInputError if the directory has parts, so that two runs are not mixed by accident.
         part_size: the maximum number of rollouts in a part. The writer holds the rollouts of a part in memory
             until it writes the part's file. The writer also ends a part if the next rollout would increase
             the part's size beyond 64 MiB.

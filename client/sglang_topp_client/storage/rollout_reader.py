@@ -41,7 +41,7 @@ def num_rows_of(path: str) -> int:
 def load_rows(
     path: str, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, Rollout, TrainerScores]]:
-    """Yield the row number, the rollout, and the trainer's values of each row in a file.
+    """Yield three values for each row in a file: the row number, the rollout, and the trainer's scores.
 
     Args:
         path: the file.
@@ -63,7 +63,8 @@ def load_rows(
                 num_rows = parquet.metadata.row_group(number).num_rows
                 rows = [row for row in range(num_rows) if wanted is None or start + row in wanted]
                 # Each call of `_load_group` makes a generator that reads one row group. When the generator
-                # ends, the memory of its row group is freed, before the loop reads the next one.
+                # ends, the memory of its row group is freed. Only then does the outer loop read the next row
+                # group.
                 for row, rollout, scores in _load_group(path, parquet, number, rows) if rows else ():
                     yield start + row, rollout, scores
                 start += num_rows

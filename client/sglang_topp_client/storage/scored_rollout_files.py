@@ -121,7 +121,7 @@ def add_trainer_columns(
 
 
 class _Column:
-    """One column of a trainer's values, which the caller gives as an iterable with one value per rollout."""
+    """One column of a trainer's values. The caller gives one value per rollout, as an iterable."""
 
     def __init__(self, name: str, values: Iterable[Any]) -> None:
         self._name, self._values = name, iter(values)

@@ -74,7 +74,7 @@ class TrainerRows:
         """Return the trainer's values for the rollout in row `row`.
 
         Raises:
-            InvalidInputError: a list does not have `num_tokens` values; the error names the column.
+            InvalidInputError: the length of a list is not `num_tokens`. The error message names the column.
         """
         if not self._columns:
             return NO_SCORES

@@ -1,1 +1,1 @@
-"""HTTP connections, message framing, and the background event loop of the synchronous client."""
+"""HTTP connections, message framing, and the synchronous client's background event loop."""

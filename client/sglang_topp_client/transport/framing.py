@@ -45,8 +45,8 @@ async def lines(
                 _check_length(len(pending) + len(end), max_bytes)
                 pending += end
                 line = bytes(pending).rstrip(b"\r")
-                # A line may be hundreds of MB long. To save memory, free the buffer `pending` before the
-                # caller decodes the line, and free `line` before reading the next line.
+                # A line may be hundreds of MB long. To save memory, this loop frees the buffer `pending`
+                # before the caller decodes the line, and frees `line` before the next line is read.
                 pending = bytearray()
                 yield line
                 del line

@@ -3,11 +3,12 @@
 The client supports hundreds of generations at once. The client has no read timeout, because a generation may
 take an hour. The connection pool has no size limit, because the client already limits the calls in flight.
 
-The client uses aiohttp because its connection pool is the fastest of three. Paired runs with 1,000 samples in
-flight, against `benchmarks/harness/fake_engine.py`, compared the pool of aiohttp, the pool of httpx, and an
-earlier pool of this project. aiohttp finished 1.2 to 1.4 times as many samples per second as the earlier
-pool. httpx finished 0.6 times as many samples per second as the earlier pool. Whenever a request starts or
-ends, httpx compares every idle connection with every other idle connection.
+The client uses aiohttp, because aiohttp's connection pool is the fastest of the three pools that we compared.
+Paired runs with 1,000 samples in flight, against `benchmarks/harness/fake_engine.py`, compared the pool of
+aiohttp, the pool of httpx, and an earlier pool of this project. aiohttp finished 1.2 to 1.4 times as many
+samples per second as the earlier pool. httpx finished 0.6 times as many samples per second as the earlier
+pool. Whenever a request starts or ends, httpx compares every idle connection with every other idle
+connection.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class HttpClient:
             method: the HTTP method.
             path: the route.
             body: the object to send as JSON, or the bytes of a JSON text.
-            timeout_s: the time limit for the whole exchange.
+            timeout_s: the time limit for the request and its complete answer.
 
         Raises:
             ResponseError: the answer's status is not 2xx.
@@ -264,7 +265,7 @@ class HttpClient:
     async def _send(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Yield the answer once its headers have arrived.
+        """Yield the answer as soon as its headers have arrived.
 
         The client does not follow redirects, because the target of a redirect would get the API key.
         """
@@ -351,7 +352,7 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
         is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
         if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
             # The client retries after a FileLimitError, because file descriptors may become free. The log
-            # message tells the user why a call with such retries takes long.
+            # message tells the user why the retried call takes long.
             _log.warning("%s: %s", url, sentence)
             raise FileLimitError(f"{url}: {sentence}") from error
         if isinstance(error, aiohttp.ClientConnectorCertificateError):

@@ -71,7 +71,7 @@ class LongMessageSlots:
 
 
 class MessageReader:
-    """The reader of one HTTP answer, which takes a slot while a long message of the answer arrives."""
+    """The reader of one HTTP answer. The reader holds a slot while a long message arrives."""
 
     def __init__(self, limit: LongMessageSlots) -> None:
         self._limit = limit
@@ -80,8 +80,8 @@ class MessageReader:
     def note_received(self) -> None:
         """Record that a part of the answer has arrived.
 
-        As long as parts of long messages arrive, the client reads a waiting message only after the message
-        has got a slot; see `LongMessageSlots.enter`.
+        As long as parts of long messages arrive, the client waits for a slot before it reads another long
+        message; see `LongMessageSlots.enter`.
         """
         if self._is_long:
             self._limit.step()

@@ -28,7 +28,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         # The lock is reentrant, because a thread that holds the lock may call `run`. For example, the garbage
-        # collector runs on the thread and closes a client's generator, and the generator then calls `run`.
+        # collector runs on this thread and closes a client's generator. The generator then calls `run`.
         self._lock = threading.RLock()
         self._running: _Running | None = None
         self._pid = os.getpid()
@@ -73,7 +73,7 @@ class LoopThread:
 
     @property
     def can_wait(self) -> bool:
-        """Whether the current thread may wait for a result of the background event loop.
+        """Whether the current thread can wait for a result of the background event loop.
 
         The loop's thread must run, and must not be the current thread.
         """
@@ -109,7 +109,7 @@ class LoopThread:
 
 
 class _Running:
-    """The running thread of one LoopThread, with the thread's event loop.
+    """The running thread of one LoopThread, and the event loop that runs in this thread.
 
     A `_Running` holds no reference to its LoopThread, so that the LoopThread can be garbage-collected while
     the thread runs.

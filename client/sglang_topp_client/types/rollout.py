@@ -23,8 +23,8 @@ ABORT, EXTENDED = "abort", "extended"
 DISTRIBUTION, SAMPLER = "distribution", "sampler"
 """The values of `top_logprobs_source`, a field that says which tokens a candidate set holds.
 
-With `DISTRIBUTION`, a set holds the tokens up to a threshold p. With `SAMPLER`, a set holds all tokens that
-the engine's sampler could draw.
+With `DISTRIBUTION`, a set takes tokens, most likely first, until their total probability reaches p. With
+`SAMPLER`, a set holds all tokens that the engine's sampler could draw.
 """
 
 
@@ -55,13 +55,14 @@ class Rollout:
             `cached_tokens` covers only the first request that generated tokens.
         latency_s: seconds from the engine's receipt of the request to the last token. For a resumed sample,
             the latencies of all its requests are summed, without the time between the requests.
-        top_logprobs_source: the kind of the sets, `"distribution"` (the tokens up to a threshold p) or
-            `"sampler"` (the tokens that the sampler could draw). This attribute is None for a rollout without
-            sets, and for a rollout whose sets come from another inference engine.
-        weight_spans: pairs `(version, number of tokens)`, one for each run of tokens of the same weight
-            version, in order, T tokens in total. Tokens that `extend` appended have the version "". A rollout
-            has several spans if weights were pushed during a pause, or before the sample was resumed. A
-            rollout without sets has None instead of spans, because SGLang's own field `weight_versions` can
+        top_logprobs_source: the kind of the sets, `"distribution"` (tokens, most likely first, until their
+            total probability reaches p) or `"sampler"` (the tokens that the sampler could draw). This
+            attribute is None for a rollout without sets, and for a rollout whose sets come from another
+            inference engine.
+        weight_spans: pairs `(version, number of tokens)` in output order, one for each run of tokens with the
+            same weight version. The numbers add up to T. Tokens that `extend` appended have the version "". A
+            rollout has several spans if weights were pushed during a pause, or before the sample was resumed.
+            A rollout without sets has None instead of spans, because SGLang's own field `weight_versions` can
             be off by one token for a request without sets.
         routing_key: the value of the header `X-SMG-Routing-Key` that gateways receive with this prompt. The
             key's suffix identifies the server that generated the sample, so that `resume` can use that

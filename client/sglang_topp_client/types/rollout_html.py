@@ -16,11 +16,12 @@ _MAX_TOKENS = 400
 _MAX_CANDIDATES = 12
 _MAX_TEXT_CHARS = 2000
 _SURE, _CUT = 0.999, 0.5
-"""The ends of the color scale: a kept mass of 0.999 or more has no color, and 0.5 or less has full color."""
+"""The ends of the color scale. A kept mass of 0.999 or more has no color. A mass of 0.5 or less has the full
+color."""
 
 
 def rollout_to_html(rollout: Rollout) -> str:
-    """Return the HTML of a rollout: its text, and the first 400 tokens.
+    """Return the HTML of a rollout, with the rollout's text and its first 400 tokens.
 
     The HTML shows tokens as ids, because a rollout does not hold the text of single tokens.
     """

@@ -1,4 +1,4 @@
-"""Score: the log-probs that a model assigns to a given sequence, and the candidate sets at its positions."""
+"""Score: a given sequence's log-probs under a model, and the candidate sets at the sequence's positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Score"]
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """One scored sequence of L tokens, of which the tokens at positions `start` to L - 1 have log-probs.
+    """One scored sequence of L tokens. The tokens at positions `start` to L - 1 have log-probs.
 
     Each log-prob comes from the model's own distribution at temperature 1, given all earlier tokens.
     Penalties, logit bias, and grammars do not change the log-probs, even if the sequence was sampled with
@@ -31,8 +31,8 @@ class Score:
             for sets. In the set of position t, the sampled token is `token_ids[t]`.
         weight_version: the version of the weights that scored every position, as the engine reports it.
             SGLang before 0.5.19 reports the version that the engine has at the end of the request. If weights
-            are pushed to such an engine during an `in_place` pause, older weights may have scored earlier
-            positions.
+            are pushed between the scoring and the end of the request, these releases can report the version
+            of the new weights.
         cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
     """
 

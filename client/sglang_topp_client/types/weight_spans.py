@@ -36,7 +36,7 @@ def spans_to_json(spans: WeightSpans) -> list[dict[str, Any]]:
 
 
 def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
-    """Convert the JSON value of SGLang's field `weight_versions` to spans. Return None for null.
+    """Convert the JSON value of SGLang's field `weight_versions` to spans, or a JSON null to None.
 
     Raises:
         WireError: the JSON value is malformed, or does not cover each of the `num_tokens` tokens exactly

@@ -142,10 +142,10 @@ def _page(
 def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], count: int) -> list[int]:
     """Return the row numbers of up to `count` rollouts to show token by token.
 
-    First come the rollouts that contain the tokens in `worst`, the page's list of the worst tokens. Other
-    samples of these rollouts' prompts take at most half of the remaining places, rounded up. The next places
-    go to the rollouts in `summary.ranked_rows()`, in that order. If fewer than `count` rollouts were found,
-    the first rollouts of the file fill the remaining places.
+    First come the rollouts that contain the tokens in `worst`, the page's list of the worst tokens. Rollouts
+    of the same prompts then take at most half of the remaining places, rounded up. The next places go to the
+    rollouts in `summary.ranked_rows()`, in that order. If fewer than `count` rollouts were found, the first
+    rollouts of the file fill the remaining places.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [

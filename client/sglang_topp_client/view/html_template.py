@@ -1,7 +1,7 @@
 """Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
 The page holds its data in script elements whose types browsers do not execute. The data never contain the
-character `<`, and so cannot end a script element early. Each such element holds JSON or base64.
+character `<`, and so cannot end a script element early. Each of these elements holds JSON or base64.
 `_json_text` escapes each `<` in the JSON, and base64 does not use `<`.
 """
 

@@ -19,7 +19,7 @@ _EDGES = np.concatenate([[-np.inf], np.arange(-50.5, 51.0) * 0.02, [np.inf]])
 
 
 class RatioSummary:
-    """Statistics of importance ratios, over all log-ratios that the caller passes to `add`.
+    """Statistics of the importance ratios whose logarithms the caller passes to `add`.
 
     Attributes:
         num_tokens: the number of tokens whose ratios have been added.

@@ -1,4 +1,4 @@
-"""RolloutTable: the table of rollouts in `sglang-topp view`, with a lookup of all samples of a prompt."""
+"""RolloutTable: the table of rollouts in `sglang-topp view`. The table can find all samples of a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_VERSIONS = 8
 
 
 class RolloutTable:
-    """The table with one row for each of the first `MAX_ROWS` rollouts.
+    """The table of the first `MAX_ROWS` rollouts, one row per rollout.
 
     The table ignores all later rollouts.
     """
@@ -74,7 +74,7 @@ class RolloutTable:
         return self._members[self._rows[row]["prompt"]] if row < len(self._rows) else []
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Return a mapping from each column name of the table to its values, one value per row."""
+        """Return a mapping from the name of each column to the column's values, one value per row."""
         names = self._rows[0] if self._rows else {}
         return {name: [row[name] for row in self._rows] for name in names}
 

@@ -1,6 +1,8 @@
 """RunSummary: the statistics that `sglang-topp view` shows for a run.
 
-The statistics are histograms, percentile bands, a table of rollouts, and a verdict on the ratios."""
+The statistics are histograms, percentile bands, a table of rollouts, and a verdict on the importance
+ratios.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,8 @@ class RunSummary:
         self._num_aborted += rollout.finish_reason == ABORT
         self._reasons[rollout.finish_reason] += 1
         for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
-            # Tokens that `Rollout.extend` appended have the weight version "". Do not count this version,
-            # because no weights generated these tokens.
+            # Tokens that `Rollout.extend` appended have the weight version "". Do not count the version "",
+            # because the caller, not the engine, supplied these tokens.
             if version or not rollout.appended_spans:
                 self._versions[version] += count
         source = None if rollout.candidates is None else rollout.top_logprobs_source or "another source"

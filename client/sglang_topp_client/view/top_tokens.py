@@ -1,6 +1,6 @@
-"""Keep the tokens with the highest values of a metric, while a caller adds rollouts one by one.
+"""While a caller adds rollouts one by one, keep the tokens with the highest values of a metric.
 
-`sglang-topp view` shows these tokens as the worst tokens. For a metric whose low values are bad, such as
+`sglang-topp view` lists the kept tokens as the worst tokens. For a metric whose low values are bad, such as
 the kept mass, the caller adds negated values.
 """
 
@@ -15,14 +15,14 @@ __all__ = ["TokenPlace", "TopTokens"]
 
 
 class TokenPlace(NamedTuple):
-    """The place of a token: the index of its rollout among all rollouts, and its position in the output."""
+    """The place of a token: the rollout's index among all rollouts, and the token's index in the output."""
 
     row: int
     position: int
 
 
 class TopTokens:
-    """The `count` tokens with the highest metric values. If values are equal, the earliest tokens are kept.
+    """The tokens with the highest metric values. Among equal values, the earliest tokens are kept.
 
     Args:
         count: the number of tokens to keep.
@@ -35,7 +35,7 @@ class TopTokens:
         self._places = np.empty((0, 2), np.int64)
 
     def add(self, row: int, values: NDArray[Any]) -> None:
-        """Add a rollout's tokens.
+        """Add the tokens of one rollout, and keep only the tokens with the highest values.
 
         Args:
             row: the rollout's index.

@@ -23,8 +23,8 @@ from sglang_topp_client.weight_push.named_tensors import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
 
-# After one engine has failed, a push waits this many seconds for the other engines. Without this limit, a
-# push could hang, because the other engines may wait forever for the failed engine.
+# After one engine has failed, a push gives the other engines this many seconds to finish. Without this limit,
+# a push could hang, because the other engines may wait forever for the failed engine.
 _GRACE_S = 5.0
 
 
@@ -135,9 +135,9 @@ class _Group:
         """Join the process group as rank 0.
 
         torch's public functions create a process group only from members of torch's default group. This
-        process and the engines have no common default group, so SGLang's ranks join through private functions
-        of torch. This process must call the same private functions, because all ranks exchange keys through
-        one store.
+        process and the engines have no default group in common. SGLang's ranks therefore call private
+        functions of torch to join. All ranks exchange keys through one store, so this process must call the
+        same private functions.
         """
         from torch.distributed import distributed_c10d
 
@@ -171,7 +171,7 @@ class _Group:
     async def _together(
         self, step: Callable[[EngineControl], Coroutine[Any, Any, None]], work: Callable[[], None]
     ) -> None:
-        """Run `step` on all engines and, at the same time, `work` in this process.
+        """Run `step` on all engines. At the same time, run `work` in this process.
 
         Raises:
             SglangToppError: an engine failed, or `work` failed in this process.
@@ -187,8 +187,8 @@ class _Group:
                 future.cancel()
             await asyncio.wait({own, *steps})
             if own.cancelled():
-                # The daemon thread that runs `work` is still in a collective operation, and waits for the
-                # engines. The thread frees the process group when the collective operation times out.
+                # The daemon thread that runs `work` still waits for the engines in a collective operation.
+                # The thread frees the process group when the collective operation times out.
                 self._group, self._has_engines = None, False
         for task, engine in steps.items():
             error = None if task.cancelled() else task.exception()

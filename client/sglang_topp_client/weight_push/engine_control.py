@@ -29,8 +29,8 @@ class EngineControl:
         via: the transport of the weights.
 
     Attributes:
-        tp_size: the engine's number of tensor-parallel ranks, once `check` has read it from the server. With
-            the transport `"disk"`, `check` does not read this number, and `tp_size` stays 1.
+        tp_size: the engine's number of tensor-parallel ranks; 1 until `check` has read the number from the
+            server. With the transport `"disk"`, `check` does not read this number, and `tp_size` stays 1.
     """
 
     def __init__(self, config: ServerConfig, timeout_s: float, via: Transport = "disk") -> None:
@@ -88,8 +88,8 @@ class EngineControl:
 
         Raises:
             BadRequestError: SGLang refused the flush, because requests still hold memory of the KV cache, or
-                because retracted requests wait. Waiting requests block a flush only if SGLang is older than
-                0.5.21 or runs with `--pp-size`.
+                because retracted requests wait to run again. Requests that wait block a flush only if SGLang
+                is older than 0.5.21 or runs with `--pp-size`.
         """
         # The flush request has a timeout only in the mode "abort", in which SGLang's scheduler keeps running.
         # In the mode "retract", the scheduler is paused and never checks the timeout.
@@ -140,7 +140,7 @@ class EngineControl:
         self._is_updating = True
 
     async def update_from_tensors(self, body: bytes) -> None:
-        """Tell the engine to load one bucket of tensors, which `body` contains as JSON.
+        """Tell the engine to load the tensors of one bucket. `body` is the bucket as JSON.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.
@@ -150,12 +150,12 @@ class EngineControl:
     async def join_group(self, body: dict[str, Any]) -> None:
         """Tell every rank of the engine to join a torch process group.
 
-        Return once all members of the process group have joined.
+        The call returns after all members of the process group have joined.
         """
         await self._update("/init_weights_update_group", body)
 
     async def update_from_broadcast(self, body: dict[str, Any]) -> None:
-        """Tell the engine to load one bucket of tensors, which rank 0 of the process group broadcasts.
+        """Tell the engine to receive and load one bucket of tensors that rank 0 broadcasts.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.

@@ -27,7 +27,7 @@ async def push_to_fleet(
     version: str,
     mode: PauseMode,
 ) -> None:
-    """Pause all engines, send the weights to all engines, flush their KV caches, and let them continue.
+    """Pause all engines, send them the weights, flush the KV caches, and let the engines continue.
 
     After an error or a cancellation, paused engines stay paused, because this push or an earlier push may
     have left different weights on different engines.

@@ -1,4 +1,4 @@
-"""Send a model's tensors to every engine of a fleet in HTTP requests, one bucket per request."""
+"""Send a model's tensors over HTTP to every engine of a fleet; each request holds one bucket."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterat
     import torch
 
     for bucket, is_last in parts:
-        # Copy the tensors, because pickle writes the whole storage of the base tensor if a tensor is a view.
+        # If a tensor is a view, pickle writes the whole storage of the base tensor, so copy the tensors.
         values = [
             (name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format))
             for name, tensor in bucket

@@ -40,12 +40,12 @@ def check_model_or_tensors(weights: Any) -> None:
 
 
 def named_tensors(weights: Any) -> Iterator[NamedTensor]:
-    """Yield the name and the tensor of each weight, with the names and shapes of a checkpoint.
+    """Yield a (name, tensor) pair for each weight, with the name and the shape that a checkpoint uses.
 
     Args:
-        weights: a transformers model or (name, tensor) pairs, checked by `check_model_or_tensors`. The
-            weights of a model are yielded with the names and shapes that `save_pretrained` writes. If the
-            caller gives pairs, the pairs must already have the names and shapes of a checkpoint.
+        weights: a transformers model or (name, tensor) pairs, checked by `check_model_or_tensors`. For a
+            model, the function yields each tensor with the name and the shape that `save_pretrained` writes.
+            If the caller gives pairs, the pairs must already have the names and shapes of a checkpoint.
 
     Raises:
         InvalidInputError: an entry of `weights` is not a pair of a name and an unsharded tensor.

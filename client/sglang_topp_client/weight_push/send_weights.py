@@ -27,8 +27,9 @@ async def weight_sender(
     """Yield a function that sends the weights to a list of paused engines.
 
     Args:
-        weights: the weights to push. The caller has already checked the weights: with `check_path_or_model`
-            for the transport `"disk"`, and with `check_model_or_tensors` for the other transports.
+        weights: the weights to push. The caller has already checked the weights. For the transport `"disk"`,
+            the caller called `check_path_or_model`. For the other transports, the caller called
+            `check_model_or_tensors`.
         version: the name of the weights.
         via: the transport: `"disk"`, `"tensor"`, or `"distributed"`.
         timeout_s: the time limit of each collective operation of the process group. Only the transport

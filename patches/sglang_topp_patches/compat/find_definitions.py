@@ -5,10 +5,11 @@ place. The tests use this module to check SGLang releases that are not installed
 
 The package griffe 2.4.1 was tried on SGLang 0.5.23, but cannot replace this module. The patch set uses 65
 names of SGLang 0.5.23: it hooks or calls 53 functions, and imports 12 names. When griffe loaded the package
-`sglang`, griffe missed all 65 names, although SGLang defines them. The folder `sglang/srt` has no
-`__init__.py`, so griffe does not treat the folder as a part of the package `sglang`. griffe can load
-`sglang/srt` as a package of its own, but the load took 30 s of CPU time, and griffe did not resolve the names
-that are imported from `sglang.srt`. This module finds all 65 names in 1.3 s.
+`sglang`, griffe missed all 65 names that the patch set uses, although SGLang defines them. The folder
+`sglang/srt` has no `__init__.py`, so griffe does not treat the folder as a part of the package `sglang`.
+griffe can load `sglang/srt` as a package of its own, but the load took 30 s of CPU time, and griffe did not
+resolve the names that are imported from `sglang.srt`. This module takes 1.3 s to find all 65 names that the
+patch set uses.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def installed() -> tuple[str, Release]:
 
 
 def internals() -> Internals:
-    """Return the adapter to the installed SGLang's internals."""
+    """Return the adapter for the internals of the installed SGLang."""
     return installed()[1].internals
 
 

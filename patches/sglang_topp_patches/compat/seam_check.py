@@ -1,8 +1,8 @@
 """Check that the running SGLang has every seam: each function and class that the patch set depends on.
 
-SGLang logs and swallows a plugin's exceptions, so this module records problems instead of raising
-errors. If this module finds a problem, the hooks in the HTTP process refuse every request for candidate sets.
-`GET /server_info` and `sglang-topp doctor` list all problems.
+SGLang logs and swallows a plugin's exceptions, so this module records problems instead of raising errors. If
+this module finds a problem, the hooks in the HTTP process refuse every request for candidate sets.
+`GET /server_info` and `sglang-topp doctor` list all problems that this module records.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def _checks(release: Release) -> tuple[SeamCheck, ...]:
 def status() -> Status:
     """Check every seam, and check whether this process has installed the hooks.
 
-    Call this function only after SGLang has loaded its plugins. The first result is cached, because every
-    request needs the status.
+    Call this function only after SGLang has loaded its plugins. The function caches its first result, because
+    every request needs the status.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -19,8 +19,8 @@ class Hook:
     Attributes:
         kind: the hook's kind in SGLang's `HookType`, which is BEFORE, AFTER, or AROUND.
         function: the hook's path in this package, as `module.function`.
-        always: whether the plugin installs the hook even in a process that serves no candidate sets. The
-            hooks that are always installed serve to refuse requests and to report problems.
+        always: whether the plugin installs the hook even in a process that serves no candidate sets. A hook
+            that is always installed helps to refuse requests or to report problems.
         state: the field of `plugin.ProcessState` that the hook gets as its first argument; empty if the hook
             gets no state.
     """
@@ -371,7 +371,7 @@ HTTP_CONTRACT = (
         (_after("http.server_info.add_status", always=True, state="http"),),
     ),
 )
-"""The functions for checking request bodies, and for `GET /server_info`, in SGLang 0.5.22 and later."""
+"""The functions that check request bodies or answer `GET /server_info`, in SGLang 0.5.22 and later."""
 
 AUXILIARY_OUTPUT = (
     Seam(
@@ -472,7 +472,7 @@ WEIGHT_PUSHES = _weight_pushes(_UPDATER, *_PUSHES)
 """The methods that receive pushed weights, in SGLang 0.5.13 and later."""
 
 WEIGHT_PUSHES_IN_MIXIN = _weight_pushes(_UPDATER_MIXIN, *_PUSHES)
-"""The methods of the scheduler's mixin that receive pushed weights, in SGLang 0.5.12."""
+"""The methods that receive pushed weights in SGLang 0.5.12. The scheduler's mixin has these methods."""
 
 WEIGHT_UPDATE_SESSIONS = _weight_pushes(_UPDATER, "begin_weight_update", "end_weight_update")
 """The methods `begin_weight_update` and `end_weight_update`, which exist since SGLang 0.5.21.
@@ -506,7 +506,7 @@ SAMPLER_SOURCE = (
         "reads which backend samples",
     ),
 )
-"""The functions by which the patch set finds the tokens from which the sampler draws.
+"""The functions that tell the patch set from which tokens the sampler draws.
 
 SGLang 0.5.20 and later can return the filtered probabilities, from which the sampler draws."""
 
@@ -545,7 +545,7 @@ LOGPROB_PROCESSORS = (
         (_around("scheduler.prompt_sets.forward"),),
     ),
 )
-"""The methods of the log-prob processors, which compute log-probs in SGLang 0.5.16 and later."""
+"""The methods that compute log-probs in SGLang 0.5.16 and later."""
 
 NORMALIZER = (
     Seam(
@@ -612,7 +612,7 @@ DETOKENIZER = (
         (_after("memory.detokenizer_malloc_trim.trim_after_batch", state="in_flight"),),
     ),
 )
-"""A method of the detokenizer process, in which SGLang 0.5.22 and later load plugins."""
+"""A method in the detokenizer process. In version 0.5.22 and later, SGLang loads plugins there too."""
 
 SCORED_ROWS = (
     Seam(
@@ -717,7 +717,7 @@ SAMPLER_LOGPROBS = (
         (_after("scheduler.prompt_sets.observe_logits"),),
     ),
 )
-"""The methods of the sampler and the logits processor that compute log-probs, up to SGLang 0.5.15.post1."""
+"""The sampler's and the logits processor's methods that compute log-probs, up to SGLang 0.5.15.post1."""
 
 SEND_BY_LOOKUP = (
     Seam(

@@ -52,8 +52,8 @@ def activate() -> str | None:
             f"SGLANG_PLATFORM: got {_NAME} on a machine with an accelerator ({accelerator.type}), which parts"
             " of SGLang would use all the same; unset it, or hide the accelerator (CUDA_VISIBLE_DEVICES=)"
         )
-    # In older releases of SGLang, tensor-parallel ranks use NCCL on every machine where the NCCL library
-    # loads. NCCL does not work on a CPU.
+    # In some supported releases of SGLang, tensor-parallel ranks use NCCL wherever the NCCL library loads.
+    # NCCL does not work on a CPU.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
     if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # SGLang before 0.5.14
         kernel_stubs.install()
@@ -67,8 +67,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    # SGLang 0.5.12 does not ask the platform for the device, so `_name_device` sets the device. A later
-    # SGLang release removed `_handle_missing_default_values`.
+    # SGLang 0.5.12 does not ask the platform for the device, so `_name_device` sets the device. A release
+    # after 0.5.12 removed `_handle_missing_default_values`.
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
@@ -168,7 +168,7 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
 
-    # SGLang up to 0.5.21 calls `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls`. Later releases of SGLang call
+    # SGLang up to 0.5.21 calls `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls`. SGLang after 0.5.21 calls
     # `get_kv_pool_cls`. If `get_kv_pool_cls` returns None, SGLang selects the classes that
     # `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls` return below.
 

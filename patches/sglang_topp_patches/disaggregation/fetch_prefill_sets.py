@@ -55,10 +55,10 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
 
 
 def num_scored_here(server_args: Any, state: Any) -> int | None:
-    """Return the number of prompt positions with a log-prob from this server. Each such position needs a set.
+    """Return the number of prompt positions that this server scores. Each scored position needs a set.
 
     Returns:
-        The number of these prompt positions, or None on a decode server. A decode server gets the prompt's
+        The number of scored prompt positions, or None on a decode server. A decode server gets the prompt's
         sets from the prefill server, together with the first token's set.
     """
     return None if server_args.disaggregation_mode == "decode" else len(state.input_token_logprobs_val)
@@ -70,7 +70,7 @@ async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Tas
 
     Yields:
         The asyncio task that fetches the sets, or None if this server is not a decode server. When the
-        context exits, the asyncio task is canceled.
+        context exits, the context manager cancels the task that fetches the sets.
     """
     if server_args.disaggregation_mode != "decode":
         yield None

@@ -1,10 +1,10 @@
 """Store a prefill server's candidate sets until a decode server fetches them.
 
 The prefill server draws a request's first token and scores the request's prompt. SGLang sends the token and
-the KV cache to the decode server, in buffers of fixed size. Candidate sets vary in size, and do not fit
-buffers of fixed size. The prefill server's HTTP process therefore keeps the sets until the decode server's
-HTTP process asks for them. The store finds a request's sets by the bootstrap room, which is the request's
-number on both servers.
+the KV cache to the decode server, in buffers of fixed size. Candidate sets vary in size, so buffers of fixed
+size cannot carry them. The prefill server's HTTP process therefore keeps the sets until the decode server's
+HTTP process asks for them. A request has the same number, its bootstrap room, on both servers. The store
+finds the request's sets by this number.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, Entry, Span, join
 __all__ = ["KEPT_S", "PATH", "FirstToken", "PrefillSets"]
 
 PATH = "/sglang_topp/first"
-"""The route that delivers the sets of first tokens. A prefill server's bootstrap server has this route."""
+"""The route that delivers the sets of first tokens. A prefill server's bootstrap server answers the route."""
 
 KEPT_S = 120.0
 """The number of seconds for which the store keeps sets that no decode server fetches.
 
-A decode server that gets no sets ends its request in less than this time.
+A decode server that gets no sets ends its request after less than `KEPT_S` seconds.
 """
 
 _FIELD = "the first token's set"
@@ -47,7 +47,8 @@ class FirstToken:
         token_id: the id of the first token.
         inputs: the request's inputs on the prefill server, from `input_comparison.first_token_inputs`.
         entry: the first token's candidate set, or the reason why the set is missing.
-        prompt: None, followed by the candidate set of each prompt position that has a log-prob; or empty.
+        prompt: None and then the candidate set of each prompt position that has a log-prob, or an empty tuple
+            if there are no prompt sets.
     """
 
     token_id: int
@@ -61,7 +62,7 @@ class FirstToken:
         return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
 
     def to_bytes(self) -> bytes:
-        """Return a line of JSON, followed by all candidates' token ids (int32) and log-probs (float32).
+        """Return one JSON line and, after it, all candidates' token ids (int32) and log-probs (float32).
 
         The token ids and log-probs are little-endian. Only `from_bytes` of the same package version can read
         the result.
@@ -140,7 +141,7 @@ class PrefillSets:
     The store also holds decode servers' pending requests for such sets. All methods must be called from one
     event loop. The store delivers a request's sets once, and only to a decode server whose request has the
     same inputs. All candidates in the store count against the memory budget of the HTTP process. If the
-    budget is exceeded, the store may replace a request's sets with an error message.
+    process exceeds the budget, the store may replace a request's sets with an error message.
     """
 
     def __init__(self, in_flight: InFlight, kept_s: float = KEPT_S) -> None:
@@ -154,7 +155,7 @@ class PrefillSets:
         return len(self._entries)
 
     async def wait_for_question(self, room: int, wait_s: float) -> bool:
-        """Return whether a decode server asks for a bootstrap room's sets within `wait_s` seconds."""
+        """Wait up to `wait_s` seconds. Return whether a decode server asks for the sets of `room`."""
         self._without_sets.discard(room)
         if room in self._questions:
             return True
@@ -178,7 +179,7 @@ class PrefillSets:
         The store drops an earlier `FirstToken` of the same bootstrap room.
         """
         is_taken = False
-        # Answer the decode server's newest request first, because older ones may come from closed
+        # Answer the decode server's newest request first, because older requests may come from closed
         # connections.
         for question in reversed(self._questions.pop(room, [])):
             names = differing_names(question.inputs, first.inputs)
@@ -195,7 +196,7 @@ class PrefillSets:
         asyncio.get_running_loop().call_later(self._kept_s, self._drop, room, account)
 
     def note_request_without_sets(self, room: int) -> None:
-        """Record that the prefill server's request in a bootstrap room does not ask for sets.
+        """Record that the prefill server's request with a bootstrap room does not ask for sets.
 
         If a decode server asks for the sets of this bootstrap room, the store answers that the input
         `top_logprobs_p` differs on the two servers.
@@ -211,8 +212,8 @@ class PrefillSets:
 
         Returns:
             A `FirstToken`, or None if no sets arrive within `wait_s` seconds. If `inputs` differ from the
-            inputs of the prefill server's request, `take` leaves the sets in the store, and returns the names
-            of the inputs that differ.
+            inputs of the prefill server's request, `take` returns the names of the inputs that differ. The
+            sets then stay in the store.
         """
         if room in self._entries:
             first, account = self._entries[room]
@@ -242,8 +243,8 @@ class PrefillSets:
     def _drop(self, room: int, account: Account | None = None) -> None:
         """Free the sets of a bootstrap room.
 
-        If `account` is given, free the sets only if this `Account` counts their candidates. Each `put` opens
-        a new `Account`, so the timer of one `put` never frees the sets of a later `put`.
+        If `account` is given, free the sets only if this `Account` counts the candidates of the sets. Each
+        `put` opens a new `Account`, so the timer of one `put` never frees the sets of a later `put`.
         """
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):

@@ -1,4 +1,4 @@
-"""Serve the candidate sets of prompts and first tokens from a prefill server to decode servers.
+"""Let a prefill server send the candidate sets of prompts and first tokens to decode servers.
 
 Both servers receive each generation request. The decode server answers the client, but the prefill server
 draws the first token. As soon as the decode server's HTTP process receives a request, it therefore asks the
@@ -29,7 +29,7 @@ __all__ = ["PrefillServer"]
 # idle connection.
 _QUESTION_S = 20.0
 _RETRY_S = 0.5
-# A request waits at most this number of seconds until a decode server asks for the request's sets. The
+# The prefill server waits at most this number of seconds for a decode server to ask for a request's sets. The
 # prefill server and the decode server receive a request at about the same time, unless one server is paused.
 _SKEW_S = 30.0
 
@@ -74,7 +74,7 @@ class PrefillServer:
         return tokenized
 
     async def _await_question(self, obj: Any) -> None:
-        """Wait for at most `_SKEW_S` seconds until a decode server asks for the sets of a request.
+        """Wait at most `_SKEW_S` seconds for a decode server to ask for the sets of a request.
 
         Raises:
             CallEndedError: no decode server asked for the sets, and the answer is streamed.
@@ -113,8 +113,8 @@ class PrefillServer:
             server_args: SGLang's `ServerArgs`.
             obj: SGLang's `GenerateReqInput`.
             token_id: the id of the first token in the answer, or None if the answer has no token.
-            first_entry: a function that returns a pair: the first token's `Entry`, and a tuple with the
-                candidate set of each prompt position that has a log-prob.
+            first_entry: a function that returns two values. The first is the first token's `Entry`. The
+                second is a tuple of the candidate sets of the prompt positions with a log-prob.
         """
         if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
             first = FirstToken(token_id, first_token_inputs(obj), *first_entry())

@@ -40,7 +40,7 @@ _MAX_TRANSFERRED_TOP_LOGPROBS = 128
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits that the served model sets for the values of a request.
+    """The served model's limits for the values of a request.
 
     Attributes:
         model: the vocabulary size, the context length, and the number of characters in the longest token.
@@ -81,9 +81,9 @@ class ModelLimits:
         """Check that a request for candidate sets has only values that fit the served model.
 
         Args:
-            field: a function that returns the value of a request field by the field's name. The value is
-                as the caller sent it, without SGLang's normalization, or None if the caller did not send the
-                field.
+            field: a function that takes the name of a request field, and returns the field's value. The
+                function returns the value that the caller sent, not SGLang's normalized value. If the caller
+                did not send the field, the function returns None.
 
         Raises:
             InvalidInputError: a value does not fit the model. The error message names the field, the value,
@@ -238,10 +238,10 @@ def _holds(value: Any, kind: type) -> bool:
 
 
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
-    """Return the field's values of the type `kind`, each with a name such as `text[0]` for error messages.
+    """Return the field's values of the type `kind`, and name each value (`text[0]`) for error messages.
 
-    `value` is one value, or a list with one value per prompt. The returned list omits values of other types,
-    because SGLang itself refuses such values.
+    `value` is one value, or a list with one value per prompt. The returned list omits every value that is not
+    a `kind`, because SGLang itself refuses it.
     """
     entries = enumerate(value) if isinstance(value, list) else ()
     given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]

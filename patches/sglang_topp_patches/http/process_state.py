@@ -29,7 +29,7 @@ class HttpProcess:
         in_flight: the counter of all candidates that the HTTP process holds.
         prefill_server: the hooks of a prefill server, and the sets that no decode server has fetched yet.
         server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
-        model: the limits that the served model sets, or None before the tokenizer manager exists.
+        model: the served model's limits, or None before the tokenizer manager exists.
         scheduler_states: the patch set's status in each scheduler, as of the last `GET /server_info`. A
             scheduler without the patch set has None instead of a status.
     """
@@ -41,11 +41,11 @@ class HttpProcess:
     scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
 
     def problems(self) -> tuple[str, ...]:
-        """Return every reason why this process refuses requests for sets, or an empty tuple."""
+        """Return every reason why this process refuses requests for sets, and () if it accepts them."""
         return (*server_problems(self.server_args), *self.route_problems())
 
     def route_problems(self) -> tuple[str, ...]:
-        """Return a 1-tuple with an error message if SGLang's routes run without `Guard`, or an empty tuple.
+        """Return an error message in a 1-tuple if SGLang's routes run without `Guard`, and () otherwise.
 
         Without `Guard`, SGLang's routes could ignore requests for sets.
         """
@@ -61,9 +61,9 @@ class HttpProcess:
         """Raise InvalidInputError unless a request for candidate sets fits the served model.
 
         Args:
-            get: a function that takes the name of a request field, and returns the field's value. The value
-                is the one that the caller sent, before SGLang normalized the request, or None if the caller
-                did not send the field.
+            get: a function that takes the name of a request field, and returns the field's value. The
+                function returns the value that the caller sent, not SGLang's normalized value. If the caller
+                did not send the field, the function returns None.
 
         Raises:
             InvalidInputError: a value does not fit the model. The error message names the field, the value,

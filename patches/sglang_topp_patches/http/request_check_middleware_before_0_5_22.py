@@ -34,7 +34,7 @@ class OlderReleaseMiddleware:
         self._app, self._process = app, process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection: answer, refuse, or pass on the request."""
+        """Handle one ASGI connection: add our status to the answer, refuse the request, or pass it on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -69,7 +69,7 @@ def install(
 ) -> None:
     """AFTER hook on `TokenizerManager.__init__`: install `OlderReleaseMiddleware` in SGLang's application.
 
-    A process that has not imported SGLang's HTTP server needs no middleware.
+    If the process has not imported SGLang's HTTP server, this hook does nothing.
     """
     module = sys.modules.get(HTTP_SERVER)
     if module is None or module.app.middleware_stack is not None:
@@ -85,8 +85,8 @@ def _manager() -> Any:
 def _names_our_fields(body: bytes) -> bool:
     """Return whether a request body may contain a field of the patch set.
 
-    Return True for any body with JSON escapes, because an escape can hide a field's name. If this function
-    returns False, the middleware passes the body on to SGLang without a check.
+    Return True for any body with a Unicode escape, because the escape can hide a field's name. If this
+    function returns False, the middleware passes the body on to SGLang without a check.
     """
     return b"\\u" in body or any(field.encode() in body for field in FIELDS)
 
@@ -120,7 +120,7 @@ def _sampling_problem(body: Any, manager: Any) -> str | None:
 
 
 def _with_code(send: Send) -> Send:
-    """Return a `send` that adds the code 400 to error events that have no code.
+    """Wrap `send` in a function that adds the code 400 to each error event without a code.
 
     SGLang 0.5.12 sends no code when it reports a bad request in a stream.
     """

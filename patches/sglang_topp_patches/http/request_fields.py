@@ -55,8 +55,8 @@ def extend_request_class(cls: type[Any]) -> None:
 
     SGLang's decorator `dataclasses.dataclass` has replaced each `field(...)` in the class body with the
     field's default. `extend_request_class` restores the `field(...)` objects in the class body, and applies
-    the decorator again. `cls` thereby keeps its keyword-only fields and default factories. Fields that `cls`
-    inherits from a base class stay in the base class.
+    the decorator again. `cls` thereby keeps its keyword-only fields and default factories.
+    `extend_request_class` does not copy inherited fields from the base classes into `cls`.
     """
     for name, field in cls.__dataclass_fields__.items():
         if name in cls.__annotations__:
@@ -147,7 +147,7 @@ class _RequestedSets:
 
     Attributes:
         thresholds: the nucleus threshold p of the prompt's sets, or None or 0 if the prompt has no threshold.
-        sampler: whether the prompt asks for the tokens that the sampler could draw.
+        sampler: whether the prompt's sets consist of the tokens that the sampler could draw.
         base64: whether the answer has the sets as packed arrays.
         nucleus: whether the answer has the sets in slime's fields. If so, the threshold is the prompt's
             `top_p`.
@@ -160,7 +160,7 @@ class _RequestedSets:
 
     @property
     def wanted(self) -> list[bool]:
-        """One bool per prompt: whether the prompt asks for candidate sets."""
+        """One bool per prompt: whether the request asks for the prompt's candidate sets."""
         return [bool(p) or drawn for p, drawn in zip(self.thresholds, self.sampler, strict=True)]
 
     @property
@@ -188,8 +188,8 @@ class _RequestedSets:
         """Return a prompt's sampling parameters, with the patch set's fields and a candidate's memory cost.
 
         The scheduler counts each candidate of the prompt `cost` times against its memory budget. Only
-        `to_scheduler` adds the cost to a request. A request without the cost therefore bypassed the HTTP
-        checks, and the scheduler refuses it (`scheduler.refuse_unchecked_requests`).
+        `to_scheduler` writes `cost` into a request's parameters. A request without a cost therefore bypassed
+        the HTTP checks, and the scheduler refuses it (`scheduler.refuse_unchecked_requests`).
         """
         custom = sampling_params.get("custom_params") or {}
         asked: dict[str, Any] = {NUCLEUS: True} if self.nucleus[i] else {}

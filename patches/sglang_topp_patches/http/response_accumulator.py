@@ -33,7 +33,7 @@ class ResponseAccumulator:
     """
 
     def __init__(self, cost: int) -> None:
-        """Create an empty accumulator. Each candidate counts `cost` times against the memory budget."""
+        """Create an empty accumulator. `cost` is the weight of a candidate in the memory budget."""
         self.num_tokens = 0
         self.first_token_id: int | None = None
         self.generated: list[Span | None] = []
@@ -165,7 +165,7 @@ class ResponseAccumulator:
         return self.refusal.status if self.refusal else HTTPStatus.INTERNAL_SERVER_ERROR
 
     def check(self, num_prompt: int | None) -> str:
-        """Return an empty string if every token and prompt position has its set, and otherwise the problem.
+        """Return the problem if a token or a prompt position lacks its set, and otherwise an empty string.
 
         Args:
             num_prompt: the number of prompt positions that need a set. If `num_prompt` is None, the number of

@@ -180,7 +180,7 @@ def _is_requested(reason: Any) -> bool:
 
 
 def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -> None:
-    """AROUND hook on `Scheduler.send_abort_output`: send all tokens of a request aborted in the queue."""
+    """AROUND hook on `Scheduler.send_abort_output`: if a queued request is aborted, send all its tokens."""
     if _num_resumed(req) is None or not len(req.output_ids) or abort_req.finished_reason:
         original(self, abort_req, req)
         return
@@ -211,7 +211,7 @@ def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
 
 
 def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1) -> str:
-    """AROUND hook on `Req.tail_str`: search the resumed tokens for stop strings too."""
+    """AROUND hook on `Req.tail_str`: also search the resumed tokens for stop strings."""
     params = self.sampling_params
     if (not params.stop_strs and not params.stop_regex_strs) or not (count := _num_resumed(self)):
         return original(self, new_accepted_len)
@@ -230,7 +230,7 @@ def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
 
     An incomplete character at the end of the text decodes to U+FFFD. Without this hook, SGLang overlooks the
     start of a stop string directly before U+FFFD, and sends this text. The next token may complete the
-    character and thereby the stop string. SGLang could then not withdraw the text that it has sent.
+    character and thereby the stop string. SGLang cannot withdraw text that it has sent.
     """
     if original(self):
         return True

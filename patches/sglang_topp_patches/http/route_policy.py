@@ -57,7 +57,7 @@ SERVED: Mapping[str, tuple[str, ...]] = {
 }
 """The routes that return candidate sets.
 
-Each value lists the places in the body where the route takes the patch set's fields."""
+Each value lists the places in the body at which the route accepts the patch set's fields."""
 
 REFUSED = frozenset(
     {
@@ -110,8 +110,8 @@ NO_PROMPT = frozenset(
 
 _ASKING = (*FIELDS, RESUMED)
 _TOO_DEEP = "a body nested too deep to be read"
-# `Guard` sends an answer with sets in pieces of `_PIECE_BYTES`, and disconnects a client that does not take a
-# piece within `_PIECE_TIMEOUT_S`.
+# If an answer has sets, `Guard` sends the answer in pieces of `_PIECE_BYTES`. `Guard` disconnects a client
+# that does not take a piece within `_PIECE_TIMEOUT_S`.
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
 _TRANSPORT = "sglang_topp_transport"
@@ -132,8 +132,9 @@ class Call:
 
     Attributes:
         path: the route.
-        account: the counter of the candidates of all samples in the call, or None before a sample has sets.
-        problem: why the HTTP call was ended early, or an empty string.
+        account: the counter of the call's candidates, for all samples together, or None before a sample has
+            sets.
+        problem: the reason if the HTTP call was ended early, and "" otherwise.
         fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
             OpenAI route, and None after a hook in `openai` has moved the fields to SGLang's request.
     """
@@ -156,7 +157,7 @@ class Call:
         self._at_end.append(callback)
 
     def close(self) -> None:
-        """Stop counting the HTTP call's candidates, after the answer has been sent or has failed.
+        """Subtract the call's candidates from the process's count, once the answer is sent or has failed.
 
         The `Call` and the objects of its samples form a reference cycle. Without `close`, only the garbage
         collector would free these objects, and the garbage collector seldom runs in a server.
@@ -172,7 +173,7 @@ class Call:
 
 
 class Guard:
-    """The innermost ASGI middleware, which runs after authentication and decompression, before the routes."""
+    """The innermost ASGI middleware. It runs before the routes, after authentication and decompression."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -215,7 +216,7 @@ class Guard:
 
 
 def refuse_grpc(self: Any, *, req_dict: Mapping[str, Any], **kwargs: Any) -> None:
-    """BEFORE hook on `RuntimeHandle.submit_request`: refuse requests for sets, which gRPC cannot return."""
+    """BEFORE hook on `RuntimeHandle.submit_request`: refuse requests for sets over gRPC."""
     for place in _places(req_dict, ""):
         raise InvalidInputError(_cannot("gRPC", place))
 
@@ -342,7 +343,7 @@ def _top_level(body: bytes) -> dict[str, Any]:
 
 
 def _openai_problem(asked: list[str]) -> str:
-    """Return why an OpenAI call cannot be answered with sets, or an empty string."""
+    """Return the reason if an OpenAI call cannot be answered with sets, and "" otherwise."""
     if problems := _server_problems():
         return f"candidate sets are not served here: {'; '.join(problems)}"
     if all(place.endswith(BASE64) for place in asked):
@@ -351,7 +352,7 @@ def _openai_problem(asked: list[str]) -> str:
 
 
 def _server_problems() -> tuple[str, ...]:
-    """Return every reason why this process's HTTP server refuses requests for sets, or an empty tuple."""
+    """Return every reason why this process's HTTP server refuses requests for sets, and () if none."""
     module = sys.modules.get(HTTP_SERVER)
     process: HttpProcess | None = None if module is None else getattr(module.app.state, _PROCESS, None)
     return server_problems(None) if process is None else process.problems()
@@ -386,7 +387,7 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
 
     Args:
         send: the ASGI server's `send`.
-        call: the HTTP call, which may hold candidate sets.
+        call: the HTTP call that `send` answers.
         transport: the connection's transport, or None if the server is not uvicorn. Without the
             transport, `Guard` leaves a stalled connection open until the client has taken the last piece.
     """

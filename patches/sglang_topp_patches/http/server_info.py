@@ -51,8 +51,8 @@ def add_status(
         "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
         "staging": _staging(process.scheduler_states),
         "model": None if process.model is None else process.model.to_record(),
-        # Ask only an active patch set: an unsupported SGLang release may lack the setting that
-        # `sanitizes_logits` reads.
+        # Call `sanitizes_logits` only if the patch set is active, because an unsupported SGLang release may
+        # lack the setting that `sanitizes_logits` reads.
         "sanitizes_logits": report["active"] and internals().sanitizes_logits(),
     }
     return result

@@ -69,7 +69,7 @@ _PER_TOKEN = (
 def receive_entries(self: Any, recv_obj: Any) -> None:
     """BEFORE hook on `TokenizerManager._handle_batch_output`: take the patch set's keys out of the message.
 
-    After the hook, the scheduler's message is the one that SGLang would get without the patch set.
+    After the hook, the scheduler's message holds exactly the keys that it would hold without the patch set.
     """
     nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
     info = internals().take_customized_info(recv_obj)
@@ -118,9 +118,10 @@ def write_meta_info(
         self.abort_request(state.obj.rid)
     if not is_shown:
         return
-    # With the source "sampler", a prompt has no sets, because its tokens were not sampled. With any other
-    # source, each prompt position with a log-prob from SGLang needs a set. The accumulator itself counts
-    # generated tokens, because SGLang may report a log-prob without a token if `max_new_tokens` is 0.
+    # With the source "sampler", a prompt has no sets, because its tokens were not sampled. With the source
+    # "distribution", a prompt position needs a set if SGLang reports a log-prob for it. The accumulator
+    # itself counts generated tokens, because SGLang may report a log-prob without a token if `max_new_tokens`
+    # is 0.
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
@@ -312,10 +313,10 @@ def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) ->
     """AROUND hook on `TokenizerManager._handle_abort_req`: correct an aborted answer's last chunk.
 
     If a request is aborted while it waits after a pause, SGLang may already have streamed a part of its
-    answer. In this case, SGLang's last chunk has the text and the log-probs of the whole answer, but only the
-    last of its token ids. If chunks are incremental, all releases send this wrong last chunk, and the hook
-    removes the text and the tokens from it. If chunks are not incremental, only releases before 0.5.20 send
-    this wrong last chunk, and the hook puts all tokens of the answer into it.
+    answer. SGLang then sends a wrong last chunk, which has the text and the log-probs of the whole answer,
+    but only the answer's last token id. With incremental chunks, all releases send the wrong chunk, and the
+    hook removes its text and tokens. Without incremental chunks, only releases before 0.5.20 send the wrong
+    chunk, and the hook puts all tokens of the answer into the chunk.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)

@@ -39,7 +39,8 @@ def nucleus_threshold(sampling_params: Any) -> float:
             parameters again (`scheduler.refuse_unchecked_requests`).
 
     Raises:
-        InvalidInputError: `top_p` is invalid, or the sampler does not draw from the nucleus of `top_p` alone.
+        InvalidInputError: `top_p` is invalid, or other sampling parameters make the sampler draw from a set
+            that is not the nucleus at `top_p`.
     """
     params = sampling_params if isinstance(sampling_params, Mapping) else {}
     top_p = 1.0 if params.get("top_p") is None else params["top_p"]
@@ -55,9 +56,9 @@ def check_request(field: Callable[[str], Any]) -> None:
     """Refuse a request with slime's field if the request also asks for log-probs over the whole vocabulary.
 
     Args:
-        field: a function that returns the value of a request field by the field's name. The value is the one
-            that the caller sent, before SGLang normalized the request, or None if the caller did not send the
-            field.
+        field: a function that returns the value of a request field by the field's name. The function returns
+            the value that the caller sent, not SGLang's normalized value. If the caller did not send the
+            field, the function returns None.
 
     Raises:
         InvalidInputError: a field of the request asks for log-probs over the whole vocabulary. The error
@@ -78,8 +79,8 @@ def write_nuclei(meta_info: dict[str, Any], positions: Positions) -> None:
     Args:
         meta_info: the `meta_info` of a chunk or of the answer. `write_nuclei` replaces the list
             `output_token_logprobs` in `meta_info`.
-        positions: the candidate sets of the generated tokens that `meta_info` reports. The first log-prob of
-            each set is the highest.
+        positions: one candidate set for each generated token in `meta_info`. The first log-prob of each set
+            is the highest.
 
     Raises:
         ValueError: `output_token_logprobs` has fewer log-probs than `positions` has candidate sets.

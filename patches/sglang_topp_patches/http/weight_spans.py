@@ -1,8 +1,8 @@
-"""Record which weights generated each token, and correct SGLang's `weight_versions`.
+"""Record the version of the weights that generated each token, and correct SGLang's `weight_versions`.
 
 A span is a run of tokens that the same weights generated. When weights are pushed, SGLang ends the current
 span after the last token that it has counted. With overlap scheduling, the old weights may have generated one
-more token that is not counted yet. SGLang then wrongly puts this token into the new span. So the scheduler
+more token that SGLang has not counted yet. SGLang wrongly puts this token into the new span. So the scheduler
 sends each forward pass's weight version with the candidate sets. `WeightSpans` runs in the HTTP process,
 collects these versions, and replaces SGLang's spans in the answer.
 """
@@ -36,7 +36,7 @@ class WeightSpans:
             self._spans.append((version, end))
 
     def name_first(self, version: str) -> None:
-        """Set the weight version of the first token, which `add` has recorded without a version."""
+        """Set the first token's weight version. `add` has recorded the token with an empty version."""
         rest = self._spans[1:]
         if not rest or rest[0][0] != version:
             rest.insert(0, (version, 1))
@@ -47,8 +47,8 @@ class WeightSpans:
 
         `weight_version` is the version of the weights that generated the last token. `weight_versions` lists
         the spans in order, as `{"version": name, "start": first index, "end": index after the last}`. If
-        `num_tokens` is 0, `weight_version` is the version of the weights that scored the prompt, and
-        `weight_versions` has one span with this version, from 0 to 0.
+        `num_tokens` is 0, `weight_version` is the version of the weights that scored the prompt. In this
+        case, `weight_versions` has one span with this version, from 0 to 0.
         """
         spans: list[dict[str, Any]] = []
         if not num_tokens:

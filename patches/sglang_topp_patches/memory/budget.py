@@ -60,7 +60,7 @@ class Budget:
 
     Attributes:
         max_candidates_per_sample: the limit for one sample and its prompt. The default is 2^25 candidates,
-            which take 358 MB in base64.
+            which take 358 MB in base64, or `max_candidates_in_flight` if that is smaller.
         max_candidates_in_flight: the limit for the total of all samples that the process holds at a time. The
             default is one candidate per 256 bytes of the machine's or container's memory.
         staged_candidates_per_row: the capacity of the staging area, a GPU buffer for the sets of a forward
@@ -93,7 +93,7 @@ class Budget:
 
 @cache
 def budget() -> Budget:
-    """Return this process's memory limits. If an environment variable holds an invalid limit, all are 0."""
+    """Return this process's memory limits, all three 0 if an environment variable holds an invalid limit."""
     try:
         return Budget.of(os.environ, _memory_bytes())
     except InvalidInputError:
@@ -132,8 +132,8 @@ class InFlight:
 
         Args:
             end: a function that ends the request or HTTP call that owns the candidates. The counter calls
-                `end` at most once. The argument of `end` is the reason, as text. If `end` is None, no request
-                or HTTP call owns the candidates.
+                `end` at most once, with a text that says why. If `end` is None, no request or HTTP call owns
+                the candidates.
         """
         account = Account(self, end)
         self._accounts.add(account)

@@ -29,8 +29,8 @@ def add_entries(
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
-    # If a request's prompt consists of embeddings, SGLang generates the output again from the start after a
-    # retraction. Drop the sets of the tokens that SGLang generated before the retraction.
+    # After SGLang retracts a request whose prompt consists of embeddings, SGLang generates the whole output
+    # again. Drop the sets of the tokens that SGLang generated before the retraction.
     del entries[output_index:]
     skipped = output_index - len(entries)
     entries += [Entry(None, "a token became visible without passing through the sampler")] * skipped

@@ -1,4 +1,4 @@
-"""ExtractedSets: the complete candidate sets of a pass's rows, as flat tensors on the device or the host."""
+"""ExtractedSets: the complete candidate sets of a batch's rows, as flat tensors on the device or the host."""
 
 from __future__ import annotations
 

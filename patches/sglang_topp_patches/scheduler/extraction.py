@@ -1,4 +1,4 @@
-"""Extract candidate sets from log-probs on the device.
+"""Extract candidate sets from a forward pass's log-probs; the work runs on the log-probs' device.
 
 `extract` returns each row's nucleus at a threshold p, plus the sampled token. `extract_support` returns, for
 each row, the tokens that the sampler could draw after its top_k, top_p, and min_p filters. On a GPU, the
@@ -47,7 +47,8 @@ def extract(
             until the scheduler processes the results of the forward pass. Until then, the caller must not
             change `logprobs`, except to replace -inf with the dtype's lowest value.
         thresholds: each row's threshold p; a row with a threshold of 0 gets an empty set.
-        sampled_ids: integer [B], each row's sampled token, which is always in the row's set.
+        sampled_ids: integer [B], each row's sampled token. A set that is not empty contains its row's sampled
+            token.
         lowest: log-probs at or below this value stand for probability 0. If `lowest` is None, this value is
             the lowest value of the dtype of `logprobs`.
         is_taken: bool [B], on the same device as `logprobs`: whether each row gets a set. If `is_taken` is

@@ -12,7 +12,7 @@ token.
 
 The sets are copied to the host together with SGLang's own results. SGLang then drops invalid tokens, such as
 tokens after a stop condition and tokens of a retracted request. `GeneratedSets.consume` runs afterwards, and
-adds the set of each remaining token to its request.
+adds the set of each remaining token to the token's request.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class GeneratedSets:
     """The sets of the tokens that one forward pass generated, first on the device and later on the host.
 
     Attributes:
-        rows: the rows of the pass, as recorded when SGLang built its `ForwardBatch`.
+        rows: the pass's rows. The patch set recorded them when SGLang built the pass's `ForwardBatch`.
         sets: each row's set at its threshold p; None if no row has a threshold.
         weight_version: the weight version with which the pass ran.
         drawn: the sets of tokens that the sampler could draw, one for each row in `rows.drawn`; None if no

@@ -1,6 +1,6 @@
 """Extract candidate sets into a GPU buffer of fixed size (the staging area), without waiting for the GPU.
 
-The kernels write the sets of a forward pass into the staging area. The staging area is copied to the host
+The kernels write the sets of a forward pass into the staging area. The staging area travels to the host
 together with SGLang's own results. The host learns the sizes of the sets only when the scheduler processes
 the results, because an earlier read of the sizes would wait for the GPU. If the sets of some rows did not fit
 into the staging area, the host extracts these sets again from the log-probs, and waits for the GPU.
@@ -154,7 +154,7 @@ def by_weights(
     sampled_ids: torch.Tensor,
     lowest: float | None,
 ) -> StagedSets:
-    """Extract the sets of tokens that the sampler could draw, without waiting for the device.
+    """Start to extract the sets of tokens that the sampler could draw; do not wait for the device.
 
     The arguments are those of `extraction.extract_support`, except that `sampled_ids` has one token for each
     element of `rows`.
@@ -220,8 +220,8 @@ class StagedSets:
         kept: the tensors from which the host can extract the sets again.
         rows: the ascending indices of these R rows in the pass. All other rows of the pass have empty sets.
         num_rows: the number of all rows of the pass.
-        problems: the reason why a row has no exact set, keyed by the row's index in the pass. In its
-            result, `on_host` adds the problems that the GPU kernels found.
+        problems: the reason why a row has no exact set, keyed by the row's index in the pass. The result of
+            `on_host` also contains the problems that the GPU kernels found.
     """
 
     area: StagingArea

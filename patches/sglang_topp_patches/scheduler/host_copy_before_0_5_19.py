@@ -1,4 +1,4 @@
-"""Copy a forward pass's candidate sets to the host and add the sets to requests, on SGLang before 0.5.19.
+"""On SGLang before 0.5.19, copy a pass's candidate sets to the host, and add the sets to the requests.
 
 Since 0.5.19, SGLang itself copies auxiliary output (extra results of a forward pass) to the host and passes
 the copies to the patch set. On SGLang before 0.5.19, the hooks in this module copy the candidate sets and add
@@ -103,7 +103,7 @@ def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: An
 
 
 def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Add the step's sets to their requests: BEFORE hook on `stream_output`, which sends the tokens."""
+    """Add the step's sets to the requests before SGLang sends the tokens: BEFORE hook on `stream_output`."""
     if (step := _step.get()) is not None:
         _step.set(None)
         step.consume()
@@ -111,7 +111,7 @@ def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _step_of(batch: Any, result: Any) -> _Step | None:
-    """Return the scheduler step that produced `result`, or None if its forward pass has no sets.
+    """Return the scheduler step that produced `result`, or None if `result` has no sets.
 
     The returned `_Step` holds the host copies of the candidate sets.
     """

@@ -1,13 +1,13 @@
-"""Send a forward pass's candidate sets from the last pipeline stage to the first.
+"""Send a forward pass's candidate sets from the last pipeline stage to the first pipeline stage.
 
 The last stage samples the tokens, and the first stage sends the tokens to the HTTP process. SGLang passes the
 results of a forward pass from stage to stage as a dictionary. SGLang sends the tensors in this dictionary
 directly, and pickles all other values. So the last stage puts each tensor of the candidate sets into the
-dictionary as a separate value. SGLang pickles the other fields of the sets.
+dictionary as a separate value. SGLang pickles all fields of the sets that are not tensors.
 
 The first stage holds the sets until it sends them to the HTTP process. So the first stage counts the sets
-against the limits of `memory.budget`. A request that exceeds a limit is aborted on all pipeline stages. Until
-the last stage receives the abort, it still extracts the request's sets.
+against the limits of `memory.budget`. A request that exceeds a limit is aborted on all pipeline stages. The
+last stage extracts the request's sets until the abort arrives there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PassPart(Protocol):
     """The interface for the sets of a pass's prompts or generated tokens, on the device or on the host."""
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:
-        """Return a copy with `copy_tensor` applied to every tensor, always in the same order."""
+        """Return a copy of this object. `copy_tensor` copies the tensors, always in the same order."""
 
     def settled(self) -> PassPart:
         """Return a copy of this object with every set on the device. Wait for the device if necessary."""
@@ -41,7 +41,7 @@ class PassPart(Protocol):
 
 @dataclass(frozen=True)
 class PassSets:
-    """All sets of one pass, first on the device and later on the host.
+    """All sets of one forward pass, in tensors on the device or on the host.
 
     `PassSets` implements SGLang's interfaces `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`.
 
@@ -84,8 +84,8 @@ def add_to_stage_output(
         flat.append(tensor)
         return len(flat) - 1
 
-    # Some sets may not have fit into the staging area. `settled` extracts these sets again in the last stage,
-    # because only the last stage has the log-probs.
+    # Some sets may have been too large for the staging area. `settled` extracts these sets again in the last
+    # stage, because only the last stage has the log-probs.
     ours = [each.settled().copy_to_host(take_out) for each in outputs if isinstance(each, PassSets)]
     if not ours:
         return

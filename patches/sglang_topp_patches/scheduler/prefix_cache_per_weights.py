@@ -11,11 +11,11 @@ From a weight push until the next flush of the cache, each scored prompt uses a 
 prefixes.
 
 With chunked prefill, later chunks of a prompt attend to the KV of earlier chunks. So `prompt_sets` ends a
-request with an error if weights are pushed while its prompt is prefilled. `weights_of` identifies the weights
-with which a request's prefill began.
+request with an error if weights are pushed during the prefill of the request's prompt. `weights_of`
+identifies the weights with which a request's prefill began.
 
 This module identifies weights by the number of weight pushes so far, because weight versions are unreliable.
-A weight push may have no version. SGLang before 0.5.19 does not tell the scheduler the version of a push.
+A weight push may have no version. SGLang before 0.5.19 does not tell the scheduler a push's weight version.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PrefixCache:
 
         A weight push that fails counts too, because a failed push may have changed some weights.
         """
-        # Wait for the accelerator, which may still run the last pass with the old weights.
+        # Wait for the accelerator, which may still run the last forward pass with the old weights.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.pushes += 1
@@ -129,7 +129,7 @@ def scores_prompt(req: Any) -> bool:
 
 
 def outside_kv_problem(scheduler: Any) -> str:
-    """Return why a scored prompt may still read KV of other weights, or an empty string."""
+    """Return the reason why a scored prompt may still read KV of other weights; empty if no prompt can."""
     for name in _OUTSIDE:
         if getattr(scheduler, name, False):
             return f"{name}: KV that is stored outside of the engine may come from other weights"

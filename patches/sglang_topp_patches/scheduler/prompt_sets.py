@@ -212,9 +212,9 @@ class PassExtraction:
         on, the host waits for the oldest chunk while the GPU computes the newest. If a pass has at most two
         chunks, `add` never waits for the GPU.
 
-        `add` counts a chunk's candidates against the limits only after the host has read the chunk. The host
-        may read a chunk after the last call of `add`. `PromptSets.consume` counts the candidates of such a
-        chunk.
+        `add` counts a chunk's candidates against the limits only after the host has read the chunk. If the
+        host reads a chunk only after the last call of `add`, `PromptSets.consume` counts the candidates of
+        this chunk.
         """
         self.chunks.append(chunk)
         while self._num_settled < len(self.chunks):
@@ -272,9 +272,9 @@ def forget_rows(result: None, self: Any) -> None:
     After a retraction, SGLang drops the log-probs of a partly scored prompt, and scores the prompt again. A
     request with an output token has a completely scored prompt, so the hook keeps the sets of this prompt.
 
-    The hook refuses a request that has an output token and a prompt of embeddings (`input_embeds`). After a
-    retraction, SGLang generates the output of such a request again from the start, but keeps the log-probs of
-    the first attempt.
+    The hook refuses a request that has an output token and a prompt of embeddings (`input_embeds`). If the
+    prompt consists of embeddings, SGLang generates the output again from the start after a retraction, but
+    keeps the log-probs of the first attempt.
     """
     if not self.customized_info or is_refused(self):
         return
@@ -318,7 +318,7 @@ class PromptSets:
         return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
     def settled(self) -> PromptSets:
-        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
+        """Return a copy of this object that holds all sets on the device. Wait for the device if needed."""
         return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
@@ -340,8 +340,8 @@ class PromptSets:
                 refuse_prompt(req, is_busy=self.refused[row])
                 continue
             info = req.customized_info = req.customized_info or {}
-            # A request that has the set of an output token already has all sets of its prompt. SGLang has
-            # scored the request's prompt again after a retraction, so drop the new sets.
+            # If the request has the set of an output token, the request also has all sets of its prompt.
+            # SGLang has scored the prompt again after a retraction, so drop the new sets.
             if info.get(KEY):
                 continue
             # A trainer can push weights after the prefill begins, even before the first scored position. The

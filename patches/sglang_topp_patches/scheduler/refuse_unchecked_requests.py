@@ -34,7 +34,7 @@ __all__ = ["check_request"]
 
 
 def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a request that cannot get exact sets: BEFORE hook on `Scheduler._add_request_to_queue`.
+    """BEFORE hook on `Scheduler._add_request_to_queue`: refuse a request that cannot get exact sets.
 
     The hook also checks the sampling parameters, after SGLang has filled in the model's defaults. The checks
     in the HTTP process run before SGLang fills in the model's defaults.
@@ -68,7 +68,7 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
 
 
 def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
-    """Return why a request's sampling parameters rule out exact nuclei, or an empty string.
+    """Return the reason if a request's sampling parameters rule out exact nuclei, and "" otherwise.
 
     The check applies only to requests with slime's field `return_top_p_token_ids`. These requests ask for
     nuclei at the threshold `top_p`.
@@ -81,7 +81,7 @@ def _nucleus_problem(params: Any, custom: Mapping[str, Any]) -> str:
 
 
 def _prompt_problem(scheduler: Any, req: Any) -> str:
-    """Return why the sets of a request's prompt cannot be exact, or an empty string."""
+    """Return the reason if the sets of a request's prompt cannot be exact, and "" otherwise."""
     if not scores_prompt(req):
         return ""
     asked = f"logprob_start_len: got {req.logprob_start_len}"

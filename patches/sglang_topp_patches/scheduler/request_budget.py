@@ -1,9 +1,9 @@
 """Count each request's candidates against the limits on memory, and refuse a request that exceeds a limit.
 
-The scheduler starts to count a request's candidates at the request's first set (`memory.budget.Account`). The
-scheduler stops counting when it sends the request's last output, or when it refuses the request. It also
-stops counting when it aborts a retracted request in a queue. If none of these events occurs, the scheduler
-stops counting when SGLang's `Req` object is freed.
+The scheduler counts candidates with `memory.budget.Account`. The scheduler starts to count a request's
+candidates at the request's first set. The scheduler stops counting when it sends the request's last output,
+or when it refuses the request. The scheduler also stops counting when it aborts a retracted request in a
+queue. If none of these events occurs, the scheduler stops counting when SGLang's `Req` object is freed.
 
 Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
 same step. So the scheduler does not end a refused request itself. Instead, the scheduler stops extracting
@@ -38,7 +38,7 @@ _REFUSED = "sglang_topp_refused"
 
 
 def admit(req: Any, in_flight: InFlight) -> None:
-    """Store `in_flight`, the counter of all candidates in flight, in the request, where `charge` finds it.
+    """Attach `in_flight`, the counter of all candidates in flight, to the request. `charge` updates it.
 
     A request's `custom_params` may hold a reference to the request itself. This function replaces that
     reference with a weak reference, as SGLang itself does from 0.5.23 on. A strong reference would keep an
@@ -59,7 +59,7 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
         candidates: the number of candidates in the request's new sets. If the request drops sets, pass the
             number of dropped candidates as a negative number.
         positions: the number of token positions of the new sets. If the request drops sets, pass the number
-            of their positions as a negative number.
+            of dropped positions as a negative number.
     """
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is None:

@@ -1,9 +1,9 @@
 """In the scheduler processes, record the tokens that SGLang's sampler could draw.
 
 The sampler filters the probabilities by top_k, top_p, and min_p. A token can be drawn if its filtered
-probability is above 0. SGLang returns filtered probabilities only for requests with its field
+probability is above 0. SGLang returns filtered probabilities only for requests that set the field
 `return_sampling_mask`. For rows that ask for candidate sets, the hook `sample_from_probs` makes SGLang return
-filtered probabilities too.
+filtered probabilities even if the request does not set this field.
 
 SGLang returns the filtered probabilities from the same call that draws the token. So each set reflects the
 filters of the sampling backend, the order in which the filters run, and how the filters treat ties.
@@ -149,7 +149,7 @@ def sample_from_probs(
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
     # If a request of the batch asks for SGLang's own sampling mask, ask SGLang for the filtered probabilities
-    # of all rows. SGLang does not copy the probabilities if all rows are asked for.
+    # of all rows. SGLang does not copy the probabilities if the request is for all rows.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:
@@ -180,7 +180,7 @@ def rank_only_top_k(
     `max_top_k` is the largest top_k in the batch, if every row has a top_k. The sampler can draw only the
     `max_top_k` most likely tokens of each row, so it suffices to sort these tokens. Without this hook, SGLang
     sorts the whole vocabulary if it returns filtered probabilities. With this hook, SGLang sorts only
-    `max_top_k` tokens of each row in this case.
+    `max_top_k` tokens of each row when it returns filtered probabilities.
 
     If the batch has a sampling seed, SGLang sorts the whole vocabulary with or without this hook.
     """

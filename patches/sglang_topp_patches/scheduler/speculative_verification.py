@@ -1,17 +1,17 @@
-"""Extract, in the scheduler processes, the candidate sets of tokens that speculative verification accepts.
+"""In the scheduler processes, extract the candidate sets of tokens that speculative verification accepts.
 
 A verification draws several tokens for each request: the accepted drafts, and one more token. The drafts of a
 request form a tree. The sampling kernel draws each token from the target model's distribution at one node of
 the draft tree.
 
 The hook `sample` wraps SGLang's `eagle_sample`. The hook `sample` records the accepted tokens, and the tokens
-that SGLang's sampling kernel could draw. The hook `compute_logprobs` wraps the function that reports the
-log-probs of accepted tokens, and extracts the sets.
+that SGLang's sampling kernel could draw. The hook `compute_logprobs` extracts the sets. It wraps SGLang's
+function that reports the log-probs of accepted tokens.
 
 Only the device knows how many tokens each request accepted. So each request that asks for sets gets one
 *slot* for each level of its draft tree. A slot holds the index of the tree node at which the kernel drew a
-token. The first slot holds the index of the tree's root. The slots after the last drawn token also hold the
-root's index, but get no set.
+token. The first slot holds the index of the tree's root. So do the slots after the last drawn token, but
+these slots get no set.
 
 Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
 of slots per request, and S = R * A is the number of slots of the R requests. N is the number of nodes in all
@@ -48,7 +48,7 @@ _FIELD = "sglang_topp_verification"
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record which tokens a verification drew, and which it could draw: AROUND hook on `eagle_sample`."""
+    """Record the tokens that a verification drew or could draw: AROUND hook on `eagle_sample`."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -105,14 +105,15 @@ class _Verification:
     """One verification of a batch in which at least one request asks for sets.
 
     Attributes:
-        rows: the requests of the batch, and the sets that each one asks for.
+        rows: the requests of the batch, and the sets that each request asks for.
         asking: the indices of the requests that ask for sets, ascending.
         result: the three tensors that `eagle_sample` returns. `result[0]`, int32 [N], holds the token that
             was drawn at each node of the draft trees. `result[1]`, int32 [B], holds the number of tokens that
             each request accepted. `result[2]`, int32 [B, A], holds the index of the node at which each
             accepted token was drawn. The slots without an accepted token hold -1.
-        is_drawn: bool [R' * A, V], whether SGLang's sampling kernel could draw each token in each slot of the
-            R' requests in `rows.drawn`. `is_drawn` is None if SGLang called no sampling kernel.
+        is_drawn: bool [R' * A, V]. For each slot of the R' requests in `rows.drawn`, `is_drawn` marks the
+            tokens that SGLang's sampling kernel could draw. `is_drawn` is None if SGLang called no sampling
+            kernel.
         is_inside: bool [S], whether the token in each slot had a probability above 0 in the input of SGLang's
             sampling kernel. `is_inside` is None if SGLang called no sampling kernel.
     """
@@ -176,7 +177,7 @@ class _Verification:
         width: int,
         lowest: float | None,
     ) -> Sets:
-        """Extract each slot's set of tokens that the kernel could draw, for the requests in `rows.drawn`."""
+        """For each slot of the requests in `rows.drawn`, extract the tokens that the kernel could draw."""
         device = logprobs_SV.device
         slots = [self.asking.index(row) * width + slot for row in self.rows.drawn for slot in range(width)]
         at = _to_device(slots, device)
@@ -191,9 +192,9 @@ class _Verification:
 
     @staticmethod
     def _nodes(accept_index_BA: Tensor, asking: Sequence[int]) -> Tensor:
-        """Return the indices of the draft-tree nodes that each request in `asking` accepted: int64 [R, A].
+        """Return int64 [R, A]: the indices of the draft-tree nodes that each request in `asking` accepted.
 
-        A slot without an accepted token holds the index of the draft tree's root.
+        A slot without an accepted token gets the index of the draft tree's root node.
         """
         nodes_RA = accept_index_BA[_to_device(asking, accept_index_BA.device)].long()
         return torch.where(nodes_RA < 0, nodes_RA[:, :1], nodes_RA)
@@ -205,7 +206,7 @@ def _to_device(values: Sequence[int] | Sequence[bool], device: torch.device) -> 
 
 @dataclass(frozen=True)
 class VerifiedSets:
-    """The sets of the tokens that one verification accepted, first on the device and later on the host.
+    """The sets of the tokens that one verification accepted, in tensors on the device or on the host.
 
     Attributes:
         rows: the requests of the batch, as recorded when the verification ran.
@@ -253,8 +254,8 @@ class VerifiedSets:
         """Append one `Entry` per new token to the `customized_info` of each request that asks for sets.
 
         SGLang may append only some of the accepted tokens, because a stop condition or a grammar can end the
-        request earlier. If an appended token is not the accepted token of the same slot, the appended token's
-        `Entry` holds the problem instead of a set.
+        request earlier. Each appended token must equal the token that SGLang accepted in the same slot. If
+        the tokens differ, the `Entry` of the appended token holds the problem instead of a set.
         """
         by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
         found = self._by_slot()
@@ -303,10 +304,10 @@ class VerifiedSets:
         return found
 
     def _drawing_problem(self, slot: int) -> str:
-        """Return why SGLang could not have drawn the token in a slot, or an empty string if it could.
+        """Return why SGLang could not draw the token in a slot, or an empty string if SGLang could draw it.
 
         `is_inside` records whether SGLang's sampling kernel could have drawn the token. If SGLang called no
-        sampling kernel, this method returns an empty string only for a greedy request.
+        sampling kernel, this method returns an empty string for a greedy request, and a problem otherwise.
         """
         if self.is_inside is not None:
             token_id = int(self.token_ids[slot])

@@ -102,8 +102,8 @@ def create_app(
         """Return the log-probs and candidate sets of given sequences.
 
         Without `stream`, the answer is one JSON object. With `stream`, the answer has one message per
-        sequence, encoded as in `POST /rollouts`. The last message is `{"done": true, "scores": N}`. If the
-        caller disconnects, the sidecar aborts the request.
+        sequence, and the sidecar encodes each message as in `POST /rollouts`. The last message is
+        `{"done": true, "scores": N}`. If the caller disconnects, the sidecar aborts the request.
         """
         return SampleEndpoint(SCORES, engine, limits, bodies, concurrency, memory, metrics)
 

@@ -1,7 +1,7 @@
 """API-key middleware: check the bearer key before any byte of the body is read.
 
 The middleware implements ASGI directly, because Starlette's `BaseHTTPMiddleware` would run the route in a
-separate task. In a separate task, the route would not notice that the caller disconnects.
+separate task. A route in a separate task would not notice that the caller disconnects.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class SampleJson:
     bytes, and does not encode the candidate sets.
 
     Args:
-        sample: the sample or score, whose candidate sets `SampleJson` keeps in memory.
+        sample: the sample or score. `SampleJson` keeps the sample's candidate sets in memory.
     """
 
     def __init__(self, sample: Rollout | Score) -> None:

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class SampleEndpoint(Response):
-    """The response object of `POST /rollouts` and `POST /scores`, which reads one request and answers it.
+    """The response object that reads and answers one request of `POST /rollouts` or `POST /scores`.
 
     Args:
         spec: the route's body parser, request check, JSON field names, and media type.
@@ -186,8 +186,8 @@ class SampleEndpoint(Response):
         """Send one message per sample, in the encoding that the caller accepts.
 
         The response starts with status 200 when the first sample finishes. A stream that has started carries
-        one error message for each failed prompt. If no sample finishes, the first failed prompt determines
-        the response's status.
+        one error message for each failed prompt. If no sample finishes, the prompt that fails first
+        determines the response's status.
         """
         failures: list[FailedPrompt] = []
         num_sent = 0
@@ -267,7 +267,7 @@ class SampleEndpoint(Response):
         """
         if self._is_started:
             if self._is_stream:
-                # Stop sending after a timeout, because the caller may have stopped reading.
+                # Limit the time for sending the error, because the caller may have stopped reading.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LAST_MESSAGE_TIMEOUT_S):
                         await self._send_message(send, error_body(error))
@@ -289,7 +289,7 @@ class SampleEndpoint(Response):
 def _whole(
     opening: bytes, records: dict[tuple[int, int], SampleJson], order: Iterable[tuple[int, int]]
 ) -> Iterable[bytes]:
-    """Yield an answer's JSON in chunks, the records in `order`. Free each record after its last chunk."""
+    """Yield the answer's JSON in chunks, with records in `order`. Free each record after its last chunk."""
     for at in order:
         yield opening
         yield from records.pop(at)

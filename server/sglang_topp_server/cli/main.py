@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     # argparse would drop the `--` and parse SGLang's options as options of `sglang-topp`. So split the
-    # arguments at `--` first.
+    # arguments at `--` before argparse parses them.
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
     args = parser.parse_args(given[:split])

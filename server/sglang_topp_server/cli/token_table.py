@@ -39,7 +39,7 @@ def server_token_texts(info: Mapping[str, Any], rollouts: Sequence[Rollout]) -> 
     Args:
         info: the result of `RolloutClient.server_info` for a sidecar or an engine.
         rollouts: rollouts that the server generated. This function checks that the local tokenizer decodes
-            the tokens of these rollouts to the same texts.
+            the rollouts' tokens to the rollouts' texts.
 
     Returns:
         The texts of the tokens. None if this machine does not have the tokenizer or the package `tokenizers`,

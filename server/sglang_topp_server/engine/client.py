@@ -1,4 +1,4 @@
-"""EngineClient: poll the engine's status, and make the engine generate, score, and abort samples."""
+"""EngineClient: poll the engine's status, and ask the engine for samples, scores, and aborts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ __all__ = ["EngineClient", "FailedPrompt"]
 _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
-# The maximum number of messages of more than 1 MiB that the sidecar reads from the engine at the same time.
-# Each such message holds one sample. `MemoryLimit` counts a sample's memory only after the sidecar has read
-# the sample.
+# The maximum number of long messages (over 1 MiB) that the sidecar reads from the engine at the same time.
+# Each of these messages holds one sample. `MemoryLimit` counts a sample's memory only after the sidecar has
+# read the sample.
 _MAX_LONG_MESSAGES = 4
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
@@ -100,7 +100,7 @@ class EngineClient:
 
         Raises:
             PatchError: the engine is not patched.
-            ServerError: the engine has not become ready yet (503).
+            ServerError: the engine has not become ready yet (HTTP status 503).
         """
         await self._has_probed.wait()
         if self.status.phase == "unpatched":
@@ -110,7 +110,7 @@ class EngineClient:
         return self.status.model
 
     async def _generate_one(self, timeout_s: float) -> None:
-        """Generate one token with its candidate set, through the same code as the requests of callers."""
+        """Generate one token with its candidate set, through the code that also serves callers' requests."""
         requests = plan([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)
         async for _ in self._runner.rollouts(requests, timeout_s=timeout_s, request_id=_PROBE_ID):
             pass
@@ -177,7 +177,7 @@ class EngineClient:
                     del sample
         except SglangToppError as error:
             if isinstance(error, MissingCandidateSetsError):
-                # The engine may have been restarted without the patch set since the last probe.
+                # After the last probe, someone may have restarted the engine without the patch set.
                 self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
                 self._has_been_ready = False
             if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):

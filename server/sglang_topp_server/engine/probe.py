@@ -73,13 +73,13 @@ class EngineStatus:
     def survives_grammars(self) -> bool:
         """Return whether the engine survives a grammar that forbids every next token.
 
-        The value is in the patch set's last report of its state.
+        The patch set reports this value, and the method reads the last report.
         """
         return self.patch.get("sanitizes_logits") is True
 
     @property
     def problems(self) -> list[str]:
-        """Return the reasons that the patch set gives for being inactive."""
+        """Return the patch set's reasons for being inactive."""
         problems = self.patch.get("problems")
         return [str(problem) for problem in problems] if isinstance(problems, list) else []
 

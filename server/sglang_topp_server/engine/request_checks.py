@@ -36,10 +36,10 @@ def check_rollout_request(request: RolloutsBody, model: Model, *, survives_gramm
             tell in advance whether a grammar will forbid every next token.
 
     Raises:
-        InvalidInputError: a value would crash the engine (400). The error's message names the field, the
-            value, and the accepted values.
-        BadRequestError: a text is too long (413). Other requests would have to wait while the engine
-            tokenizes such a text.
+        InvalidInputError: a value would crash the engine (HTTP status 400). The error's message names
+            the field, the value, and the accepted values.
+        BadRequestError: a text is too long (HTTP status 413). Other requests would have to wait while the
+            engine tokenizes the long text.
     """
     for i, rollout in request.given.items():
         check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
@@ -63,10 +63,10 @@ def check_score_request(request: ScoresBody, model: Model) -> None:
     """Check that a parsed score request would not crash or block the engine.
 
     Raises:
-        InvalidInputError: a value would crash the engine (400). The error's message names the field, the
-            value, and the accepted values.
-        BadRequestError: a text is too long (413). Other requests would have to wait while the engine
-            tokenizes such a text.
+        InvalidInputError: a value would crash the engine (HTTP status 400). The error's message names
+            the field, the value, and the accepted values.
+        BadRequestError: a text is too long (HTTP status 413). Other requests would have to wait while the
+            engine tokenizes the long text.
     """
     _check_prompts("sequences", request.sequences, request.wanted, model)
 

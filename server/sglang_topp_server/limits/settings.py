@@ -1,4 +1,4 @@
-"""Limits on requests, time, and memory of one sidecar."""
+"""The limits of one sidecar on requests, time, and memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["MIN_BYTES_PER_S", "Limits"]
 MIN_BYTES_PER_S = 1 << 16
 """The minimum rate, in bytes per second, at which a request body must arrive.
 
-A request body may lag behind this rate by at most `Limits.max_stall_s` seconds."""
+A request body may fall behind a schedule of this rate by at most `Limits.max_stall_s` seconds."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on requests, time, and memory of one sidecar.
+    """The limits of one sidecar on requests, time, and memory.
 
     Attributes:
         max_in_flight: maximum number of requests in flight. Further requests get a 429. A request is in
@@ -23,8 +23,8 @@ class Limits:
         max_body_bytes: maximum bytes of one request body. All bodies larger than 64 KiB together take at
             most four times `max_body_bytes` of memory. A body that needs more memory than is free must wait.
         timeout_s: maximum seconds from a request's headers to the last byte of its answer.
-        max_stall_s: maximum seconds by which a request body may lag behind a rate of 64 KiB/s. A request
-            whose body lags further gets a 408. If a caller leaves its answer unread for `max_stall_s`
+        max_stall_s: maximum seconds by which a request body may fall behind a schedule of 64 KiB/s. A request
+            whose body falls further behind gets a 408. If a caller leaves its answer unread for `max_stall_s`
             seconds, the kernel resets the connection (on Linux only).
         max_held_bytes: maximum bytes of finished samples that are not sent yet, over all requests. If all
             requests together exceed this maximum, the request that holds the most bytes ends with an error.

@@ -20,7 +20,7 @@ from sglang_topp_server.metrics import Metrics
 __all__ = ["MemoryLimit", "MemoryShare", "num_bytes_of"]
 
 _BYTES_PER_CANDIDATE = 8
-# The approximate memory of one token in bytes: its log-prob, and its id as text in the JSON of the answer.
+# The approximate number of bytes that a token takes: its log-prob, plus its id as text in the answer's JSON.
 _BYTES_PER_TOKEN = 12
 
 
@@ -53,7 +53,7 @@ class MemoryShare:
         self._limit.change(self, num_bytes_of(sample))
 
     def remove(self, num_bytes: int) -> None:
-        """Stop counting `num_bytes` bytes, which the request no longer holds."""
+        """Subtract `num_bytes` from the memory that the request holds."""
         self._limit.change(self, -num_bytes)
 
 

@@ -8,10 +8,10 @@ supervisor reads a pipe, and only `serve` holds the pipe's write end. A byte on 
 to stop the engine. End-of-file without a byte means that `serve` was killed.
 
 To stop the engine, the supervisor sends SIGTERM to the engine's first process, which drains requests and ends
-its children. After `grace_s` seconds, or once the first process has ended, the supervisor kills all of the
-engine's remaining processes. If `serve` was killed, the grace period is at most one second. A SIGTERM to the
-supervisor skips the grace period. After all of the engine's processes have ended, the supervisor exits with
-the engine's exit status.
+its children. Once the engine's first process has ended, or after `grace_s` seconds, the supervisor kills all
+of the engine's remaining processes. If `serve` was killed, the grace period is at most one second. A SIGTERM
+to the supervisor skips the grace period. After all of the engine's processes have ended, the supervisor exits
+with the engine's exit status.
 """
 
 from __future__ import annotations

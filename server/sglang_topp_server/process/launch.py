@@ -82,10 +82,10 @@ def url_of(host: str, port: int) -> str:
 def check_free(host: str, port: int) -> int:
     """Return `port` if no process listens on it; for port 0, return a free port.
 
-    For port 0, the result is from 10,000 to 21,999. SGLang may also use the port 10,000 above the engine's
-    port. The engine starts to listen about half a minute after its launch. Until then, the engine's port and
-    the port 10,000 higher must stay free. Linux gives outgoing connections only ports from 32,768 on, so no
-    outgoing connection takes one of the engine's ports.
+    For port 0, the result is from 10,000 to 21,999. SGLang may also use a second port, whose number is the
+    engine's port plus 10,000. The engine starts to listen about half a minute after its launch. Until then,
+    both ports must stay free. Linux gives outgoing connections only ports from 32,768 on, so no outgoing
+    connection takes one of the engine's ports.
 
     Raises:
         InvalidInputError: a process listens on the port. An engine started on a taken port would fail, and
@@ -218,8 +218,8 @@ def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> so
 
     Args:
         host, port: the address; port 0 takes a free port.
-        reader_timeout_s: seconds after which the kernel resets a connection whose peer does not read its data
-            (Linux only). If None, the kernel keeps a connection whose peer does not read.
+        reader_timeout_s: seconds after which the kernel resets a connection if the peer does not read the
+            data that was sent (Linux only). If None, the kernel keeps a connection whose peer does not read.
 
     Raises:
         InvalidInputError: another process listens on the address, or `host` is not an address of this

@@ -3,9 +3,9 @@
     python -m sglang_topp_server.process.sglang_with_env_key ARGUMENTS
 
 SGLang takes its API key as a command-line argument, which every user of the machine can see in the process
-list. Only a process's owner and root can read the process's environment. This module reads the key from the
-environment, and adds the key to `sys.argv` inside the running process. The process list does not show changes
-to `sys.argv`.
+list. Only root and the owner of a process can read the environment of the process. This module reads the key
+from the environment, and adds the key to `sys.argv` inside the running process. The process list does not
+show changes to `sys.argv`.
 """
 
 from __future__ import annotations

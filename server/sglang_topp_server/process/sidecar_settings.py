@@ -21,7 +21,7 @@ class Settings:
         limits: the sidecar's limits.
         ready_timeout_s: seconds within which an engine must become ready after `serve` has started it.
         grace_s: seconds that requests in flight may continue after a signal. After the sidecar has stopped,
-            the engine has the same number of seconds to end.
+            the engine has another `grace_s` seconds to end.
         view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
 

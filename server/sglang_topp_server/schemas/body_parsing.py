@@ -45,7 +45,7 @@ def _with_few_unknown(given: Any, kind: type[BaseModel]) -> Any:
 
 
 def num_prompts(prompts: Any) -> int:
-    """Return the number of prompts in a body's `prompts` or `sequences` field, which may still be invalid."""
+    """Return the number of prompts in a body's unchecked `prompts` or `sequences` field."""
     is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int | dict))
     return 1 if is_one else len(prompts)
 

@@ -120,4 +120,4 @@ class SampleBody(Protocol):
 
     @property
     def wanted(self) -> Sequence[SampleRequest]:
-        """The requested samples, one entry per prompt."""
+        """One `SampleRequest` for each prompt."""

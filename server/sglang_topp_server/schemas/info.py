@@ -15,7 +15,7 @@ __all__ = ["EngineInfo", "Info", "LimitsInfo", "ModelInfo", "PatchInfo"]
 
 
 class ModelInfo(BaseModel):
-    """The engine's vocabulary and context sizes, and the resulting limit on the length of a text prompt."""
+    """The engine's vocabulary size and context length, and the resulting length limit of a text prompt."""
 
     vocab_size: int
     context_length: int

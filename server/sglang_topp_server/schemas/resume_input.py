@@ -16,7 +16,7 @@ __all__ = ["read_resumed_tokens", "read_rollouts"]
 
 
 def read_rollouts(records: Any) -> list[Rollout]:
-    """Decode the JSON records in the body's `rollouts` field to `Rollout` objects.
+    """Decode the JSON records in the body's `rollouts` field into `Rollout` objects.
 
     Raises:
         InvalidInputError: a record is not a valid rollout; the error names the record's index and field.
@@ -38,14 +38,14 @@ def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[Sam
     """Return a copy of each request in `wanted`, with `resumed_tokens` set from the request body.
 
     Args:
-        given: the body's `resumed_tokens`: one number for all requests, or a list with one number for each.
-            If `given` is None, the function returns the requests unchanged.
+        given: the body's `resumed_tokens`, which is one number for all requests, or a list with one number
+            per request. If `given` is None, the function returns the requests unchanged.
         wanted: the planned requests, one per prompt.
 
     Raises:
         InvalidInputError: `given` has the wrong number of values, a value is not an integer of 0 or more, or
-            a value exceeds the number of its prompt's token ids. This number is 0 if the prompt is a
-            text or chat messages.
+            a value exceeds the number of token ids in the request's prompt. A prompt that is a text or a list
+            of chat messages has 0 token ids.
     """
     if given is None:
         return list(wanted)

@@ -80,7 +80,7 @@ class RolloutsBody(BaseModel):
 
     @property
     def wanted(self) -> list[SampleRequest]:
-        """The requested samples, one entry per prompt. `wanted` is empty until `parse_rollouts` has run."""
+        """One `SampleRequest` for each prompt. `wanted` is empty until `parse_rollouts` has run."""
         return self._wanted
 
     @property
@@ -135,7 +135,7 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> RolloutsBody:
 
 
 def _num_samples(request: RolloutsBody) -> int:
-    """Return the number of requested samples: the sum of `n` over the prompts, or the number of `rollouts`.
+    """Return how many samples are requested: one per rollout, or the sum of `n` over the prompts.
 
     A missing or invalid `n` counts as 1.
     """
@@ -153,7 +153,7 @@ class Timing(BaseModel):
 
 
 class WeightSpan(BaseModel):
-    """The weight version that generated the tokens from `start` up to, but not including, `end`."""
+    """The version of the weights that generated the tokens from `start` up to, but not including, `end`."""
 
     version: str
     start: int

@@ -28,7 +28,7 @@ export function linear(low, high, start, length) {
   return (value) => start + ((value - low) / (high - low || 1)) * length;
 }
 
-/** Return about `wanted` round numbers between `low` and `high`, for the ticks of an axis. */
+/** Return round numbers between `low` and `high`, for an axis's ticks. Their count is close to `wanted`. */
 export function niceTicks(low, high, wanted = 4) {
   const rough = (high - low) / wanted || 1;
   const power = 10 ** Math.floor(Math.log10(rough));

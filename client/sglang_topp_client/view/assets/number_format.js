@@ -5,7 +5,7 @@ export function whole(value) {
   return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US");
 }
 
-/** Format a number with `digits` decimals. */
+/** Format a number with a fixed number of decimals, `digits`. */
 export function fixed(value, digits = 4) {
   return value === null || value === undefined || Number.isNaN(value) ? "–" : value.toFixed(digits);
 }

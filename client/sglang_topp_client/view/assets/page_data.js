@@ -13,7 +13,7 @@ export function isDetailed(row) {
   return document.getElementById(`detail-${row}`) !== null;
 }
 
-/** Decode the tokens of the rollout with the number `row`. `view/token_view_data.py` describes the encoding. */
+/** Decode the tokens of rollout number `row`. `view/token_view_data.py` describes the encoding. */
 export async function openDetail(row) {
   if (!opened.has(row)) opened.set(row, decode(document.getElementById(`detail-${row}`).textContent));
   return opened.get(row);

@@ -53,8 +53,8 @@ export async function drawRollout(view, row, position) {
   function select(next, block = "nearest") {
     shown.position = Math.max(0, Math.min(next, detail.ids.length - 1));
     if (!detail.ids.length) return;
-    // The candidate panel is drawn before the scroll, because a change of the panel's height moves the tokens on
-    // a phone, where the panel is below the tokens.
+    // On a phone, the candidate panel is below the tokens, so a new panel height moves the tokens. Draw the
+    // panel before scrolling to the token.
     drawCandidates(panel, detail, shown.position);
     for (const flow of flows) if (shown.position < flow.detail.ids.length) flow.select(shown.position, block);
     // The page's address may already name another rollout, although the hashchange event has not arrived yet.
@@ -88,7 +88,8 @@ export async function drawRollout(view, row, position) {
 
   async function addColumn(other, name = null, box = null) {
     const otherDetail = other === row ? detail : await openDetail(other);
-    // While `openDetail` decoded the tokens, the user may have unchecked the sample or left this rollout.
+    // While `openDetail` decoded the tokens, the user may have cleared the sample's checkbox or left this
+    // rollout.
     if (wanted !== row || box?.checked === false) return;
     const partsAt = other === row ? null : partingOf(detail, otherDetail);
     const flow = new TokenFlow(otherDetail, (t) => select(t), partsAt);

@@ -34,7 +34,7 @@ export function colorClass(metric, value) {
   return diverging ? `d${DIVERGING_BOUNDS.filter((bound) => value > bound).length}` : `c${level(value)}`;
 }
 
-/** Return the legend of a metric as a list of `[class, text]`, with the CSS class and the range of each level. */
+/** Return the legend of a metric: a list of `[class, text]`, each level's CSS class and value range. */
 export function legendOf(metric) {
   const { diverging, levels } = METRICS[metric];
   return (diverging ? DIVERGING_LEVELS : levels).map((text, i) => [`${diverging ? "d" : "c"}${i}`, text]);

@@ -50,7 +50,7 @@ export class TokenFlow {
     const block = this.blocks[Math.floor(position / TOKENS_PER_BLOCK)];
     if (!block) return;
     if (!block.firstChild) {
-      // Draw the neighboring blocks of tokens too: the browser must know their heights before it scrolls.
+      // Also draw the neighboring blocks of tokens: the browser must know their heights before it scrolls.
       const at = this.blocks.indexOf(block);
       for (const near of this.blocks.slice(Math.max(0, at - 6), at + 7)) if (!near.firstChild) this.#draw(near);
     }
@@ -64,8 +64,8 @@ export class TokenFlow {
     return position === null ? null : this.element.querySelector(`[data-t="${position}"]`);
   }
 
-  /** Search an adjacent line for the token horizontally closest to the selected token, and return its position.
-   * If `direction` is -1, search the line above the selected token. If it is 1, search the line below. */
+  /** Return the position of the token on an adjacent line that is horizontally closest to the selected token.
+   * If `direction` is -1, search the line above the selected token. If `direction` is 1, search below it. */
   tokenOnAdjacentLine(direction) {
     const from = startOf(this.tokenAt(this.selected));
     if (!from) return this.selected;

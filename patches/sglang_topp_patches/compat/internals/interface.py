@@ -21,7 +21,7 @@ class Internals(Protocol):
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
         """Replace `top_logprobs_nums` of a forward pass.
 
-        The new list also records which rows of the pass ask for candidate sets.
+        The new list also records the rows of the pass whose requests ask for candidate sets.
 
         Args:
             top_logprobs_nums: the new list, a `requested_rows.TopLogprobsNums`.
@@ -30,7 +30,7 @@ class Internals(Protocol):
         """
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Remove an earlier pass's candidate sets from `logits_output`, which SGLang may reuse."""
+        """Remove an earlier pass's candidate sets from `logits_output`. SGLang may reuse this object."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
         """Attach candidate sets to a forward pass's results, before the results are copied to the host.
@@ -38,8 +38,8 @@ class Internals(Protocol):
         Args:
             logits_output: SGLang's `LogitsProcessorOutput` of the pass.
             output: an object that holds the candidate sets of the forward pass. `output.copy_to_host` runs
-                first. `output.consume` runs after the scheduler has added the new tokens to the requests, and
-                receives these tokens as an argument.
+                first. After the scheduler has added the new tokens to the requests, `output.consume` runs,
+                and receives the new tokens as an argument.
         """
 
     def append(self, current: Any, output: Any) -> Any:
@@ -62,21 +62,21 @@ class Internals(Protocol):
         """
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return the (module, attribute name) pairs under which `eagle_sample` looks up its sampling kernels.
+        """Return a (module, attribute name) pair for each sampling kernel that `eagle_sample` looks up.
 
         In a pair, None stands for a module that is not imported. On a device without a sampling kernel, the
         module may lack the kernel's attribute.
         """
 
     def sanitizes_logits(self) -> bool:
-        """Return whether SGLang's setting that sanitizes logits is on. By default, the setting is off.
+        """Return whether SGLang sanitizes logits (`SGLANG_SANITIZE_NAN_LOGITS`). By default, it does not.
 
         If a grammar forbids every token in a row of logits, the row's request fails. If SGLang sanitizes
         logits, the other requests of the forward pass succeed.
         """
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return, in ascending order, the indices of a forward pass's rows that score prompt tokens.
+        """Return the ascending indices of the logits rows with which a forward pass scores prompt tokens.
 
         Args:
             metadata: SGLang's `LogitsMetadata`.
@@ -84,18 +84,18 @@ class Internals(Protocol):
         """
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Compute a prompt's log-probs with the same operations as SGLang, in the same order.
+        """Compute a prompt's log-probs with the operations that SGLang uses, in the same order.
 
         Args:
-            processor: SGLang's `InputLogprobProcessor`, or, before SGLang 0.5.16, its `LogitsProcessor`.
+            processor: SGLang's `InputLogprobProcessor`. Before SGLang 0.5.16: SGLang's `LogitsProcessor`.
             logits: float [R, V], the logits of R rows over the V tokens of the vocabulary.
         """
 
     def prompt_rows(self) -> list[Any]:
         """Return an empty list, to which the scheduler appends a prompt's candidate sets.
 
-        The list belongs to a request's `customized_info`. SGLang sends this list to the HTTP process once and
-        as a whole. SGLang slices an ordinary list in `customized_info`, and sends each slice with the new
+        The list belongs to a request's `customized_info`. SGLang sends the whole list to the HTTP process in
+        one message. SGLang slices an ordinary list in `customized_info`, and sends each slice with the new
         tokens to which the slice belongs.
         """
 

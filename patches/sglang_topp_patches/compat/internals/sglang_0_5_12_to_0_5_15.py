@@ -33,9 +33,9 @@ class Sglang0514(Sglang0515):
     def align(self, reqs: Sequence[Any]) -> None:
         """If a request has `KEY` or `PROMPT_KEY` in `customized_info`, add that key to all requests.
 
-        SGLang sends the values of a `customized_info` key only for the requests that have the key. Then
-        SGLang looks up each request's value by the request's position in the whole batch. If one request
-        lacked the key, SGLang would give some requests the values of other requests.
+        SGLang sends the values of a `customized_info` key only for the requests that have the key. SGLang's
+        `TokenizerManager` looks up each request's value by the request's position in the whole batch. If one
+        request lacked the key, SGLang would give some requests the values of other requests.
         """
         keys = {key for req in reqs for key in (req.customized_info or ()) if key in (KEY, PROMPT_KEY)}
         for req in reqs if keys else ():
@@ -44,7 +44,7 @@ class Sglang0514(Sglang0515):
                 info.setdefault(key, [])
 
     def _arrived(self, recv_obj: Any) -> dict[str, Any]:
-        # Up to 0.5.14, the scheduler's message holds `customized_info` itself, not a pickle of it.
+        # Up to SGLang 0.5.14, the scheduler's message holds `customized_info` itself instead of a pickle.
         return getattr(recv_obj, "customized_info", None) or {}
 
 

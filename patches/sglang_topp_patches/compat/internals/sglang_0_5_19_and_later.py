@@ -34,7 +34,7 @@ class Sglang0523:
     """Adapter to SGLang 0.5.23 and later."""
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Set `top_logprobs_nums` on the `ForwardBatch`, which every function in a pass receives."""
+        """Set `top_logprobs_nums` on the `ForwardBatch`, which every function in a forward pass receives."""
         forward_batch.top_logprobs_nums = top_logprobs_nums
 
     def begin_pass(self, logits_output: Any) -> None:
@@ -60,8 +60,8 @@ class Sglang0523:
     def weight_version(self) -> str:
         """Read the weight version from SGLang's `get_serving`.
 
-        SGLang changes the weights and their version only between passes, in the thread that launches the
-        passes. All rows of a pass therefore have the same weight version.
+        SGLang changes the weights and their version only between forward passes, in the thread that launches
+        the passes. All rows of a forward pass therefore have the same weight version.
         """
         from sglang.srt.runtime_context import get_serving
 
@@ -76,7 +76,7 @@ class Sglang0523:
         return settings.kernel.sampling_backend, bool(settings.deterministic.rl_on_policy_target)
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Return the target-only kernel and the rejection sampling kernel, which `eagle_sample` calls."""
+        """Return the two kernels that `eagle_sample` calls: the target-only and the rejection kernel."""
         # `eagle_utils`, the module of `eagle_sample`, imports both kernels at its top level.
         module = sys.modules.get("sglang.srt.speculative.eagle_utils")
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
@@ -90,7 +90,7 @@ class Sglang0523:
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
         """Return the row indices from the copy that SGLang 0.5.21 and later make on the host.
 
-        Before 0.5.21, SGLang has the indices only on the device, so this method waits for the device.
+        Before 0.5.21, SGLang keeps the row indices only on the device, so this method waits for the device.
         """
         on_host: Sequence[int] | None = getattr(metadata, "input_logprob_indices_cpu", None)
         return indices.tolist() if on_host is None else on_host
@@ -111,8 +111,8 @@ class Sglang0523:
         SGLang 0.5.22 and later can themselves send a list once per request
         (`is_request_level_customized_info_key`). The patch set does not use this feature, because SGLang
         would send the list of an unstreamed answer only when the request finishes. A request that is aborted
-        while a pause holds it in the queue never finishes. The answer to such a request still has tokens,
-        because the scheduler sends new tokens to the HTTP process after every 50 tokens, even without
+        while a pause holds it in the queue never finishes. The answer to the aborted request still has
+        tokens, because the scheduler sends new tokens to the HTTP process after every 50 tokens, even without
         streaming.
         """
         return SentOnce()
@@ -146,11 +146,11 @@ class Sglang0523:
 
 
 class SentOnce(list[Any]):
-    """A list in `customized_info` that SGLang sends to the HTTP process once and as a whole.
+    """A list that SGLang sends to the HTTP process once and as a whole, as part of `customized_info`.
 
     For each message to the HTTP process, SGLang slices every list in `customized_info`. The bounds of the
-    slice are the positions of the new tokens. When SGLang slices a `SentOnce`, the `SentOnce` ignores the
-    bounds of the slice, returns all of its entries as one entry, and becomes empty.
+    slice are the positions of the new tokens. A `SentOnce` ignores these bounds: a slice of it is a list
+    whose one entry holds all values of the `SentOnce`. Afterwards, the `SentOnce` is empty.
     """
 
     def __getitem__(self, part: Any) -> Any:
@@ -167,7 +167,10 @@ class Sglang0521(Sglang0523):
     """Adapter to SGLang 0.5.21 and 0.5.22, where each call of `eagle_sample` imports the sampling kernel."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import the sampling kernel's module: from SGLang on CUDA devices, else from `sgl_kernel`."""
+        """Import the sampling kernel's module.
+
+        On CUDA devices, the module belongs to SGLang. On other devices, the module belongs to `sgl_kernel`.
+        """
         from sglang.srt.utils.common import is_cuda
 
         name = "sglang.kernels.ops.speculative.sampling" if is_cuda() else _PACKAGE
@@ -178,7 +181,7 @@ class Sglang0520(Sglang0521):
     """Adapter to SGLang 0.5.20, where the sampling kernel comes from the package `sgl_kernel`."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import `sgl_kernel`, which provides the sampling kernel on every device up to SGLang 0.5.20."""
+        """Import `sgl_kernel`, from which SGLang up to 0.5.20 takes the sampling kernel on every device."""
         return ((_imported(_PACKAGE), _KERNEL),)
 
 

@@ -131,7 +131,7 @@ def _sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _record(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout's JSON record, with lists instead of base64, and null for log-probs of -inf."""
+    """Return a rollout's JSON record: arrays become lists instead of base64, and -inf becomes null."""
     from sglang_topp_client.codecs.rollout_json import rollout_to_json
 
     candidates = None

@@ -1,7 +1,7 @@
 """`sglang-topp rollouts PATH`: print statistics of the rollouts in a file or a directory.
 
-To save memory, the command reads one Parquet row group at a time, and keeps only counters, such as the number
-of candidate sets of each size.
+To save memory, the command reads one Parquet row group at a time. The command keeps only counters. For
+example, it counts the candidate sets of each size.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ __all__ = ["add_parser"]
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command `completion`, which prints a script for the shell completion of `sglang-topp`.
 
-    `main` stores the parser of all subcommands in `args.root`.
+    `main` stores the root parser, which contains the subcommands' parsers, in `args.root`.
     """
     parser = add_command(
         commands,
