@@ -136,7 +136,7 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]
 
 
 class _AnswerRecorder:
-    """Wrapper of SGLang's tokenizer manager that keeps the last output of one request."""
+    """Wraps SGLang's tokenizer manager, and keeps the last output of one request."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

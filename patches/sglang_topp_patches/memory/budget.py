@@ -59,10 +59,12 @@ class Budget:
     much in JSON lists.
 
     Attributes:
-        max_candidates_per_sample: the limit for one sample and its prompt. The default is 2^25 candidates,
-            which take 358 MB in base64, or `max_candidates_in_flight` if that is smaller.
-        max_candidates_in_flight: the limit for the total of all samples that the process holds at a time. The
-            default is one candidate per 256 bytes of the machine's or container's memory.
+        max_candidates_per_sample: the largest number of candidates that one sample may have, including the
+            candidates of its prompt. The default is 2^25 candidates, which take 358 MB in base64, or
+            `max_candidates_in_flight` if that is smaller.
+        max_candidates_in_flight: the largest number of candidates that the process may hold at a time, summed
+            over all samples. The default is one candidate per 256 bytes of the machine's or container's
+            memory.
         staged_candidates_per_row: the capacity of the staging area, a GPU buffer for the sets of a forward
             pass, in candidates per row. Requests may exceed this capacity. If the sets of some rows do not
             fit, the scheduler extracts these sets again and waits for the device (`scheduler.gpu_staging`).

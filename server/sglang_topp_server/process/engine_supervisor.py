@@ -82,7 +82,7 @@ def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
     watched = [pipe, woken]
     deadline = None
     # WNOWAIT leaves the engine's first process as a zombie after its end, so the kernel cannot reuse the
-    # process's id. If the kernel reused the id, `main` might kill an unrelated process group.
+    # process's id. If the system reused the id, `main` might kill an unrelated process group.
     while os.waitid(os.P_PID, engine_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:

@@ -21,7 +21,7 @@ class Internals(Protocol):
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
         """Replace `top_logprobs_nums` of a forward pass.
 
-        The new list also records the rows of the pass whose requests ask for candidate sets.
+        The new list also records which rows of the pass belong to requests for candidate sets.
 
         Args:
             top_logprobs_nums: the new list, a `requested_rows.TopLogprobsNums`.
