@@ -85,7 +85,7 @@ class StreamedExchange(ABC, Generic[_Result]):
 
         The client sends `request_id` with a random suffix, because SGLang rejects an id that is in use. The
         suffix has a fixed length, because SGLang's scheduler matches the id in an abort request as a prefix.
-        With suffixes of any length, an abort of `a-1` would also abort `a-10`.
+        If the suffixes differed in length, an abort of `a-1` would also abort `a-10`.
         """
         (self._wanted,) = wanted
         self._rid = fresh_id(request_id)

@@ -85,7 +85,7 @@ def add_trainer_columns(
 
     Raises:
         InvalidInputError: the file `target` exists; no column is given; or a column has too few, too many, or
-            invalid values. An error about a column names the column.
+            invalid values. If an error is about a column, the message states the column's name.
         WireError: the rollouts cannot be read; the error names the file.
         OSError: a file cannot be read or written; the error names the file.
         ModuleNotFoundError: pyarrow is not installed.

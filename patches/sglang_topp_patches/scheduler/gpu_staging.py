@@ -73,7 +73,7 @@ _TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], ExtractedSets]
 
 
 class _Kept:
-    """The tensors from which the host can extract a pass's sets again. `free` drops the tensors.
+    """The tensors that the host needs to repeat the extraction of a pass's sets. `free` drops the tensors.
 
     Attributes:
         process: the state of this scheduler process. `process.in_flight` counts the memory of the kept
