@@ -1,15 +1,13 @@
 """Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
-every block. The cutoff of a nucleus is the sort key that separates the nucleus's log-probs from lower
-log-probs. The block maxima are some of the row's log-probs. The total probability of the maxima above a given
-value is therefore at most the total probability of all log-probs above that value. So if the probabilities of
-the maxima above a value sum to the threshold `p` or more, the row's whole nucleus lies above that value. A
-block is called active if its maximum is in the nucleus of the maxima. If a block holds a token of the row's
-nucleus, the block's maximum is at least this token's log-prob, so the block is active. The active blocks
-therefore contain the row's whole nucleus. The second kernel searches for the exact cutoff among the log-probs
-of the active blocks. The last kernel writes out the tokens of the nucleus. Most rows of a language model have
-a few dozen active blocks out of thousands. A row of normally distributed logits with standard deviation 6 has
+every block. It takes the largest maxima, as few as have a total probability of `p` or more. If all maxima
+together have a lower probability, it takes all of them. The blocks of these maxima are called active. The
+active blocks contain the row's whole nucleus: their maxima are log-probs of the row and already reach `p`, so
+the nucleus holds no token below the smallest of them. All tokens of the other blocks lie below. The second
+kernel searches the active blocks for the exact cutoff, the sort key that separates the nucleus's log-probs
+from lower ones. The last kernel writes out the tokens of the nucleus. Most rows of a language model have a
+few dozen active blocks out of thousands. A row of normally distributed logits with standard deviation 6 has
 85 active blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are
 active, and the extraction takes longer.
 

@@ -1,10 +1,9 @@
-"""Compute log-probs, entropy, and gradients of a softmax over the whole vocabulary, one chunk of rows at a
-time.
+"""Compute log-probs, entropy, and gradients of a softmax over the whole vocabulary, chunk by chunk.
 
 `full_vocab_head` and `logprobs_from_logits` compute their softmax with this module. To save memory, the
 forward pass stores only a few sums per position. In the backward pass, `full_vocab_head` or
-`logprobs_from_logits` provides the logits of one chunk at a time, in a tensor of its own. `to_gradient`
-computes the probabilities from this tensor, and overwrites the tensor with the gradient.
+`logprobs_from_logits` provides the logits of one chunk at a time, in a new tensor. `to_gradient` computes the
+probabilities from this tensor, and overwrites the tensor with the gradient.
 
 Shape legend: T positions, C positions of one chunk, V ids held by this rank without padding.
 """
