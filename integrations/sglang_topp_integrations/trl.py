@@ -168,7 +168,7 @@ class SGLangRollouts:
 _Next: Any = object
 
 
-class ReplayMixin(_Next):  # type: ignore[misc]
+class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
     """Mixin for `trl.GRPOTrainer` that scores over candidate sets.
 
     Put the mixin before `GRPOTrainer` in the list of base classes.

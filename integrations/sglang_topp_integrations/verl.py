@@ -84,7 +84,7 @@ request without sets has None in place of the sets."""
 _Next: Any = object
 
 
-class ReplayHttpServer(_Next):  # type: ignore[misc]
+class ReplayHttpServer(_Next):  # type: ignore[misc]  # `Any` as a base class
     """A mixin for verl's `SGLangHttpServer`: requests with the config's sampling parameters get sets."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +151,7 @@ class _AnswerRecorder:
         return self.last
 
 
-class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl ships no types
     """verl's FSDP engine for policy and reference; it computes log-probs and entropies over the sets.
 
     Raises:
@@ -361,7 +361,7 @@ def _load_replica() -> type[Any]:
     module = importlib.import_module(plain.__module__)
     server_class = type("SGLangHttpServer", (ReplayHttpServer, module.SGLangHttpServer), {})
 
-    class ReplayReplica(plain):  # type: ignore[misc]
+    class ReplayReplica(plain):  # type: ignore[misc]  # verl ships no types
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if not (self.is_reward_model or self.is_teacher_model):

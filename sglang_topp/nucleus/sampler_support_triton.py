@@ -118,10 +118,8 @@ def compact(
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _tile(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
-    is_drawn_ptr, ids_ptr, row, start, width, HAS_IDS: tl.constexpr, TILE: tl.constexpr
-):
+@triton.jit
+def _tile(is_drawn_ptr, ids_ptr, row, start, width, HAS_IDS: tl.constexpr, TILE: tl.constexpr):
     """Load the token ids of a row's next TILE columns, and a mask of the tokens that the sampler can draw."""
     at = start + tl.arange(0, TILE)
     is_drawn = tl.load(is_drawn_ptr + row * width + at, mask=at < width, other=0) != 0
@@ -131,8 +129,8 @@ def _tile(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
     return token_ids, is_drawn
 
 
-@triton.jit(do_not_specialize=["width", "num_rows"])  # type: ignore[untyped-decorator]
-def _count_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["width", "num_rows"])
+def _count_kernel(
     logprobs_ptr,
     rows_ptr,
     is_drawn_ptr,
@@ -198,8 +196,8 @@ def _count_kernel(  # type: ignore[no-untyped-def]
         tl.store(found_ptr + row, tl.sum(size_T, 0) + 1 - tl.max(has_sampled_T, 0))
 
 
-@triton.jit(do_not_specialize=["width", "capacity"])  # type: ignore[untyped-decorator]
-def _compact_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["width", "capacity"])
+def _compact_kernel(
     logprobs_ptr,
     rows_ptr,
     is_drawn_ptr,

@@ -203,16 +203,14 @@ def _key(lowest: float) -> int:
 
 
 @triton.jit
-def _sort_key_descending(values):  # type: ignore[no-untyped-def]  # a kernel, not a Python function
+def _sort_key_descending(values):
     """Compute `top_p_torch.sort_key_descending` in a Triton kernel."""
     bits = (0.0 - values).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _tile(  # type: ignore[no-untyped-def]
-    row_ptr, blocks_ptr, start, num_values, vocab, BLOCK: tl.constexpr, TILE: tl.constexpr
-):
+@triton.jit
+def _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Load the token ids and log-probs of TILE tokens in the active blocks of a row.
 
     `blocks_ptr` points to the indices of the active blocks. The tokens of these blocks, in order, form one
@@ -227,8 +225,8 @@ def _tile(  # type: ignore[no-untyped-def]
     return token_ids, values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _values(  # type: ignore[no-untyped-def]
+@triton.jit
+def _values(
     row_ptr,
     blocks_ptr,
     start,
@@ -253,7 +251,7 @@ def _values(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
+def _above(keys_T, masses_T, keys_P):
     """Return two [P, T] tensors, one of probabilities and one of ones, for the values above each pivot.
 
     If value t is above pivot p, the element [p, t] of the first tensor is the value's probability, and the
@@ -263,8 +261,8 @@ def _above(keys_T, masses_T, keys_P):  # type: ignore[no-untyped-def]
     return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _search(  # type: ignore[no-untyped-def]
+@triton.jit
+def _search(
     row_ptr,
     blocks_ptr,
     num_values,
@@ -324,8 +322,8 @@ def _search(  # type: ignore[no-untyped-def]
     return high, below_high
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _maxima_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _maxima_kernel(
     logprobs_ptr,
     limits_ptr,
     maxima_ptr,
@@ -347,8 +345,8 @@ def _maxima_kernel(  # type: ignore[no-untyped-def]
         tl.store(maxima_ptr + row * num_blocks + block, highest, mask=block < num_blocks)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cut_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _cut_kernel(
     logprobs_ptr,
     limits_ptr,
     sampled_ptr,
@@ -447,8 +445,8 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
     tl.store(sizes_ptr + row, size)
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity"])  # type: ignore[untyped-decorator]
-def _place_kernel(sizes_ptr, starts_ptr, num_rows, capacity, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
+def _place_kernel(sizes_ptr, starts_ptr, num_rows, capacity, TILE: tl.constexpr):
     end = tl.full((), 0, tl.int64)
     for first in range(0, num_rows, TILE):
         row = first + tl.arange(0, TILE)
@@ -460,8 +458,8 @@ def _place_kernel(sizes_ptr, starts_ptr, num_rows, capacity, TILE: tl.constexpr)
         end += tl.sum(taken, 0)
 
 
-@triton.jit(do_not_specialize=["capacity"])  # type: ignore[untyped-decorator]
-def _compact_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["capacity"])
+def _compact_kernel(
     logprobs_ptr,
     sampled_ptr,
     sizes_ptr,

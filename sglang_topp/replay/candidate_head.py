@@ -41,7 +41,8 @@ __all__ = ["candidate_logprobs", "check_head", "support_logits"]
 _CHUNK_BYTES = 1 << 23  # larger chunks exceed a CPU's cache; smaller chunks need more thread barriers
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes vary, so compiling is useless
+# Shapes vary, so compiling is useless. torch does not annotate the decorator.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def candidate_logprobs(
     hidden: Tensor,
     weight: Tensor,

@@ -47,7 +47,8 @@ class DistillationLoss:
         return self.kl.sum() / self.counted.sum().clamp(min=1)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes vary, so compiling is useless
+# Shapes vary, so compiling is useless. torch does not annotate the decorator.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def distillation_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -162,8 +162,8 @@ def _block(width: int) -> int:
     return min(_MAX_BLOCK, block)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _dot_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
+@triton.jit
+def _dot_kernel(
     left_ptr,
     left_rows_ptr,
     right_ptr,
@@ -191,8 +191,8 @@ def _dot_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python funct
     tl.store(out_ptr + entry, tl.sum(total, axis=1), mask=exists)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _piece_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
+@triton.jit
+def _piece_kernel(
     source_ptr,
     source_rows_ptr,
     weights_ptr,
@@ -238,8 +238,8 @@ def _piece_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python fun
             tl.store(partial_ptr + partial.to(tl.int64) * width + column, total, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _join_kernel(  # type: ignore[no-untyped-def]  # a kernel, not a Python function
+@triton.jit
+def _join_kernel(
     partial_ptr,
     long_segment_ptr,
     pieces_ptr,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.harness import plots, result_files
 from benchmarks.harness.paired_timing import compare_counts
 from benchmarks.harness.result_files import Table
 
 
 def test_tables_with_the_same_picture_name_share_one_picture(tmp_path):
-    pytest.importorskip("matplotlib", reason="`make bench` installs it")
     with result_files.collect_tables() as tables:
         compare_counts("near: linear", "MB", {"all": 8, "some": 2}, target=3.5, picture="sizes")
         compare_counts("far: logarithmic", "MB", {"all": 8e6, "more": 9e8, "some": 2}, picture="sizes")

@@ -1,4 +1,4 @@
-"""Build the page of `sglang-topp view` from rollouts, in two passes over the rollouts.
+"""Build the page of `sglang-topp view` from rollouts, which are read twice.
 
 The first pass over the rollouts computes the statistics, and ranks the rollouts by their worst tokens. The
 second pass encodes only the rollouts that the page shows token by token, so memory never holds the tokens of

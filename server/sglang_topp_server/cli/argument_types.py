@@ -53,4 +53,5 @@ def json_object(text: str) -> dict[str, Any]:
 
 def completes_paths(action: argparse.Action) -> None:
     """Make the scripts of `sglang-topp completion` complete file paths for this argument."""
+    # shtab reads this attribute, which argparse does not declare.
     action.complete = _PATHS  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """`push_weights(via="distributed")`: the group over gloo, the requests of engines, and engines that fail."""
 
 import asyncio
-import contextlib
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import torch
 from torch import distributed
 
 from sglang_topp.errors import InvalidInputError, WeightPushError
-from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_client.weight_push import broadcast_push, named_tensors
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -50,34 +48,9 @@ for _ in range(counts):
 
 
 @pytest.fixture
-def engines(fakes):
-    """Two servers with SGLang's routes, which accept everything; the second has two ranks."""
-
-    async def accept(asked, reply):
-        await reply.json({"success": True, "message": "fine"})
-
-    async def flush(asked, reply):
-        await reply.start(content_type="text/plain")
-        await reply.end()
-
-    with contextlib.ExitStack() as stack:
-        servers = []
-        for tp_size in (1, 2):
-
-            async def info(asked, reply, tp_size=tp_size):
-                await reply.json({"model_path": "m", "tp_size": tp_size, "dp_size": 1, "pp_size": 1})
-
-            paths = {"/server_info": info, FLUSH: flush}
-            paths |= dict.fromkeys((PAUSE, CONTINUE, BEGIN, JOIN, UPDATE, LEAVE, END), accept)
-            servers.append(fakes.FakeServer(UPDATE, paths))
-            servers[-1].url = stack.enter_context(fakes.Uvicorn(servers[-1].app))
-        yield servers
-
-
-@pytest.fixture
-async def client(engines):
-    async with AsyncRolloutClient([engine.url for engine in engines]) as client:
-        yield client
+def engines(start_engines):
+    """Two servers, of which the second has two ranks."""
+    return start_engines(UPDATE, PAUSE, CONTINUE, BEGIN, JOIN, LEAVE, END, tp_sizes=(1, 2))
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The order of a push's steps over several engines, and the engines' state after a failed step."""
 
 import asyncio
-import contextlib
 import pickle
 
 import pytest
@@ -16,26 +15,9 @@ UPDATE = "/update_weights_from_disk"
 
 
 @pytest.fixture
-def engines(fakes):
-    """Three servers with SGLang's routes for pushes, which accept everything."""
-
-    async def info(asked, reply):
-        await reply.json({"version": "0.5.23", "model_path": "m"})
-
-    async def accept(asked, reply):
-        await reply.json({"success": True, "message": "fine"})
-
-    async def flush(asked, reply):
-        await reply.start(content_type="text/plain")
-        await reply.write(b"Cache flushed.\n")
-        await reply.end()
-
-    paths = {"/server_info": info, FLUSH: flush, **dict.fromkeys((PAUSE, CONTINUE, UPDATE), accept)}
-    with contextlib.ExitStack() as stack:
-        servers = [fakes.FakeServer(UPDATE, dict(paths)) for _ in range(3)]
-        for server in servers:
-            server.url = stack.enter_context(fakes.Uvicorn(server.app))
-        yield servers
+def engines(start_engines):
+    """Three servers."""
+    return start_engines(UPDATE, PAUSE, CONTINUE, tp_sizes=(1, 1, 1))
 
 
 def client_of(engines, **options):
