@@ -10,4 +10,4 @@ from tests.triton_subprocess import run_in_subprocess
 
 
 def test_staging():
-    run_in_subprocess(Path(__file__).parent / "staging_cases.py", interpret=not torch.cuda.is_available())
+    run_in_subprocess(Path(__file__).parent / "gpu_staging_cases.py", interpret=not torch.cuda.is_available())

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang_topp_patches.compat.releases import Feature
-from sglang_topp_patches.scheduler import customized_info as entries_module
-from sglang_topp_patches.scheduler import speculative_verification
+from sglang_topp_patches.scheduler import customized_info, speculative_verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler_messages import Entry
 from tests.skip_missing_features import skip_without
@@ -40,7 +39,7 @@ BOTH = pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
 
 @pytest.fixture(autouse=True)
 def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries_module, "charge", lambda *args: None)
+    monkeypatch.setattr(customized_info, "charge", lambda *args: None)
 
 
 def logits_of(count: int, tree: Tree, seed: int = 0) -> Tensor:

@@ -21,15 +21,15 @@ from sglang_topp import nucleus
 from sglang_topp.nucleus import reference
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory.budget import Budget, InFlight
-from sglang_topp_patches.scheduler import customized_info as request_entries
-from sglang_topp_patches.scheduler import extraction as cpu
 from sglang_topp_patches.scheduler import (
+    customized_info,
     generated_sets,
     gpu_staging,
     prompt_sets,
     sampler_candidates,
     speculative_verification,
 )
+from sglang_topp_patches.scheduler import extraction as cpu
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.extraction import extract, extract_support
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
@@ -172,7 +172,7 @@ def committed(token: int) -> Committed:
 @pytest.mark.usefixtures("room")
 def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows by threshold, rows from the sampler, and rows without sets, from the hook to the request."""
-    monkeypatch.setattr(request_entries, "charge", lambda *args: None)
+    monkeypatch.setattr(customized_info, "charge", lambda *args: None)
     monkeypatch.setattr(generated_sets, "is_refused", lambda req: False)
     logprobs, sampled = logprobs_of(4), torch.tensor([3, 1, 4, 1])
     weights = torch.where(logprobs > -6.0, logprobs.exp(), 0)
@@ -221,7 +221,7 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
 
     Only the device knows how many tokens each request accepted. One request does not ask.
     """
-    monkeypatch.setattr(request_entries, "charge", lambda *args: None)
+    monkeypatch.setattr(customized_info, "charge", lambda *args: None)
     process = SchedulerProcess(limits := InFlight(1 << 24))
     monkeypatch.setattr(type(internals()), "weight_version", lambda self: "7")
     monkeypatch.setattr(type(internals()), "answers_requests", lambda self: True)
